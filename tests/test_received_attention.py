@@ -168,8 +168,6 @@ def test_gaps_are_their_formula(layer, own, alpha):
             assert_close(got.mass_BHT[exists], advance(evidence, before).mass_BHT[exists])
 
 
-
-
 @pytest.mark.parametrize("layer", [None, *LAYERS])
 @pytest.mark.parametrize("parts", [(14,), (7, 7), (1, 12, 1), (3, 4, 2, 5)])
 @pytest.mark.parametrize("gaps", [False, True])
@@ -200,8 +198,6 @@ def test_chunks_of_queries_fold_to_what_all_at_once_do(layer, parts, gaps):
     last = replace(evidence, queries_BQSD=evidence.queries_BQSD[:, :, -1:], running=running)
     assert_close(h2o(last).values_BHT[valid], h2o(evidence).values_BHT[valid])
     assert torch.equal(lru(last).values_BHT, lru(evidence).values_BHT)
-
-
 
 
 @pytest.mark.parametrize("layer", [None, *LAYERS])

@@ -35,5 +35,3 @@ def test_rotary_turns_and_turns_back(width, scaling, dtype):
     assert_close(turned, _naive(x, positions, scaling), dtype=torch.float32)
     assert_close(rotary.unrotate(turned, positions), x.to(turned.dtype), dtype=torch.float32, ops=MODEL)
     assert torch.equal(turned[..., 6:], x[..., 6:].to(turned.dtype))
-
-

@@ -137,8 +137,6 @@ def test_a_copy_of_an_attached_model_is_attached_and_undone_alone(copied):
     assert everything_about(model) == before
 
 
-
-
 @pytest.mark.parametrize("first", ["one", "two"])
 def test_models_that_share_a_config_are_attached_and_undone_each_for_itself(first):
     one = tiny_model("llama")

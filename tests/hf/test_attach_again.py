@@ -21,8 +21,6 @@ from tests.tiny import tiny_batch, tiny_model
 REGISTRIES = (AttentionInterface, AttentionMaskInterface)
 
 
-
-
 @pytest.mark.always
 def test_threads_attach_at_once(monkeypatch):
     num_threads, broken = 4, []
@@ -108,8 +106,6 @@ def test_attach_mends_what_was_changed_and_handles_stay_good(change):
     assert everything_about(model) == before
 
 
-
-
 @pytest.mark.parametrize("name", ["eager", "flex_attention"])
 def test_a_config_that_points_elsewhere_says_where_and_attach_puts_it_back(name):
     """Before anything is read, so that a used cache goes on."""
@@ -157,8 +153,6 @@ def test_a_forward_that_was_replaced_after_attach_is_named():
     assert torch.equal(generated(model), want)
 
 
-
-
 def test_detached_and_attached_again():
     model = tiny_model("llama")
     before, handles = everything_about(model), [retain.attach(model) for _ in range(3)]
@@ -192,5 +186,3 @@ def test_a_wrapper_of_peft_is_detached(attached, detached):
     retain.detach({"inside": model, "wrapper": wrapped}[detached])
     handle.undo()
     assert everything_about(wrapped) == before and attachment_of(wrapped) is None
-
-

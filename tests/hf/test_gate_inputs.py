@@ -209,10 +209,6 @@ def test_a_held_evidence_has_the_stream_for_its_own_gates():
     assert_same_stores(held, once)
 
 
-
-
-
-
 def test_gates_that_do_not_fit_the_model_are_refused(monkeypatch):
     model, wide = tiny_model("gpt_oss"), tiny_model("gpt_oss", head_dim=16)
     said = "H 2, Q 4, D 16 in the gates and E 32, H 2, Q 4, D 8 in the model"
@@ -222,5 +218,3 @@ def test_gates_that_do_not_fit_the_model_are_refused(monkeypatch):
     said = "a model whose rotary embedding is not understood: they look at queries or keys before"
     refused(said, Cache, model, policy(), gates=gates_of(model, "qkv", {"F": 8}), keep_ratio=0.5)
     Cache(model, policy(), gates=gates_of(model, "qkv", {"F": 8, "rope": "after"}), keep_ratio=0.5)
-
-

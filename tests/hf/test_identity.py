@@ -141,8 +141,6 @@ def test_a_live_cache_is_refused_once_weights_were_written_to():
         refused("weights were written to since this cache began", read, model, own, IDS[:, :5])
 
 
-
-
 @pytest.fixture
 def gates(tmp_path):
     model = tiny_model("llama")

@@ -110,8 +110,6 @@ def test_generate_keeps_what_decide_keeps_and_frees_the_rest(family: str, policy
     assert list(model.state_dict()) == list(weights)
 
 
-
-
 def test_an_artifact_and_a_saved_conversation_go_on(tmp_path: Path) -> None:
     model = tiny_model("qwen3")
     gates, folder, file = trained(model), tmp_path / "gates", tmp_path / "cache.safetensors"
@@ -126,8 +124,6 @@ def test_an_artifact_and_a_saved_conversation_go_on(tmp_path: Path) -> None:
         assert read.entries_held == cache.entries_held < cache.entries_seen
 
 
-
-
 def test_what_cannot_be_looked_behind_is_refused() -> None:
     model = tiny_model("llama")
     gates, (input_ids, mask) = trained(model), tiny_batch((0,), 40)
@@ -137,8 +133,6 @@ def test_what_cannot_be_looked_behind_is_refused() -> None:
         whole = Cache(model, policy=None).prefill(input_ids, mask, evict=False).engine.read_only()
         cut = [replace(layer, held_BHT=layer.exists_BHT) for layer in layers]
         refused("shows what is left of one: ask before the first", look_ahead, model, gates, whole, cut)
-
-
 
 
 def test_what_is_adapted_is_what_matters() -> None:

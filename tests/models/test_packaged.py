@@ -155,8 +155,6 @@ def test_wheels_that_lie_ready_need_no_pip(registry, wheels, monkeypatch):
     assert retain.load(NAME)[0].config.vocab_size == 100
 
 
-
-
 def test_another_hash_is_not_used(registry, monkeypatch):
     model = CATALOGUE[NAME]
     wheels = (model.wheels[0], replace(model.wheels[1], sha256="0" * 64))

@@ -42,8 +42,6 @@ def test_a_cache_finds_the_gates_of_its_model_and_says_so(shipping):
     assert found.budgets().held_BLH.equal(given.budgets().held_BLH)
 
 
-
-
 def test_other_weights_of_the_same_sizes_are_told_what_to_write(shipping):
     model, other = tiny_model("qwen3"), tiny_model("qwen3", seed=1)
     shipping(model)
@@ -71,8 +69,6 @@ def test_a_model_without_gates_is_told_every_choice():
         f"policy={own.TRAINING_FREE_KNOWN!r} where it is read before",
     ):
         assert part in said, part
-
-
 
 
 def test_matrices_are_stored_in_16_bits_and_statistics_whole(shipping, tmp_path):

@@ -131,8 +131,6 @@ def test_the_logits_are_scaled_as_the_config_says(described):
             assert spec.scaling == pytest.approx(own.get(name, hand.D**-0.5)), name
 
 
-
-
 def test_a_multimodal_checkpoint_says_that_its_text_decoder_is_meant(described):
     whole = {name for name, (_, found) in described.items() if found.whole is not None}
     assert whole == {"google/gemma-3-4b-it", "google/gemma-3-27b-it"}
