@@ -7,9 +7,7 @@ import pytest
 import torch
 
 import retain
-from retain.budget.allocation import Allocation
 from retain.gates import Gate, GateSet
-from retain.gates.base import INPUTS as INPUTS_OF_GATES
 from retain.hf.cache.cache import Cache
 from retain.hf.intercept.observe import observe
 from retain.hf.model.decoder import base_model, describe
@@ -211,42 +209,6 @@ def test_a_held_evidence_has_the_stream_for_its_own_gates():
     assert_same_stores(held, once)
 
 
-def test_units_that_do_not_fit_are_refused_when_the_cache_is_made():
-    model = tiny_model("llama")
-    mass, rank = gates_of(model, "lowrank"), gates_of(model, "decay", {"F": 8})
-    both = {"observed": "observed_risk", "observed_settings": {"window": 4}}
-    by_value, half = policy(scope="layer", allocation=Allocation("entropy")), {"keep_ratio": 0.5}
-    max_wants = "fusion 'max' wants a gate in 'risk', and these gates are in"
-    for said, own, gates, budget in (
-        (f"{max_wants} 'mass': calibrate", policy(**both), mass, half),
-        (f"{max_wants} 'rank'.*rank_blend", policy(**both), rank, half),
-        ("allocation.layers 'entropy' wants numbers, and the score is in 'rank'", by_value, rank, half),
-        ("in 'rank', of which only the order", policy(**both, fusion="rank_blend"), mass, {"threshold": 0.1}),
-    ):
-        refused(said, Cache, model, own, gates=gates, **budget)
-    Cache(model, policy(**both, fusion="learned"), gates=rank, **half)
-    Cache(model, by_value, gates=mass, **half)
-    with retain.attach(model):  # what its paper does: a threshold on the gate's own number
-        own = Cache(model, policy(), gates=gates_of(model, "admission"), threshold=-0.7)
-        assert own.prefill(*tiny_batch((0,), 60)).entries_evicted > 0
-
-
-def test_what_evidence_is_asked_to_show_is_checked_before_anything_is_read():
-    model, (ids, mask) = tiny_model("llama"), tiny_batch((0,), 12)
-    hold = {"evict": False, "hold_evidence": True}
-    with retain.attach(model):
-        cache = Cache(model, policy=None)
-        said = "unknown input of gates .wanted. 'steam': did you mean 'stream'"
-        refused(said, cache.prefill, ids, mask, **hold, wanted=("hidden", "steam"))
-        said = r"wanted=\['stream'\] is shown by held.*hold_evidence="
-        refused(said, cache.prefill, ids, mask, evict=False, wanted=("stream",))
-        assert cache.num_seen == 0
-        assert cache.prefill(ids, mask, **hold, wanted=INPUTS_OF_GATES).evidence
-    refused(
-        "wanted is 'stream', one name.*wanted=\\('stream',\\)", observe, model, ids, mask, wanted="stream"
-    )
-
-
 def test_gates_that_do_not_fit_the_model_are_refused(monkeypatch):
     model, wide = tiny_model("gpt_oss"), tiny_model("gpt_oss", head_dim=16)
     said = "H 2, Q 4, D 16 in the gates and E 32, H 2, Q 4, D 8 in the model"
@@ -256,17 +218,3 @@ def test_gates_that_do_not_fit_the_model_are_refused(monkeypatch):
     said = "a model whose rotary embedding is not understood: they look at queries or keys before"
     refused(said, Cache, model, policy(), gates=gates_of(model, "qkv", {"F": 8}), keep_ratio=0.5)
     Cache(model, policy(), gates=gates_of(model, "qkv", {"F": 8, "rope": "after"}), keep_ratio=0.5)
-
-
-def test_a_control_may_say_its_unit():
-    model, made = exact_model(), gates_of(exact_model(), "lowrank")
-
-    class Control:
-        unit = "mass"
-
-        def score(self, evidence):
-            return made.score(evidence)
-
-    agree(model, policy(), life(3), gates=Control(), tokens_per_head=12)
-    own = policy(observed="observed_risk", observed_settings={"window": 4})
-    refused("these gates are in 'mass'", Cache, model, own, gates=Control(), keep_ratio=0.5)
