@@ -13,7 +13,7 @@ GONE: Mapping[str, str] = {
     "context_only": "when=[prefill] question=[unknown]",
     "query_aware": "when=[prefill] question=[known]",
     **dict.fromkeys(("suite", "suites"), "tasks alone, e.g. tasks=[reference] or tasks=[ruler]"),
-    "text": "task_settings for its changes, and chat, template, dtype, revision, device_map as keys of their own",
+    "text": "task_settings for its changes, and chat, template, dtype, revision, device_map as keys",
     **dict.fromkeys(("unit_items", "workers"), "accelerate launch --num_processes N"),
     **dict.fromkeys(("preset_protection", "under"), "protections, which every policy is measured under too"),
     **dict.fromkeys(("temperature", "cache_dtype"), "nothing in its place: answers are greedy, in dtype"),
