@@ -95,7 +95,7 @@ def _policy_identity(policy: Policy) -> dict[str, Any]:
     """The settings of a policy that a score may depend on; weights of heads by their numbers, wherever the
     file lies."""
     own = asdict(replace(policy, paper="", regime="any"))
-    if (path := policy.allocation.weights) is not None:
+    if (path := policy.weights) is not None:
         own["allocation"]["weights"] = {str(layer): [*row] for layer, row in read_weights(path).items()}
     return own
 

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import torch
+from pydantic import Field
 
 from retain.budget.statement import Budget
-from retain.config import Count, Many, ProperShare, Range, Tokens, Whole
+from retain.config import Count, Many, ProperShare, Tokens, Whole
 from retain.eval.tasks.suite import Suite
 from retain.eval.tasks.suites import load_suite
 from retain.gates.hub import fetch
@@ -163,7 +164,7 @@ class CompareConfig:
     text: TextOptions = TextOptions()
     regimes: tuple[Regime, ...] = ("context_only", "query_aware")
     keep_ratios: tuple[ProperShare, ...] = (0.1, 0.2, 0.4)
-    tokens_per_head: tuple[Annotated[int, Range(least=2)], ...] = ()
+    tokens_per_head: tuple[Annotated[int, Field(ge=2)], ...] = ()
     policies: tuple[str, ...] = (
         *("random", "recency", "token_identity", "snapkv", "defensive", "defensivekv", "h2o"),
         *("gate", "fused", "merge", "oracle"),
@@ -175,17 +176,17 @@ class CompareConfig:
     every: Count = 32
     chunk_tokens: Count = 256
     cache_dtype: Literal["bfloat16"] | None = None
-    temperature: Annotated[float, Range(least=0, most=100)] = 0.0
-    context_tokens: Annotated[int, Range(least=64, most=2**24)] = 1000
+    temperature: Annotated[float, Field(ge=0, le=100)] = 0.0
+    context_tokens: Annotated[int, Field(ge=64, le=2**24)] = 1000
     control_documents: Many = 128
     horizon: Tokens = 32
     unit_items: Count = 8
     batch_items: Count = 8
     max_sequences: Count = 128
-    workers: Annotated[int, Range(least=0, most=1024)] = 2
+    workers: Annotated[int, Field(ge=0, le=1024)] = 2
     device: str = "cpu"
-    margin_points: Annotated[float, Range(least=1e-6, most=100)] = 2.0
-    resamples: Annotated[int, Range(least=100, most=10**6)] = 5000
+    margin_points: Annotated[float, Field(ge=1e-6, le=100)] = 2.0
+    resamples: Annotated[int, Field(ge=100, le=10**6)] = 5000
     results: str = "results"
 
     @property

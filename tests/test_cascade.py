@@ -164,7 +164,7 @@ def test_a_pyramid_holds_what_a_safeguard_guarantees():
 def test_layers_of_unlike_heads_share_by_the_head(heads_file):
     heads_L = (2, 8, 8, 8)
     totals = spread(Budget(keep_ratio=0.5), [200], [LayerShape(heads, 8) for heads in heads_L])
-    pyramid = Shares(kind("pyramid", heads_file).split, totals, (0,))
+    pyramid = Shares(kind("pyramid", heads_file), totals, (0,))
     per_head = [own[0] / heads for own, heads in zip(pyramid.fixed_LB, heads_L, strict=True)]
     assert sum(own[0] for own in pyramid.fixed_LB) == 2600
     assert all(a > b for a, b in pairwise(per_head))
@@ -175,7 +175,7 @@ def test_layers_of_unlike_heads_share_by_the_head(heads_file):
         )
         for heads in heads_L
     ]  # fmt: skip
-    keeps = keep_sets(Shares(kind("cake", heads_file).split, totals, (0,)), alike)
+    keeps = keep_sets(Shares(kind("cake", heads_file), totals, (0,)), alike)
     assert [keep.sum(-1).unique().tolist() for keep in keeps] == [[100]] * 4
 
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import retain
-from retain.budget.joint import Draw
 from retain.config import load
 from retain.correction.merge import Merge
 from retain.gates import GATES, Gate
@@ -147,7 +146,7 @@ def test_what_the_page_of_fusion_says_of_the_rule_is_what_the_preset_says() -> N
     merged = re.search(r"cosine is at least ([\d.]+) and the kept one is none of the last (\d+)", text)
     assert merged and policy.correction == Merge(float(merged[1]), recent=int(merged[2]), count=True)
     assert (policy.fusion, policy.scope, policy.floor) == ("learned", "model", None)
-    assert policy.draw == Draw(0.35) and retain.load_policy("fused").draw == Draw(0.2)
+    assert policy.drawn_share == 0.35 and retain.load_policy("fused").drawn_share == 0.2
     assert "until 65 % of the budget behind the protected entries are full (`fused`: four fifths)" in text
     said = re.search(r"The first (\d+) and the last (\d+) entries stay", text)
     kept = policy.protection

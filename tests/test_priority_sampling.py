@@ -165,12 +165,12 @@ def test_it_is_drawn_by_what_was_observed_and_by_the_gate_where_nothing_was():
 
 
 CANNOT: list[tuple[str, dict[str, Any]]] = [
-    ("scope 'head' gives each its own: take scope 'layer' or 'model'", {"scope": "head"}),
+    ("draw: input should be null", {"scope": "head"}),
     ("one stage by score: take first_stage null", {"first_stage": {"by": "budget"}}),
     ("compete by what orders each of them: take floor null", {"floor": "mean"}),
     ("and allocation.compete_by 'score'", {"allocation": {"compete_by": "first"}}),
     ("proportion to numbers, and 'keydiff' is in 'rank'", {"observed": "keydiff"}),
-    ("share: .* at most 1, got 1.5", {"draw": {"share": 1.5}}),
+    ("draw.share: input should be less than or equal to 1, got 1.5", {"draw": {"share": 1.5}}),
 ]
 
 
@@ -178,7 +178,7 @@ CANNOT: list[tuple[str, dict[str, Any]]] = [
 def test_policies_that_cannot_be_meant_are_refused(said, changes):
     drawn = {"scope": "model", "draw": {"share": 0.2}}
     assert made(**drawn) and ("draw" in changes or made(**{"scope": "model", **changes}))
-    refused(f"(?s)draw.*{said}", made, **{**drawn, **changes})
+    refused(said, made, **{**drawn, **changes})
 
 
 @pytest.mark.parametrize("scope", ["layer", "model"])

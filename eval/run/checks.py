@@ -405,7 +405,7 @@ def _documents(config: CompareConfig, suite: Suite) -> Iterator[str]:
 def _weights(config: CompareConfig) -> Iterator[str]:
     """Whether weights of heads are there, for policies that read them."""
     for line in all_lines(config):
-        path = find_policy(config, line.policy, line.protection).allocation.weights
+        path = find_policy(config, line.policy, line.protection).weights
         if path is not None and (refused := _error_of(read_weights, path)):
             yield f"policy {line.name!r}: {refused}"
 

@@ -131,7 +131,7 @@ class EvaluatedModel:
     def trained(self, line: Line) -> bool:
         """Whether something trained or measured beforehand belongs to a policy: gates, weights of heads."""
         policy = self.policies.get(line.name)
-        return (policy is not None and policy.allocation.weights is not None) or line.policy in self.users
+        return (policy is not None and policy.weights is not None) or line.policy in self.users
 
 
 def plan(config: CompareConfig, suite: Suite) -> list[Unit]:

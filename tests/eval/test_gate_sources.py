@@ -381,7 +381,7 @@ def test_sets_are_written_in_a_config(tmp_path):
     config = load(path, CompareConfig)
     assert config.gate_sets == {"rep": GateSource("r{seed}"), "drawn": GateSource(control="random")}
     assert config.source_of("drawn") == GateSource("g{seed}", "random")
-    with pytest.raises(ValueError, match="expected one of 'none', 'random', 'other_layer'.*did you mean"):
+    with pytest.raises(ValueError, match="input should be 'none', 'random' or 'other_layer'.*did you mean"):
         load(path, CompareConfig, ["gate_sets.drawn.control=randm"])
 
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import retain
-from retain.budget.allocation import Allocation
 from retain.gates import Gate, GateSet
 from retain.gates.base import INPUTS as INPUTS_OF_GATES
 from retain.hf.cache.cache import Cache
@@ -16,6 +15,7 @@ from retain.hf.model.decoder import base_model, describe
 from retain.policy import Policy
 from retain.scores import Score
 from tests.close import assert_close
+from tests.evictions import policy_of
 from tests.hf.naive_regimes import Naive
 from tests.hf.regime_runs import FEW, agree, assert_same_stores, exact_model, life, life_of, lived
 from tests.refused import refused
@@ -23,7 +23,7 @@ from tests.tiny import FAMILIES, SHIFTED, tiny_batch, tiny_model
 
 
 def policy(name: str = "own", observed: str | None = None, **settings) -> Policy:
-    return Policy(name, observed, **{"learned": True, "protection": FEW, **settings})
+    return policy_of(name, observed, **{"learned": True, "protection": FEW, **settings})
 
 
 def gates_of(model, family: str, settings=None, *, dtype=torch.float64) -> GateSet:
@@ -215,7 +215,7 @@ def test_units_that_do_not_fit_are_refused_when_the_cache_is_made():
     model = tiny_model("llama")
     mass, rank = gates_of(model, "lowrank"), gates_of(model, "decay", {"F": 8})
     both = {"observed": "observed_risk", "observed_settings": {"window": 4}}
-    by_value, half = policy(scope="layer", allocation=Allocation("entropy")), {"keep_ratio": 0.5}
+    by_value, half = policy(scope="layer", allocation={"layers": "entropy"}), {"keep_ratio": 0.5}
     max_wants = "fusion 'max' wants a gate in 'risk', and these gates are in"
     for said, own, gates, budget in (
         (f"{max_wants} 'mass': calibrate", policy(**both), mass, half),

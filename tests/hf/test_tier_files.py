@@ -166,11 +166,14 @@ def test_what_cannot_be_in_few_bits(tmp_path):
 WRONG = {
     "bits": (
         lambda header: header["tiers"]["1"]["precision"].update(bits=3),
-        "precision.bits: expected one of",
+        "precision.bits: input should be",
     ),
     "fewer": (lambda header: header["tiers"]["1"]["precision"].update(bits=2), r"store.packed.\w+ of shape"),
     "layer": (lambda header: header["tiers"].update({"7": {}}), "tiers of layer '7', which evicts nothing"),
-    "rule": (lambda header: header["rule"]["precision"].update(recent=-1), "precision.recent: expected int"),
+    "rule": (
+        lambda header: header["rule"]["precision"].update(recent=-1),
+        "precision.recent: input",
+    ),
     "counter": (lambda header: header.update(packed_at=-4), "holds packed_at -4"),
     "coded": (
         lambda header: header.update(coded={"bits": 16}),

@@ -131,7 +131,7 @@ def test_a_budget_below_what_is_protected_is_served_in_full_and_counted(client, 
     [
         ("keep_ratio", 7, "keep_ratio is kept / seen, above 0 and at most 1; got 7"),
         ("keepratio", 0.3, r"unknown key 'retain.keepratio' \(did you mean 'keep_ratio'\?\)"),
-        ("off", "maybe", "retain.off: expected bool, got 'maybe'"),
+        ("off", "maybe", "retain.off: input should be a valid boolean, got 'maybe'"),
     ],
 )
 def test_an_option_that_does_not_fit_is_answered_with_400(client, option, value, message) -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Annotated
 
 import torch
+from pydantic import Field
 
-from retain.config import PositiveShare, Range
+from retain.config import PositiveShare
 from retain.process.extras import deferred
 from retain.process.half_precision import HALF_FLAGS
 
@@ -30,8 +31,8 @@ class PlanSettings:
         efficiency: share of that rate that training reaches; the plan prints it, the progress bar measures.
     """
 
-    memory_gib: Annotated[float, Range(least=1e-3, most=1e9)] | None = None
-    tflops: Annotated[float, Range(least=1e-6, most=1e9)] | None = None
+    memory_gib: Annotated[float, Field(ge=1e-3, le=1e9)] | None = None
+    tflops: Annotated[float, Field(ge=1e-6, le=1e9)] | None = None
     efficiency: PositiveShare = 0.4
 
 
