@@ -13,6 +13,7 @@ GONE: Mapping[str, str] = {
     "served": "query_aware",
     "page": "the budget alone, which is exact; vLLM's plug-in rounds its own to whole blocks",
     "reinforce": "stage local",
+    "plan": "train/distill.py --dry-run, which makes one step and measures it",
     "features": "no folder: every step asks the frozen model",
     "selection": "each head keeps its own tokens",
     "reading": "the preset quest_evict",
@@ -30,6 +31,7 @@ GONE: Mapping[str, str] = {
     **dict.fromkeys(("head_classes", "head_importance"), "allocation.weights, JSON of a number a head"),
     "head_threshold": "--threshold of python -m retain.eval.diagnose.head_weights",
     "query_centres": "a .pt file of statistics from TriAttention's own code",
+    "cake.variance": "leave it out: the paper's, over queries",
     "importance_beta": "--beta of python -m retain.eval.diagnose.head_weights",
     **dict.fromkeys(
         ("errors", "layer_errors", "layer_least", "layer_most"), "allocation.layers: pyramid, cake or entropy"

@@ -7,8 +7,7 @@ meet shapes that a graph has seen.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -16,8 +15,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from retain.cache.store import LOG_WEIGHT, Layout, RaggedStore, normal_tensors
-from retain.cache.tiered_store import Store, plain_of
+from retain.cache.layer_store import Store
+from retain.cache.layout import Layout, normal_tensors
+from retain.cache.store import LOG_WEIGHT, RaggedStore
 from retain.kernels.ragged_attention.pages import PAGE
 
 # A pool has 8, 9, ... or 15 times a power of two places.
@@ -65,6 +65,8 @@ class StaticRows:
         scaling: of its logits, where the model does not say.
         window: tokens that its queries see; None for all.
         work: on a GPU, the tensors of its `retain.kernels.decode_step.launch.Table`.
+        shown: what a later eviction looks at of the tokens that come, `[S, ...]` each: `queries`, and what
+            attention gets (`hidden`, `stream`).
     """
 
     pool: Pool
@@ -74,6 +76,13 @@ class StaticRows:
     scaling: float | None = None
     window: int | None = None
     work: tuple[Tensor | None, ...] = (None, None, None, None)
+    shown: dict[str, Tensor] = field(default_factory=dict)
+
+    def show(self, name: str, x_BSE: Tensor) -> None:
+        """Keep an input of the attention that comes, if it is to be looked at."""
+        if name in self.shown:
+            at_1 = self.pool.clock_1 if self.leads else self.pool.clock_1 - 1
+            self.shown[name].index_copy_(0, at_1, x_BSE.transpose(0, 1))
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, dense: Callable[[], Any], given: Any
@@ -82,6 +91,8 @@ class StaticRows:
         pool = self.pool
         if self.leads:
             pool.clock_1.add_(1)
+        if "queries" in self.shown:
+            self.shown["queries"].index_copy_(0, pool.clock_1 - 1, query.permute(2, 0, 1, 3))
         step = torch.ops.retain.decode_step
         out_B1QV = step(
             query,
@@ -126,15 +137,12 @@ def pool_of(
     if any(store.log_weight_C is not None for store in stores):
         like[LOG_WEIGHT] = first.keys_CD.new_zeros(0, dtype=torch.float32)
     columns = {}
-    with ExitStack() as moving:
-        for store in stores:
-            moving.enter_context(store.no_way_back())
-        for name, column in like.items():
-            columns[name] = column.new_zeros(rounded(starts[-1]), *column.shape[1:])
-            for store, layout, start, size in zip(stores, layouts, starts[:-1], sizes, strict=True):
-                store.move_(name, columns[name][start : start + size], layout)
-        for store, layout in zip(stores, layouts, strict=True):
-            store.adopt_(layout, columns)
+    for name, column in like.items():
+        columns[name] = column.new_zeros(rounded(starts[-1]), *column.shape[1:])
+        for store, layout, start, size in zip(stores, layouts, starts[:-1], sizes, strict=True):
+            store.move_(name, columns[name][start : start + size], layout)
+    for store, layout in zip(stores, layouts, strict=True):
+        store.adopt_(layout, columns)
     clock_1, seen_1 = (torch.tensor([number], device=first.device) for number in (0, num_seen))
     last_B = last_B.to(first.device, torch.int64, copy=True)
     entries = columns["keys"], columns["values"], columns["positions"]
@@ -144,7 +152,7 @@ def pool_of(
 
 def spare_bytes(stores: Sequence[Store]) -> int:
     """Bytes of the storages behind stores that none of them lives in."""
-    plain = [plain_of(store) for store in stores]
+    plain = [store.plain for store in stores]
     columns = [column for store in plain for column in (store.keys_CD, store.values_CD, store.positions_C)]
     columns += [store.log_weight_C for store in plain if store.log_weight_C is not None]
     storages = {own.untyped_storage().data_ptr(): own.untyped_storage().nbytes() for own in columns}

@@ -384,8 +384,7 @@ class Cache(ReportingCache):
         Args:
             path: of the file.
             bits: 8, 4 or 2: keys and values that are held as they are become codes in the file, which `load`
-                decodes (`retain.cache.tier_file`). None: the loaded cache goes on
-                exactly.
+                decodes. None: the loaded cache goes on exactly.
 
         Returns:
             the path.

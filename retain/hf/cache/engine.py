@@ -19,6 +19,7 @@ from torch import Tensor
 from retain.attention.rotary import Rotary
 from retain.budget.statement import Stock
 from retain.cache.attend import attend_store
+from retain.cache.step_rows import StepRows, step_rows_of
 from retain.correction.cuts import cut_
 from retain.evidence import Evidence
 from retain.hf.cache.batch_context import Arriving, pins_of, seeds_of
@@ -36,7 +37,7 @@ from retain.hf.cache.later_evidence import (
     without_expired,
     without_queries,
 )
-from retain.hf.cache.layer import Layer
+from retain.hf.cache.layer import MOST_UNNOTED, Layer
 from retain.hf.cache.packing import pack, packs_now
 from retain.hf.cache.state import History, State
 from retain.hf.intercept.forward_call import Call, read_call
@@ -49,10 +50,6 @@ from retain.hf.model.pass_through_layers import refuse_padding, thaw_
 from retain.hf.version_names import CHECKPOINTING, checkpoints
 from retain.kernels.backend import without_autocast
 from retain.kernels.ragged_attention.pages import PAGE
-
-# Decoded tokens whose queries and attention inputs are held before they are looked at, where no eviction is
-# due.
-MOST_UNNOTED = 128
 
 
 class Engine(Interceptor):
@@ -76,9 +73,10 @@ class Engine(Interceptor):
         """Forget what is of one forward."""
         self._next: History | None = None  # what will have been seen once the call is over, if somebody asked
         self._eviction: Eviction | None = None
-        self._held: list[Evidence] = []  # of a prompt behind which lookahead tokens are still to ask
+        self.columns: list[Evidence] = []  # of a prompt behind which lookahead tokens are still to ask
         self._waiting: list[dict[str, Tensor] | None] = []  # of layers that are cut with the others
         self._expected: int | None = None  # the layer whose attention is about to run
+        self.is_quick = False
 
     def reset(self) -> None:
         """Forget everything; the state may be filled again."""
@@ -173,6 +171,8 @@ class Engine(Interceptor):
         if call.forgotten_BT is not None:
             drop(state, call.forgotten_BT)
         state.call, self._next = call, None
+        if (rows := self._quick_rows(call)) is not None:
+            self._begin_quick(rows, call.positions_BS[:, 0].contiguous())
         try:
             if call.is_prefill:
                 self._begin_prompt(call)
@@ -181,6 +181,44 @@ class Engine(Interceptor):
         except ValueError:
             state.call = None
             raise
+
+    def _quick_rows(self, call: Call) -> list[StepRows] | None:
+        """The rows of all layers, if the step is one that on a CPU appends and attends in one call a layer:
+        nothing is padded, differentiated or cast, and no eviction asks for attention inputs."""
+        state, wants = self.state, self.state.bound_policy.wants
+        if state.is_read(call) or call.valid_BS is not None or torch.is_grad_enabled():
+            return None
+        if torch.is_autocast_enabled("cpu") or self._looks_again and {"hidden", "stream"} & {*wants.inputs}:
+            return None
+        found = []
+        for layer, spec in zip(state.ragged, state.specs, strict=True):
+            if layer.store is None or layer.store.packed is not None or layer.scaling is None:
+                return None
+            if layer.store.precision is not None:
+                return None
+            store = layer.store.plain
+            if store.free < 1:
+                store.make_room_(1)
+            if store.step_rows is None:
+                how = {"scaling": layer.scaling, "soft_cap": layer.soft_cap, "window": spec.window}
+                store.step_rows = step_rows_of(store, **how, sinks=spec.sinks_Q is not None)
+            if store.step_rows is None:
+                return None
+            found.append(store.step_rows)
+        return found
+
+    def _begin_quick(self, rows: list[StepRows], positions_B: Tensor) -> None:
+        """Tell the layers of a step where its token stands."""
+        wants, positions = self.state.bound_policy.wants, {}
+        looks = self._looks_again and (wants.queries != 0 or wants.running or wants.own_queries)
+        for layer, spec, own in zip(self.state.ragged, self.state.specs, rows, strict=True):
+            H = spec.num_kv_heads
+            if H not in positions:
+                positions[H] = positions_B.repeat_interleave(H).to(torch.int32)
+            layer.quick, own.positions_R, own.last_B = own, positions[H], positions_B
+            own.queries = layer.recent.queries if looks else None
+            layer.store.plain.free -= 1
+        self.is_quick = True
 
     def _begin_prompt(self, call: Call) -> None:
         """Start the eviction of a first prompt, or at least find what is wrong with it before it is read."""
@@ -291,6 +329,9 @@ class Engine(Interceptor):
         state, call = self.state, self.state.call
         layer, spec = state.layers[step.layer_idx], state.layout.spec_of[step.layer_idx]
         assert call is not None and layer.scaling is not None
+        if self.is_quick:  # in a model that is compiled
+            assert layer.quick is not None
+            return layer.quick.attend(queries_BQSD, keys_BHSD, values_BHSD, None, {"s_aux": spec.sinks_Q})[0]
         if layer.store is None:  # a prefill that was not evicted goes on with everything
             layer.store = state.cut_dense(layer, None, state.valid_BT, state.positions_BT)
         store, device = layer.store, keys_BHSD.device
@@ -355,7 +396,7 @@ class Engine(Interceptor):
             # Keys may not be in the weights' precision; then other sequences may be decided on.
             self._eviction.measure(evidence.keys_BHTD.element_size())
         if self._eviction is not None and state.bound_policy.looks_ahead and self._eviction.rows:
-            self._held.append(remembered(evidence, state.bound_policy))
+            self.columns.append(remembered(evidence, state.bound_policy))
             return
         self._cut(layer, evidence)
 
@@ -382,7 +423,7 @@ class Engine(Interceptor):
         call = state.call
         assert call is not None
         self._check_ran()
-        if self._held:
+        if self.columns:
             self._evict_ahead()
         if self._waiting:
             self._cut_waiting(call)
@@ -413,7 +454,7 @@ class Engine(Interceptor):
         if ends:
             end_prompt(state)
         state.call = self._next = self._eviction = None
-        state.decodes = not read
+        state.decodes, self.is_quick = not read, False
         refused, self.refused = self.refused, None
         if refused is not None:  # now that all is in order
             raise refused
@@ -433,7 +474,7 @@ class Engine(Interceptor):
     def _evict_ahead(self) -> None:
         """Cut all layers, which hold the first prompt whole, by what lookahead tokens ask behind it."""
         gates = self.state.bound_policy.gates
-        held, self._held = look_ahead(self.model, gates, self.read_only(), self._held), []
+        held, self.columns = look_ahead(self.model, gates, self.read_only(), self.columns), []
         self._cut_ahead(held)
 
     @without_autocast

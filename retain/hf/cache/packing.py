@@ -2,7 +2,6 @@
 once enough were decoded.
 """
 
-from retain.cache.tiered_store import TieredStore
 from retain.hf.cache.eviction_request import Eviction
 from retain.hf.cache.state import State
 from retain.hf.intercept.forward_call import Call
@@ -46,6 +45,5 @@ def pack(state: State, *, read: bool) -> None:
     if noted and (read or state.num_seen - state.packed_at >= GROUP):
         with state.changing():
             for store in state.stores:
-                if isinstance(store, TieredStore):
-                    store.pack_()
+                store.pack_()
         state.packed_at = state.num_seen

@@ -11,7 +11,6 @@ own number between two breaks, so one graph a layer is compiled of those: of a m
 `torch._dynamo.config.recompile_limit` (8), the others run as written.
 """
 
-import inspect
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -116,10 +115,9 @@ def check_pointed(decoder: Any) -> None:
     """
     said = decoder.config._attn_implementation
     if said not in PREVIOUS.values():
-        first = "" if said in PREVIOUS else "model.set_attn_implementation('sdpa') (or 'eager'), then "
         raise ValueError(
             "the model's attention implementation was changed after retain.attach: its config says "
-            f"{said!r} now. Call {first}retain.attach(model) again, which puts it back."
+            f"{said!r} now. Set 'sdpa' or 'eager', and call retain.attach(model) again."
         )
 
 
@@ -129,12 +127,10 @@ def refuse_unasked(module: nn.Module, layer_idx: int) -> NoReturn:
     Raises:
         ValueError: always.
     """
-    forward: Any = inspect.unwrap(module.forward)
-    name = getattr(forward, "__qualname__", type(forward).__qualname__)
     raise ValueError(
         f"layer {layer_idx} attended without transformers' registry of attention functions, to which the "
-        f"model's config points: the forward of its {type(module).__name__} is code of its own "
-        f"({forward.__module__}.{name}). Take away what replaced it, and reset() the cache."
+        f"model's config points: something replaced the forward of its {type(module).__name__} "
+        f"({module.forward!r:.120}). Take it away, and reset() the cache."
     )
 
 
@@ -170,6 +166,9 @@ class Step:
 
 class Interceptor:
     """Receives what a model's hooks see of a forward, and computes the attention of layers that evict."""
+
+    # Whether a decoding step runs whose layers append and attend in one call (`Layer.quick`).
+    is_quick = False
 
     @property
     def is_static(self) -> bool:
@@ -239,7 +238,8 @@ class InterceptedCache(TransformersCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        if self.engine.is_static:
+        quick = not torch.compiler.is_compiling() and self.engine.is_quick
+        if quick and hasattr(self.layers[layer_idx], "quick") or self.engine.is_static:
             return key_states, value_states
         return self._update(key_states, value_states, layer_idx, *args, **kwargs)
 
