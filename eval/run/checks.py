@@ -78,7 +78,7 @@ def check(config: CompareConfig, suite: Suite, processes: int = 1) -> list[str]:
 
 def stated_problems(config: CompareConfig, suite: Suite, processes: int = 1) -> list[str]:
     """Problems of a config, found before gates, budgets and documents are looked at."""
-    presets = {preset.name: preset.variants for preset in policies()}
+    presets = {preset.name: tuple(preset.variants) for preset in policies()}
     found = (
         *(_names(config, suite, presets), _uses(config, presets), _variants(config, presets)),
         *(_protections(config, presets), _grid(config, suite), _devices(config, processes)),
