@@ -143,11 +143,11 @@ def test_what_cannot_be_in_few_bits(tmp_path):
 WRONG = {
     "bits": (
         lambda header: header["precision"].update(bits=3),
-        "precision.bits: expected one of",
+        "precision.bits: input should be",
     ),
     "fewer": (lambda header: header["precision"].update(bits=2), r"packed.\w+ of shape"),
     "none": (lambda header: header.update(precision=None), "layer.0.packed entries, and no precision"),
-    "rule": (lambda header: header["rule"]["precision"].update(recent=-1), "precision.recent: expected int"),
+    "rule": (lambda header: header["rule"]["precision"].update(recent=-1), "precision.recent: input"),
     "counter": (lambda header: header.update(packed_at=-4), "holds packed_at -4"),
     "coded": (
         lambda header: header.update(coded={"bits": 16}),
