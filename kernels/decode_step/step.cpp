@@ -105,7 +105,11 @@ Tensor decode_step(const Tensor& queries, const Tensor& new_keys, const Tensor& 
                                  log_weight ? log_weight->const_data_ptr<float>() : nullptr,
                                  sinks ? sinks->const_data_ptr<scalar_t>() : nullptr, H, Q / H, D, V,
                                  A(scaling), A(soft_cap), window};
-    at::parallel_for(0, R, 4, [&](int64_t first, int64_t stop) {
+    // Rows that one thread takes at least: a few thousand products.
+    int64_t entries = 1;
+    for (int64_t row = 0; row < R; ++row) entries += held[row] + now;
+    const int64_t grain = std::max<int64_t>(1, (R << 14) / (entries * Q / (B * H) * (D + V)));
+    at::parallel_for(0, R, grain, [&](int64_t first, int64_t stop) {
       std::vector<A> logits, sums;
       for (int64_t row = first; row < stop; ++row) {
         const int64_t length = held[row] + now;

@@ -7,7 +7,7 @@ meet shapes that a graph has seen.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -65,6 +65,8 @@ class StaticRows:
         scaling: of its logits, where the model does not say.
         window: tokens that its queries see; None for all.
         work: on a GPU, the tensors of its `retain.kernels.decode_step.launch.Table`.
+        shown: what a later eviction looks at of the tokens that come, `[S, ...]` each: `queries`, and what
+            attention gets (`hidden`, `stream`).
     """
 
     pool: Pool
@@ -74,6 +76,13 @@ class StaticRows:
     scaling: float | None = None
     window: int | None = None
     work: tuple[Tensor | None, ...] = (None, None, None, None)
+    shown: dict[str, Tensor] = field(default_factory=dict)
+
+    def show(self, name: str, x_BSE: Tensor) -> None:
+        """Keep an input of the attention that comes, if it is to be looked at."""
+        if name in self.shown:
+            at_1 = self.pool.clock_1 if self.leads else self.pool.clock_1 - 1
+            self.shown[name].index_copy_(0, at_1, x_BSE.transpose(0, 1))
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, dense: Callable[[], Any], given: Any
@@ -82,6 +91,8 @@ class StaticRows:
         pool = self.pool
         if self.leads:
             pool.clock_1.add_(1)
+        if "queries" in self.shown:
+            self.shown["queries"].index_copy_(0, pool.clock_1 - 1, query.permute(2, 0, 1, 3))
         step = torch.ops.retain.decode_step
         out_B1QV = step(
             query,

@@ -17,16 +17,16 @@ codes, and a group of keys that nobody names any more goes from the table of sca
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from retain.cache.codec import GROUPS, Codec
-from retain.cache.equal_rows import Run, Steps
 from retain.cache.layout import Layout, count_free, filled, normal_tensors
 from retain.cache.moves import copy_, packing, spans, write_
-from retain.kernels.backend import Path, which
+from retain.kernels.backend import Path
 from retain.kernels.codes import Codes
 from retain.kernels.ragged_attention import path_of
 from retain.kernels.ragged_attention.pages import PAGE
@@ -56,6 +56,8 @@ class RaggedStore:
         pages: the row that each page belongs to.
         free: new tokens that surely fit into every row.
     """
+
+    step_rows: Any  # for decoding steps on a CPU (`retain.cache.step_rows`), made by who decodes them
 
     @normal_tensors()
     def __init__(
@@ -114,24 +116,12 @@ class RaggedStore:
         return store
 
     @property
-    def columns(self) -> dict[str, Tensor]:
-        """Keys, values and positions, and what decodes them, by name."""
-        if self._steps is not None:
-            self._steps.write_positions_(self._held["positions"], self.num_heads)
-        return self._held
-
-    @columns.setter
-    def columns(self, entries: dict[str, Tensor]) -> None:
-        self._steps: Steps | None = None
-        self._held = entries
-
-    @property
     def keys_CD(self) -> Float[Tensor, "C D"]:
-        return self._held["keys"]
+        return self.columns["keys"]
 
     @property
     def values_CD(self) -> Float[Tensor, "C D"]:
-        return self._held["values"]
+        return self.columns["values"]
 
     @property
     def positions_C(self) -> Int[Tensor, " C"]:
@@ -145,11 +135,11 @@ class RaggedStore:
     @property
     def num_places(self) -> int:
         """C: places of entries, free ones included."""
-        return len(self._held["positions"])
+        return len(self.columns["positions"])
 
     @property
     def device(self) -> torch.device:
-        return self._held["positions"].device
+        return self.columns["positions"].device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -165,14 +155,14 @@ class RaggedStore:
     def codes(self) -> tuple[Codes, Codes]:
         """Keys and values of a store with a codec, as attention reads them."""
         assert self.codec is not None and self.key_scales_G2D is not None
-        return self.codec.codes(self._held, self.key_scales_G2D)
+        return self.codec.codes(self.columns, self.key_scales_G2D)
 
     def decoded(self) -> tuple[Float[Tensor, "C D"], Float[Tensor, "C V"]]:
         """Keys and values as numbers: of codes a copy, rounded once to the model's precision."""
         if self.codec is None:
             return self.keys_CD, self.values_CD
         assert self.key_scales_G2D is not None
-        return self.codec.decoded(self._held, self.key_scales_G2D)
+        return self.codec.decoded(self.columns, self.key_scales_G2D)
 
     @property
     def lengths_BH(self) -> Int[Tensor, "B H"]:
@@ -188,7 +178,7 @@ class RaggedStore:
     def entry_bytes(self) -> int:
         """Bytes of what attention reads of an entry alone, but for what is added to its logits: of its key
         and its value, and of codes the scales and the group."""
-        return _width(*(column for name, column in self._held.items() if name != "positions"))
+        return _width(*(column for name, column in self.columns.items() if name != "positions"))
 
     @property
     def log_weight_C(self) -> Float[Tensor, " C"] | None:
@@ -204,7 +194,7 @@ class RaggedStore:
         if scales is None:
             return bytes_B
         sequence_N = self.rows_N() // self.num_heads
-        pairs = (sequence_N * len(scales) + self._held[GROUPS][self.index_N()]).unique()
+        pairs = (sequence_N * len(scales) + self.columns[GROUPS][self.index_N()]).unique()
         groups_B = torch.bincount(pairs // max(1, len(scales)), minlength=len(bytes_B))
         return bytes_B + groups_B * _width(scales)
 
@@ -266,9 +256,7 @@ class RaggedStore:
                 "the batch."
             )
         if self.free < S:
-            self._grow_(S)
-        if S == 1 and valid_BS is None and not keys_BHSD.is_cuda and which(self.lengths_R) == "reference":
-            return self._append_step_(keys_BHSD, values_BHSD, positions_BS)
+            self.make_room_(S)
         held_R1 = self.lengths_R.to(torch.int64)[:, None]
         new = [keys_BHSD, values_BHSD, positions_BS[:, None].expand(B, H, S)]
         num_new: Tensor | int = S
@@ -286,30 +274,9 @@ class RaggedStore:
         write_(zip(self.columns.values(), new, strict=True), index_RS.flatten())
         # Raised last: had a write failed, only free slots would have been written to.
         self.lengths_R += num_new
-        self._steps = None
+        self.step_rows = None
         self.free -= S
         return seen_RS
-
-    def _append_step_(
-        self, keys_BH1D: Tensor, values_BH1D: Tensor, positions_B1: Tensor
-    ) -> Int[Tensor, "R 1"]:
-        """Append one token to every row on a CPU; positions are written on demand."""
-        if self._steps is None:
-            with normal_tensors():
-                next_R = self.offsets_R1[:-1] + self.lengths_R
-                held = self.keys_CD, self.values_CD, self.log_weight_C
-                self._steps = Steps(self.pages, held, next_R, self.lengths_R)
-        columns = ((self.keys_CD, keys_BH1D), (self.values_CD, values_BH1D))
-        write_(columns, self._steps.next_R)
-        self._steps.advance_(positions_B1)
-        self.lengths_R += 1
-        self.free -= 1
-        return self.lengths_R[:, None]
-
-    @property
-    def runs(self) -> list[Run] | None:
-        """The rows as runs for dense calls, where a decoding step on a CPU came last; else None."""
-        return None if self._steps is None else self._steps.runs
 
     def set_beside_(self, name: str, values_BHS: Tensor, valid_BS: Bool[Tensor, "B S"] | None = None) -> None:
         """Write a side column for the last S tokens of every row; a new column is zeros elsewhere.
@@ -358,7 +325,7 @@ class RaggedStore:
             # Zeros, not garbage: a masked entry has weight 0, and 0 x NaN would still be NaN.
             columns[name].index_fill_(0, freed, 0)
         self.lengths_R -= gone_R
-        self._steps = None
+        self.step_rows = None
         self.free = count_free(self.pages, self.lengths_R.tolist())
         self._forget_groups_()
 
@@ -395,7 +362,7 @@ class RaggedStore:
         """Adopt a layout; the caller moves the columns."""
         self.pages, self.offsets_R1 = layout.pages, layout.offsets_R1
         self.lengths_R, self.free = layout.lengths_R, layout.free
-        self._steps = None
+        self.step_rows = None
 
     @normal_tensors()
     def _lay_out_anew_(self, lengths_R: Tensor, slack: int, from_N: Tensor) -> None:
@@ -412,12 +379,12 @@ class RaggedStore:
         if self.key_scales_G2D is None:
             return
         index_N = self.index_N()
-        named, groups_N = self._held[GROUPS][index_N].unique(return_inverse=True)
+        named, groups_N = self.columns[GROUPS][index_N].unique(return_inverse=True)
         if len(named) < len(self.key_scales_G2D):
             self.key_scales_G2D = self.key_scales_G2D[named.long()]
-            self._held[GROUPS].zero_().index_copy_(0, index_N, groups_N.to(torch.int32))
+            self.columns[GROUPS].zero_().index_copy_(0, index_N, groups_N.to(torch.int32))
 
-    def _grow_(self, num_new: int) -> None:
+    def make_room_(self, num_new: int) -> None:
         """Make room for `num_new` more tokens in every row, and for some after them."""
         lengths = self.lengths_R.tolist()
         self.free = count_free(self.pages, lengths)  # it was a lower bound: padding was counted
@@ -428,7 +395,7 @@ class RaggedStore:
 
     def move_(self, name: str, column: Tensor, layout: Layout) -> None:
         """Let a column live in these places, which are zeros, of rows of this layout; `adopt_` comes next."""
-        own = self._held if name in self._held else self.beside
+        own = self.columns if name in self.columns else self.beside
         if name in own:
             copy_(column, layout.index_N(), own[name], (self.index_N(),))
         own[name] = column
@@ -443,7 +410,7 @@ class RaggedStore:
     def came_(self, real_B: Sequence[int]) -> None:
         """Count so many entries of each sequence, which were written behind its rows."""
         self.lengths_R += torch.tensor(real_B, device=self.device).repeat_interleave(self.num_heads)
-        self._steps, self.free = None, count_free(self.pages, self.lengths_R.tolist())
+        self.step_rows, self.free = None, count_free(self.pages, self.lengths_R.tolist())
 
     def _like(self, layout: Layout) -> "RaggedStore":
         """A store of this layout that still shares its columns with this one."""

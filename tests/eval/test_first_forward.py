@@ -39,7 +39,7 @@ def state(cache):
             state.moments,
             state.noted,
         ],
-        "prompt": [state.prompt_B, state.width, state.seeds, state.steps],
+        "prompt": [state.prompt_B, state.width, state.seeds],
         "bytes": [cache.bytes_held(), cache.bytes_allocated()],
         "history": [state.valid_BT, state.positions_BT, state.history.token_ids_BT],
     }
@@ -50,8 +50,7 @@ def state(cache):
         own = {name: side[index_N] for name, side in {**sides, **store.beside}.items()}
         found[f"layer {number}"] = [layer.seen, layer.scaling, layer.soft_cap, store.lengths_R]
         found[f"entries {number}"] = [*own, *own.values()]
-        marks = [one for pair in recent.marks.items() for one in pair]
-        found[f"recent {number}"] = [*recent.queries, "hidden", *recent.hidden, *recent.stream, *marks]
+        found[f"recent {number}"] = [*recent.queries, "hidden", *recent.hidden, *recent.stream]
     return found
 
 

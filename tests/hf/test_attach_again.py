@@ -72,7 +72,7 @@ def without_hooks(model):
 
 
 def without_one_hook(model):
-    model.model.layers[1]._forward_pre_hooks.popitem()
+    model.model.layers[1].self_attn._forward_pre_hooks.popitem()
 
 
 def another_module(model):

@@ -19,6 +19,7 @@ from torch import Tensor
 from retain.attention.rotary import Rotary
 from retain.budget.statement import Stock
 from retain.cache.attend import attend_store
+from retain.cache.step_rows import StepRows, step_rows_of
 from retain.correction.cuts import cut_
 from retain.evidence import Evidence
 from retain.hf.cache.batch_context import Arriving, pins_of, seeds_of
@@ -38,7 +39,7 @@ from retain.hf.cache.later_evidence import (
     without_expired,
     without_queries,
 )
-from retain.hf.cache.layer import Layer
+from retain.hf.cache.layer import MOST_UNNOTED, Layer
 from retain.hf.cache.packing import pack, packs_now
 from retain.hf.cache.state import History, State
 from retain.hf.intercept.forward_call import Call, read_call
@@ -51,10 +52,6 @@ from retain.hf.model.pass_through_layers import refuse_padding, thaw_
 from retain.hf.version_names import CHECKPOINTING, checkpoints
 from retain.kernels.backend import without_autocast
 from retain.kernels.ragged_attention.pages import PAGE
-
-# Decoded tokens whose queries and attention inputs are held before they are looked at, where no eviction is
-# due.
-MOST_UNNOTED = 128
 
 
 class Engine(Interceptor):
@@ -80,6 +77,7 @@ class Engine(Interceptor):
         self._eviction: Eviction | None = None
         self._held: list[Evidence] = []  # of a prompt behind which lookahead tokens are still to ask
         self._expected: int | None = None  # the layer whose attention is about to run
+        self.is_quick = False
 
     def reset(self) -> None:
         """Forget everything; the state may be filled again."""
@@ -174,6 +172,8 @@ class Engine(Interceptor):
         if call.forgotten_BT is not None:
             drop(state, call.forgotten_BT)
         state.call, self._next = call, None
+        if (rows := self._quick_rows(call)) is not None:
+            self._begin_quick(rows, call.positions_BS[:, 0].contiguous())
         try:
             if call.is_prefill:
                 self._begin_prompt(call)
@@ -182,6 +182,42 @@ class Engine(Interceptor):
         except ValueError:
             state.call = None
             raise
+
+    def _quick_rows(self, call: Call) -> list[StepRows] | None:
+        """The rows of all layers, if the step is one that on a CPU appends and attends in one call a layer:
+        nothing is padded, differentiated or cast, and no eviction asks for attention inputs."""
+        state, wants = self.state, self.state.bound_policy.wants
+        if state.is_read(call) or call.valid_BS is not None or torch.is_grad_enabled():
+            return None
+        if torch.is_autocast_enabled("cpu") or self._looks_again and {"hidden", "stream"} & {*wants.inputs}:
+            return None
+        found = []
+        for layer, spec in zip(state.ragged, state.specs, strict=True):
+            if layer.store is None or layer.store.precision or layer.store.packed or layer.scaling is None:
+                return None
+            store = layer.store.plain
+            if store.free < 1:
+                store.make_room_(1)
+            if store.step_rows is None:
+                how = {"scaling": layer.scaling, "soft_cap": layer.soft_cap, "window": spec.window}
+                store.step_rows = step_rows_of(store, **how, sinks=spec.sinks_Q is not None)
+            if store.step_rows is None:
+                return None
+            found.append(store.step_rows)
+        return found
+
+    def _begin_quick(self, rows: list[StepRows], positions_B: Tensor) -> None:
+        """Tell the layers of a step where its token stands."""
+        wants, positions = self.state.bound_policy.wants, {}
+        looks = self._looks_again and (wants.queries != 0 or wants.running or wants.own_queries)
+        for layer, spec, own in zip(self.state.ragged, self.state.specs, rows, strict=True):
+            H = spec.num_kv_heads
+            if H not in positions:
+                positions[H] = positions_B.repeat_interleave(H).to(torch.int32)
+            layer.quick, own.positions_R, own.last_B = own, positions[H], positions_B
+            own.queries = layer.recent.queries if looks else None
+            layer.store.plain.free -= 1
+        self.is_quick = True
 
     def _begin_prompt(self, call: Call) -> None:
         """Start the eviction of a first prompt, or at least find what is wrong with it before it is read."""
@@ -292,6 +328,9 @@ class Engine(Interceptor):
         state, call = self.state, self.state.call
         layer, spec = state.layers[step.layer_idx], state.layout.spec_of[step.layer_idx]
         assert call is not None and layer.scaling is not None
+        if self.is_quick:  # in a model that is compiled
+            assert layer.quick is not None
+            return layer.quick.attend(queries_BQSD, keys_BHSD, values_BHSD, None, {"s_aux": spec.sinks_Q})[0]
         if layer.store is None:  # a prefill that was not evicted goes on with everything
             layer.store = state.cut_dense(layer, None, state.valid_BT, state.positions_BT)
         store, device = layer.store, keys_BHSD.device
@@ -413,7 +452,7 @@ class Engine(Interceptor):
         if ends:
             end_prompt(state)
         state.call = self._next = self._eviction = None
-        state.decodes = not read
+        state.decodes, self.is_quick = not read, False
         self.held_back.say()
         if state.prompt_B is not None:
             self.generation.decode_static(state)

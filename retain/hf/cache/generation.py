@@ -28,6 +28,7 @@ class Generation:
         self.asked = False
         self.ids_BT: Int[Tensor, "B T"] | None = None  # as `generate` has them, with those that it sampled
         self.sampled = self.in_graph = 0
+        self.rows: StaticDecoding | None = None  # while this `generate` runs: the last that was
 
     @contextmanager
     def running(
@@ -94,7 +95,10 @@ class Generation:
         if (why := unlike(state)) is not None:
             state.decoded = f"as written: {why}"
             return
-        self.static = StaticDecoding(state, steps, read)
+        if self.rows is None or not self.rows.is_whole():
+            self.rows = StaticDecoding(state, self.room - read)
+        self.static = self.rows
+        self.static.enter(steps, read)
 
     def decode_as_written(self, state: State) -> None:
         """Go on as written."""

@@ -171,6 +171,9 @@ class Step:
 class Interceptor:
     """Receives what a model's hooks see of a forward, and computes the attention of layers that evict."""
 
+    # Whether a decoding step runs whose layers append and attend in one call (`Layer.quick`).
+    is_quick = False
+
     @property
     def is_static(self) -> bool:
         """Whether decoding steps are one graph: hooks pass the layers of the cache on as they are
@@ -239,7 +242,8 @@ class InterceptedCache(TransformersCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        if self.engine.is_static:
+        quick = not torch.compiler.is_compiling() and self.engine.is_quick
+        if quick and hasattr(self.layers[layer_idx], "quick") or self.engine.is_static:
             return key_states, value_states
         return self._update(key_states, value_states, layer_idx, *args, **kwargs)
 
