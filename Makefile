@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 CONSTRAINTS ?= constraints.txt
-# What the default tier of tests needs, and what the site, notebooks, a release and the slow tests of these need beside it.
+# What the default tier of tests needs, and what the site, a release and the slow tests of these need beside it.
 TESTED := train,deepspeed,eval,lm-eval,chinese,kernels,dev
 MORE := docs,release
 WORKERS ?= 2
@@ -37,7 +37,7 @@ DISTILL := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_p
 
 # One recipe a family of gates.
 FAMILIES := $(notdir $(basename $(wildcard configs/distill/families/*.yaml)))
-.PHONY: help demo try demo-offline gates-smollm2 gates-gemma3 compare report golden test test-all test-lowest test-vllm size faults-draw faults gpu gpu-wheels bench builds sanitize quantised serve serve-demo lint format install docs notebooks release \
+.PHONY: help demo try demo-offline gates-smollm2 gates-gemma3 compare report golden test test-all test-lowest test-vllm size faults-draw faults gpu gpu-wheels bench builds sanitize quantised serve serve-demo lint format install docs release \
 	gates gates-seed0 $(addprefix family-,$(FAMILIES))
 
 # The targets that a newcomer wants.
@@ -137,8 +137,8 @@ test-all: lint $(INSTALLED_MORE)
 	$(PYTEST) --all --junitxml results/tests-all.xml
 	$(BIN)/python -m tests.tiers results/tests-all.xml
 
-# The plug-in for vLLM beside an engine: engines in the tests' own process, `retain.Cache` in another. `RETAIN_VLLM_PROMPTS=200 make test-vllm`
-# asks each policy 200 prompts in place of 8 (hours); `make test-vllm VLLM_TESTS="-k preempted"` runs some.
+# The plug-in for vLLM beside an engine: engines in the tests' own process, `retain.Cache` in another.
+# `make test-vllm VLLM_TESTS="-k preempted"` runs some.
 VLLM_TESTS :=
 test-vllm: $(INSTALLED_VLLM)
 	$(BIN_VLLM)/python -m pytest tests/vllm --all --timeout 1800 --junitxml results/tests-vllm.xml $(VLLM_TESTS)
@@ -222,15 +222,9 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# The site, with warnings as errors: results/site/index.html. Notebooks are shown as they were committed. `--quiet` would hide warnings from
-# `--strict`, and the build would pass.
+# The site, with warnings as errors: results/site/index.html. `--quiet` would hide warnings from `--strict`, and the build would pass.
 docs: $(INSTALLED_MORE)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
-
-# Runs the notebooks and writes their outputs into them, to be committed. `make notebooks NOTEBOOKS=docs/notebooks/chat.ipynb` runs one.
-NOTEBOOKS :=
-notebooks: $(INSTALLED_MORE)
-	$(BIN)/python docs/site/notebooks.py $(NOTEBOOKS)
 
 # What would be uploaded, in dist/: the sources, and the wheel that is made from them, checked, and imported where there is nothing else.
 # CONTRIBUTING.md has the steps around it.

@@ -13,6 +13,7 @@ GONE: Mapping[str, str] = {
     "served": "query_aware",
     "page": "the budget alone, which is exact; vLLM's plug-in rounds its own to whole blocks",
     "reinforce": "stage local",
+    "plan": "train/distill.py --dry-run, which makes one step and measures it",
     "features": "no folder: every step asks the frozen model",
     "selection": "each head keeps its own tokens",
     "reading": "the preset quest_evict",
@@ -29,7 +30,10 @@ GONE: Mapping[str, str] = {
     **dict.fromkeys(("compresskv", "retrieval_heads"), "snapkv"),
     **dict.fromkeys(("head_classes", "head_importance"), "allocation.weights, JSON of a number a head"),
     "head_threshold": "--threshold of python -m retain.eval.diagnose.head_weights",
-    "query_centres": "a .pt file of statistics from TriAttention's own code",
+    **dict.fromkeys(
+        ("query_centres", "triattention.centres"), "leave it out: centres are of the queries at hand"
+    ),
+    "cake.variance": "leave it out: the paper's, over queries",
     "importance_beta": "--beta of python -m retain.eval.diagnose.head_weights",
     **dict.fromkeys(
         ("errors", "layer_errors", "layer_least", "layer_most"), "allocation.layers: pyramid, cake or entropy"
@@ -37,6 +41,9 @@ GONE: Mapping[str, str] = {
     "mass_released": "first_stage.by: mass",
     "mass_press": "first_stage.by: mass",
     "allocation.rounding": "nothing in its place, since budgets are exact",
+    "allocation.spread": "nothing in its place: what a layer cannot hold goes to the others by weight",
+    "cake.code": "the policy's name alone",
+    "allocation.normalise": "nothing in its place: heads compete by the score itself",
     "allocation.line": "nothing in its place, since a pyramid always spreads what protection leaves",
     **dict.fromkeys(("counted", "convex"), "allocation.safeguard: guaranteed"),
     "force_window": "protection.recent",

@@ -26,7 +26,7 @@ class ScoreFamily:
             keeps exactly this for the next eviction.
         paper: title and arXiv id, or where the idea comes from.
         cost: cost of a layer, in the letters of `retain.shapes` (W: window queries).
-        needs_where: other needs under certain settings: (name, value, or a type of values) -> needs.
+        needs_where: other needs under certain settings: (name, value) -> needs.
         fold: folds queries into the running statistics that it reads, with those settings that it names.
     """
 
@@ -42,7 +42,7 @@ class ScoreFamily:
         """Needs under these settings."""
         for (name, value), needs in self.needs_where.items():
             own = settings.get(name)
-            if own == value or (isinstance(value, type) and isinstance(own, value)):
+            if own == value:
                 return needs
         return self.needs
 

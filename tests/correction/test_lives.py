@@ -193,7 +193,7 @@ def test_scores_of_a_later_eviction_see_what_attention_sees():
     shown = []
     settings = {**SETTINGS, "correction": HOWS["count"], "regime": "prefill+decode", "every": 3}
     cache = run(model, "snapkv", **settings)
-    request = cache.state.bound_policy.request
+    request = cache.state.bound_policy
     scored = type(request).score
 
     def score(self, evidence, batch):

@@ -7,8 +7,8 @@ from transformers import Gemma2ForCausalLM
 import retain
 from retain.eval.inspection.model import ModelDescription, describe_model, main
 from retain.hf.model.decoder import layout_of
-from retain.hf.model.named import load_named_model
-from retain.hf.model.unloaded import meta_model
+from retain.models.named import load_named_model
+from retain.models.unloaded import meta_model
 from tests.refused import refused
 from tests.tiny import attached, tiny_batch, tiny_model
 
@@ -31,7 +31,8 @@ def test_bytes_are_those_that_a_cache_holds(family, tmp_path):
     cache = retain.Cache(model, policy="merge", keep_ratio=0.2, gates=retain.new_gates(model))
     report = cache.prefill(ids, mask).report()
     assert report.total.bytes_held == want.kept
-    assert sum(row.bytes_held for row in report.alone) == want.alone
+    alone = sum(row.bytes_held for row in report.alone)
+    assert want.alone == (None if family == "qwen3_next" else alone)
     if family == "mistral_window":  # 23 tokens are left of a window of 24, which is less than a fifth
         assert want.kept == want.full == 3 * 2 * 23 * 2 * 8 * 4
     else:
@@ -55,7 +56,7 @@ def test_the_command_prints_a_config_or_why_not(tmp_path, capsys):
         assert line in shown
     (tmp_path / "config.json").write_text('{"model_type": "deepseek_v32", "num_hidden_layers": 1}')
     assert main([str(tmp_path)]) == 1
-    assert "refused" in (shown := capsys.readouterr().out) and "an indexer picks" in shown
+    assert "refused" in (shown := capsys.readouterr().out) and "which is not understood" in shown
     assert main([str(tmp_path), "--tokens", "many"]) == 2
     assert main([str(tmp_path / "nothing")]) == 2
     assert "whole numbers of tokens" in (shown := capsys.readouterr().err) and "cannot be loaded" in shown

@@ -123,8 +123,8 @@ def test_policies_by_name_are_in_the_file(name, regime, tmp_path):
     path = cache.save(tmp_path / "context.safetensors")
     again = Cache.load(path, model, gates=gates)
     assert_same_state(again, cache)
-    assert again.state.bound_policy.request.policy == cache.state.bound_policy.request.policy
-    assert again.state.bound_policy.request.budget == cache.state.bound_policy.request.budget
+    assert again.state.bound_policy.policy == cache.state.bound_policy.policy
+    assert again.state.bound_policy.budget == cache.state.bound_policy.budget
     assert torch.equal(continued(model, again, mask), continued(model, cache, mask))
     assert_same_state(again, cache)
     assert cache.entries_evicted > 0

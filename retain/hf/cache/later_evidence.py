@@ -18,7 +18,7 @@ from retain.cache.dense_view import DenseView, align_last, dense_view, last_toke
 from retain.cache.layer_store import Store
 from retain.cache.store import LOG_WEIGHT, tail_index_RS
 from retain.evidence import Evidence, RunningStatistics, in_reach
-from retain.hf.cache.bound_policy import BoundPolicy
+from retain.hf.cache.eviction_request import BoundPolicy
 from retain.hf.cache.layer import Layer, joined
 from retain.hf.cache.state import History
 from retain.hf.model.layout import LayerSpec
@@ -218,9 +218,8 @@ def _tail(
 def remembered(evidence: Evidence, bound: BoundPolicy) -> Evidence:
     """What of a layer is held until the lookahead tokens have asked: besides its keys and values, what the
     policy's own score looks at."""
-    wants, request = bound.wants, bound.request
-    assert request is not None
-    if request.scorer is not None:  # nobody knows what a foreign scorer looks at
+    wants = bound.wants
+    if bound.scorer is not None:  # nobody knows what a foreign scorer looks at
         return evidence
     evidence = bound.counted(evidence)
     queries_BQSD = evidence.queries_BQSD

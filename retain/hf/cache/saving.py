@@ -30,7 +30,7 @@ from retain.cache.file_format import (
     write_file,
 )
 from retain.hf.cache.batch_context import pinned_of, pins_of, seeds_from
-from retain.hf.cache.bound_policy import BoundPolicy
+from retain.hf.cache.eviction_request import BoundPolicy
 from retain.hf.cache.layer import Recent, joined
 from retain.hf.cache.state import History
 from retain.hf.model import pass_through_layers
@@ -136,7 +136,7 @@ def _made(
     state = cache.state
     state.marks = marks_of(model)
     if bound["kind"] == EVERYTHING:
-        state.bound_policy = BoundPolicy(bound["name"], held_in=precision_of(bound))
+        state.bound_policy = BoundPolicy(bound["name"], precision=precision_of(bound))
     _check_gates(bound, state.bound_policy, path)
     state.stated = (state.bound_policy, state.regime, header["seeds"], header["pinned"])
     state.seeds, state.pinned = header["seeds"], header["pinned"]
@@ -200,18 +200,17 @@ def _header(cache: "Cache", bits: int | None = None) -> dict[str, Any]:
 
 def _described(bound: BoundPolicy) -> dict[str, Any]:
     """A rule, as far as a file can hold one."""
-    if bound.request is None:
+    if bound.policy is None or bound.budget is None:
         kind = EVERYTHING if bound.function is None else FUNCTION
-        held_in = None if bound.held_in is None else config.to_mapping(bound.held_in)
+        held_in = None if bound.precision is None else config.to_mapping(bound.precision)
         return {"kind": kind, "name": bound.name, PRECISION: held_in}
-    request = bound.request
-    stated = {name: value for name, value in config.to_mapping(request.budget).items() if value is not None}
+    stated = {name: value for name, value in config.to_mapping(bound.budget).items() if value is not None}
     return {
-        "kind": NAMED if request.scorer is None else SCORER,
+        "kind": NAMED if bound.scorer is None else SCORER,
         "name": bound.name,
-        "policy": config.to_mapping(request.policy),
+        "policy": config.to_mapping(bound.policy),
         "budget": stated,
-        "gates": getattr(request.gates, "metadata", {}).get("sha256"),
+        "gates": getattr(bound.gates, "metadata", {}).get("sha256"),
     }
 
 
@@ -253,7 +252,7 @@ def _request(bound: Mapping[str, Any], path: Any, gates: Any, policy: Any) -> di
 def _check_gates(saved: Mapping[str, Any], bound: BoundPolicy, path: Any) -> None:
     """Refuse gates that are not those that scored the entries which are held."""
     then = saved.get("gates")
-    now = None if bound.request is None else getattr(bound.request.gates, "metadata", {}).get("sha256")
+    now = getattr(bound.gates, "metadata", {}).get("sha256")
     if then is not None and now is not None and then != now:
         raise ValueError(
             f"the cache in {path} was evicted with gates {then[:12]}, and these are {now[:12]} (sha256): "

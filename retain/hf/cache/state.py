@@ -21,7 +21,7 @@ from retain.correction.cuts import correct_
 from retain.correction.merge import Merge
 from retain.evidence import Evidence, in_reach
 from retain.hf.cache.batch_context import BatchContext
-from retain.hf.cache.bound_policy import BoundPolicy
+from retain.hf.cache.eviction_request import BoundPolicy
 from retain.hf.cache.layer import Layer
 from retain.hf.cache.regime import Regime
 from retain.hf.intercept.forward_call import Call
