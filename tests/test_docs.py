@@ -136,36 +136,6 @@ def test_the_blocks_of_every_page_run_and_what_they_cache_takes_less_memory(
     assert scope["cache"].report().alone
 
 
-<<<<<<< HEAD
-=======
-def test_what_the_page_of_fusion_says_of_the_rule_is_what_the_preset_says() -> None:
-    policy, text = retain.load_policy("merge"), page("fusion")
-    chosen = {name: getattr(policy, name) for name in ("correction", "draw", "name", "regime")}
-    assert policy == replace(retain.load_policy("fused"), **chosen)
-    merged = re.search(r"cosine is at least ([\d.]+) and the kept one is none of the last (\d+)", text)
-    assert merged and policy.correction == Merge(float(merged[1]), recent=int(merged[2]), count=True)
-    assert (policy.fusion, policy.scope, policy.floor) == ("learned", "model", None)
-    assert policy.drawn_share == 0.35 and retain.load_policy("fused").drawn_share == 0.2
-    assert "until 65 % of the budget behind the protected entries are full (`fused`: four fifths)" in text
-    said = re.search(r"The first (\d+) and the last (\d+) entries stay", text)
-    kept = policy.protection
-    assert said and [int(count) for count in said.groups()] == [kept.sinks, kept.recent]
-    assert (kept.prefix_fraction, kept.suffix_fraction, kept.minimum) == (0, 0, 0)
-    window = re.search(r"j in the last (\d+) queries", text)
-    assert window and int(window.group(1)) == policy.observed_settings["window"]
-
-
-def test_the_page_of_gates_is_right_about_every_family() -> None:
-    rows = [row.split(" | ") for row in re.findall(r"^\| (`.*) \|$", page("gates"), re.MULTILINE)]
-    named = {family: row for row in rows for family in re.findall(r"`(\w+)`", row[0])}
-    assert named.keys() == GATES.keys()
-    for family, (_, _, _, _, trained, again) in named.items():
-        gate = GATES[family]
-        assert ("end to end" in trained) == (gate.log_gate is not Gate.log_gate), family
-        assert (again == "yes") == (not gate.contextual), family
-
-
->>>>>>> a40474f63fd2a3854251116649d1a8f126813581
 def test_the_table_of_families_is_the_table_of_the_code() -> None:
     from retain.hf.model.families import FAMILIES as TABLE
 

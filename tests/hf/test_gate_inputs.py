@@ -210,8 +210,6 @@ def test_a_held_evidence_has_the_stream_for_its_own_gates():
     assert_same_stores(held, once)
 
 
-<<<<<<< HEAD
-=======
 def test_units_that_do_not_fit_are_refused_when_the_cache_is_made():
     model = tiny_model("llama")
     mass, rank = gates_of(model, "lowrank"), gates_of(model, "decay", {"F": 8})
@@ -248,7 +246,6 @@ def test_what_evidence_is_asked_to_show_is_checked_before_anything_is_read():
     )
 
 
->>>>>>> a40474f63fd2a3854251116649d1a8f126813581
 def test_gates_that_do_not_fit_the_model_are_refused(monkeypatch):
     model, wide = tiny_model("gpt_oss"), tiny_model("gpt_oss", head_dim=16)
     said = "H 2, Q 4, D 16 in the gates and E 32, H 2, Q 4, D 8 in the model"

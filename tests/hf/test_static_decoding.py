@@ -64,7 +64,7 @@ def assert_accounts(cache: Cache) -> None:
     """What is allocated is what storages take, each once."""
     report = cache.report()
     assert report.decoded is not None and report.decoded.endswith("tokens in one graph")
-    columns = [own for store in cache.state.stores for own in store.storages()]
+    columns = [own for store in cache.state.stores for own in store.plain.storages()]
     storages = {own.untyped_storage().data_ptr(): own.untyped_storage().nbytes() for own in columns}
     assert report.total.bytes_allocated == sum(storages.values())
 

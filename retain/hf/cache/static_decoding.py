@@ -13,8 +13,9 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from retain.cache.layout import normal_tensors
 from retain.cache.static_rows import StaticRows, pool_of, rounded
-from retain.cache.store import RaggedStore, normal_tensors
+from retain.cache.store import RaggedStore
 from retain.hf.cache.layer import MOST_UNNOTED, Layer
 from retain.hf.cache.state import State
 from retain.hf.model.families import SLIDING
@@ -179,7 +180,7 @@ class StaticDecoding:
         """Whether the layers still live in the pool, with a free place in each row, so that it can be entered
         again."""
         return not self.windowed and all(
-            layer.store is store and store.free and all(map(operator.is_, _columns_of(store), columns))
+            layer.store.plain is store and store.free and all(map(operator.is_, _columns_of(store), columns))
             for layer, (idx, store) in zip(self.state.ragged, self.stores.items(), strict=True)
             for columns in [self.columns[idx]]
         )
