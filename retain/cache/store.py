@@ -155,6 +155,11 @@ class RaggedStore:
         return store
 
     @property
+    def columns(self) -> dict[str, Tensor]:
+        """Keys, values and positions, and what decodes them, by name."""
+        return self._held
+
+    @property
     def keys_CD(self) -> Float[Tensor, "C D"]:
         return self._held["keys"]
 

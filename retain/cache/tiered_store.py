@@ -293,7 +293,7 @@ def stacked_tiers(stores: Sequence[Store], slack: int | None = None) -> Store:
     Raises:
         ValueError: they are packed in different numbers of bits.
     """
-    bits = {own.form.bits for own in map(_packed_of, stores) if own is not None}
+    bits = {own.form.bits for own in map(codes_of, stores) if own is not None}
     if len(bits) > 1:
         raise ValueError(
             f"caches to stack hold entries in {' and '.join(map(str, sorted(bits)))} bits, and one cache "
@@ -305,12 +305,12 @@ def stacked_tiers(stores: Sequence[Store], slack: int | None = None) -> Store:
         return plain
     like = packing[0].packed
     assert like is not None
-    parts = [_packed_of(store) or _empty(like, store.num_rows) for store in stores]
+    parts = [codes_of(store) or _empty(like, store.num_rows) for store in stores]
     return TieredStore(plain, packing[0].precision, joined(parts, stack=True))
 
 
-def _packed_of(store: Store) -> PackedStore | None:
-    """The tier of a store that is packed."""
+def codes_of(store: Store) -> PackedStore | None:
+    """The tier of a store that is packed; None: nothing is."""
     return store.packed if isinstance(store, TieredStore) else None
 
 
