@@ -51,7 +51,7 @@ from retain.eval.stats.ceilings import write_cells
 from retain.eval.tasks.suite import Suite
 from retain.head_weights import read_weights
 from retain.hf.model.identity import fingerprint, identity_of
-from retain.hf.model.named import commit_of
+from retain.models.named import commit_of
 from retain.presets import Policy
 from retain.process.extras import require
 from retain.process.lock import lock_folder

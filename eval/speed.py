@@ -44,8 +44,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTra
 import retain
 from retain.eval.report.grid import Column, grid
 from retain.hf.model.gates import load_gates, new_gates
-from retain.hf.model.named import load_named_model
 from retain.hf.version_names import CACHE
+from retain.models.named import load_named_model
 from retain.process.command import command
 from retain.process.provenance import code_state, environment, now, write_json
 

@@ -23,7 +23,7 @@ from retain.eval.tasks.rendering import end_ids_of, frame_of
 from retain.eval.tryout_arguments import parser
 from retain.hf.cache.cache import Cache
 from retain.hf.intercept.attach import attach
-from retain.hf.model.named import load
+from retain.models.named import load
 from retain.process.command import command
 from retain.process.extras import require
 

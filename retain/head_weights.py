@@ -2,7 +2,7 @@
 
 The file is JSON, by the index of each layer that evicts: `{"0": [1, 0], "1": [0.5, 0.25]}`. Numbers are at
 least 0, and count in proportion. `python -m retain.eval.diagnose.head_weights` measures those of DuoAttention
-and of HeadKV (`retain.budget.head_budgets`).
+and of HeadKV (`retain.budget.allocation`).
 """
 
 import json

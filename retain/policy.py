@@ -16,16 +16,17 @@ import torch
 from jaxtyping import Bool, Float32, Int
 from torch import Tensor
 
-from retain.budget.allocation import Allocation, entropy_weight, make_bids, normalised
+from retain.budget.allocation import Allocation, Candidates, Shares
 from retain.budget.cascade import keep_sets
-from retain.budget.priority_sampling import draw_keys
-from retain.budget.shares import Candidates, Shares
+from retain.budget.joint import make_bids
 from retain.budget.statement import Budget, LayerShape, Stock, spread
 from retain.evidence import Evidence
 from retain.fusion import floor, fuse
 from retain.presets import Policy, Preset, load_policy, policies
 from retain.protection import protected_mask
 from retain.scores import SCORES, Score, masked_score
+from retain.scores.lava import entropy_weight
+from retain.scores.random import draw_keys
 from retain.two_stage import stage_by_mass
 
 __all__ = [
@@ -288,7 +289,7 @@ def check_budget(policy: Policy, budget: Budget, unit: str | None = None) -> Non
     """
     if budget.threshold is None:
         return
-    names = ("layers", "safeguard", "normalise", "compete_by", "weights")
+    names = ("layers", "safeguard", "compete_by", "weights")
     shared = [
         f"allocation.{name}"
         for name in names
@@ -349,29 +350,24 @@ def candidates_of(
         )
         # Heads with equal budgets all get what the fullest of them needs.
         least_BH = torch.minimum(held_BH, kept_BHT.sum(-1).amax(1, keepdim=True).clamp_min(1))
-    bids = weight_B = None
+    bids, free_BHT, weight_B = None, None, ()
     if policy.scope != "head":
         compete = score if allocation.compete_by == "score" else Score(_first_of(policy, score), score.unit)
-        if allocation.normalise is not None and score.unit == "rank":
-            raise ValueError(
-                f"policy {policy.name!r} divides scores by their mean, and its score is in 'rank', of which "
-                "only the order means something: take allocation.normalise null, or another score."
-            )
-        compete_BHT = normalised(floor(compete, policy.floor).values_BHT, allocation.normalise)
         if policy.draw is not None and score.draw_BHT is None:
             raise ValueError(
                 f"policy {policy.name!r} draws a share of its budget, and its score brings nothing to draw "
                 "by: score with score_entries under the same policy, or take draw null."
             )
         draw_BHT = None if policy.draw is None else score.draw_BHT
-        bids = make_bids(compete_BHT, exists_BHT, kept_BHT, shares.least_B, place_BT, draw_BHT)
+        compete_BHT = floor(compete, policy.floor).values_BHT
+        bids, free_BHT = make_bids(compete_BHT, exists_BHT, kept_BHT, shares.least_B, place_BT, draw_BHT)
         least_BH = bids.guaranteed_BH
     if allocation.layers in ("cake", "entropy"):
         weight_B = _layer_weights(policy, score, exists_BHT, protected_BHT)
     first_BHT = _first_of(policy, score) if policy.split.two_stages else None
     held_B, guaranteed_B = torch.stack([held_BH.sum(-1), least_BH.sum(-1)]).tolist()
     sure = least_BH, tuple(guaranteed_B)
-    return Candidates(score_BHT, kept_BHT, tuple(held_B), *sure, first_BHT, bids, weight_B)
+    return Candidates(score_BHT, kept_BHT, tuple(held_B), *sure, first_BHT, bids, free_BHT, weight_B)
 
 
 def keep_masks(plan: Plan, candidates: Sequence[Candidates]) -> list[Bool[Tensor, "B H T"]]:

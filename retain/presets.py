@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from retain import config
-from retain.budget.allocation import Allocation
-from retain.budget.priority_sampling import Draw
-from retain.budget.shares import Split
+from retain.budget.allocation import Allocation, Split
+from retain.budget.joint import Draw
 from retain.budget.statement import LayerShape, Scope
 from retain.config import Share
 from retain.correction.merge import Merge
@@ -42,7 +41,7 @@ class Policy:
         floor: `mean` lifts each head to its mean where heads share a budget; None for no floor.
         first_stage: entries that are kept before the score ranks the rest; None for one stage.
         draw: share of a budget that heads share which is drawn by lot, in proportion to what was observed
-            (`retain.budget.priority_sampling`); None: all of it goes by score.
+            (`retain.budget.joint`); None: all of it goes by score.
         protection: entries that are never evicted.
         scope: `head` gives each head the same budget, `layer` lets the heads of a layer share by score,
             `model` the heads of all layers.
@@ -98,7 +97,7 @@ class Policy:
     def _contradictions(self) -> list[str]:
         """Settings that exclude each other."""
         allocation, alone = self.allocation, self.scope == "head"
-        guards = [name for name in ("safeguard", "normalise") if getattr(allocation, name) is not None]
+        guards = ["safeguard"] if allocation.safeguard is not None else []
         guards += ["compete_by"] if allocation.compete_by != "score" else []
         by_mass = self.first_stage is not None and self.first_stage.by == "mass"
         problems = [
@@ -166,10 +165,8 @@ class Policy:
                 f"allocation.layers 'cake' wants CAKE's preference, and {self.observed!r} measures none: "
                 "take observed 'cake', or allocation.layers 'entropy'"
             )
-        by_value = ["allocation.layers 'entropy'"] if allocation.layers == "entropy" else []
-        by_value += ["allocation.normalise"] if allocation.normalise is not None else []
-        if rank and by_value:
-            problems.append(f"{' and '.join(by_value)} want {no_numbers}: take another score")
+        if rank and allocation.layers == "entropy":
+            problems.append(f"allocation.layers 'entropy' wants {no_numbers}: take another score")
         return problems
 
     @property

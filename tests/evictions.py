@@ -14,8 +14,8 @@ import torch
 
 from retain.attention.rotary import Rotary
 from retain.budget.allocation import LAYERS, Allocation
+from retain.budget.joint import Draw
 from retain.budget.largest_remainder import exact
-from retain.budget.priority_sampling import Draw
 from retain.budget.statement import Budget, Stock, spread
 from retain.evidence import Evidence
 from retain.policy import (
@@ -56,24 +56,12 @@ FIXED = Protection(sinks=1, prefix_fraction=0.0, suffix_fraction=0.0, minimum=0,
 def variants() -> Iterator[Policy]:
     """Every scope, allocation, first stage and draw that may stand together."""
     stages = (None, *(FirstStage(by, 0.5) for by in ("budget", "mass")))
-    for layers, repair, safeguard, normalise, by in itertools.product(
-        LAYERS,
-        ("weight", "even"),
-        (None, "guaranteed"),
-        (None, "head", "layer"),
-        ("score", "first"),
-    ):
-        if repair == "even" and layers != "cake":
-            continue
-        allocation = Allocation(
-            layers, beta=4.0, spread=repair, safeguard=safeguard, normalise=normalise, compete_by=by
-        )
+    for layers, safeguard, by in itertools.product(LAYERS, (None, "guaranteed"), ("score", "first")):
+        allocation = Allocation(layers, beta=4.0, safeguard=safeguard, compete_by=by)
         for scope, stage, draw in itertools.product(("head", "layer", "model"), stages, (None, Draw(0.4))):
             staged = "none" if stage is None else stage.by
-            name = (
-                f"{scope} {layers} {repair} {safeguard} {normalise} {staged} {by}{' drawn' if draw else ''}"
-            )
-            floor = None if scope == "head" or normalise == "layer" or draw else "mean"
+            name = f"{scope} {layers} {safeguard} {staged} {by}{' drawn' if draw else ''}"
+            floor = None if scope == "head" or draw else "mean"
             stated = {"scope": scope, "first_stage": stage, "draw": draw, "floor": floor}
             with contextlib.suppress(ValueError):
                 yield Policy(name, observed="critical", allocation=allocation, **stated)

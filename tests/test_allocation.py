@@ -1,4 +1,5 @@
-"""How a budget is spread over the heads of a layer; over layers: tests/test_cascade.py."""
+"""Whole entries by weight, and how a budget is spread over the heads of a layer; over layers:
+tests/test_cascade.py."""
 
 import itertools
 import math
@@ -9,15 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retain.budget.allocation import (
-    Allocation,
-    allocate_joint,
-    allocate_uniform,
-    entropy_weight,
-    make_bids,
-    normalised,
-    spread_evenly,
-)
+from retain.budget.allocation import Allocation, allocate_uniform
+from retain.budget.joint import allocate_joint, make_bids
+from retain.budget.largest_remainder import exact, largest_remainder
+from retain.scores.lava import entropy_weight
 from tests.refused import refused
 
 
@@ -35,7 +31,7 @@ def _score(seed: int, lengths: tuple[int, ...] = (20, 13), heads: int = 3, *, ti
 
 def _flat(score, protected, total, least=1):
     """Budgets of the heads of one layer that compete."""
-    bids = make_bids(score, score > float("-inf"), protected, [least] * len(score))
+    bids, _ = make_bids(score, score > float("-inf"), protected, [least] * len(score))
     return allocate_joint([bids], total.tolist())[0][0]
 
 
@@ -71,28 +67,6 @@ def test_flat_budgets_that_cannot_be_are_refused():
     refused("is NaN", _flat, score * float("nan"), protected, torch.tensor([60, 39]))
 
 
-@settings(deadline=None, max_examples=60)
-@given(st.data())
-def test_what_is_left_over_is_spread_evenly(data):
-    weights = data.draw(st.lists(st.fractions(0, 5, max_denominator=7), min_size=1, max_size=6))
-    size = len(weights)
-    least = data.draw(st.lists(st.integers(0, 5), min_size=size, max_size=size))
-    most = [low + data.draw(st.integers(0, 20)) for low in least]
-    total = data.draw(st.integers(sum(least), sum(most)))
-    shares = spread_evenly(total, weights, least, most)
-    assert sum(shares) == total
-    assert all(low <= share <= high for low, share, high in zip(least, shares, most, strict=True))
-
-
-def test_cakes_released_repair_by_hand():
-    # 100 by 1:1:8 is 10, 10, 80; the third holds 50: the other 30 are spread evenly.
-    assert spread_evenly(100, [*map(Fraction, (1, 1, 8))], [0] * 3, [50] * 3) == [25, 25, 50]
-    # By 1:3:8 it is 8, 25, 66: 17 are left over, and the first of the two gets the odd one.
-    assert spread_evenly(100, [*map(Fraction, (1, 3, 8))], [0] * 3, [50] * 3) == [17, 33, 50]
-    # By 182:49:51 of 141 it is 91, 24, 25: 42 are left over, cut off or by rounding, and spread at once.
-    assert spread_evenly(141, [*map(Fraction, (182, 49, 51))], [0] * 3, [50] * 3) == [50, 45, 46]
-
-
 @settings(deadline=None, max_examples=20)
 @given(st.integers(0, 10**6))
 def test_entropy_is_its_formula(seed):
@@ -106,18 +80,8 @@ def test_entropy_is_its_formula(seed):
     assert entropy_weight(torch.zeros(1, 1, 3), torch.ones(1, 1, 3, dtype=torch.bool)).tolist() == [0.0]
 
 
-def test_scores_over_their_mean():
-    score = torch.tensor([[[1.0, 3.0, float("-inf")], [2.0, 2.0, 8.0]]])
-    assert normalised(score, None) is score
-    assert normalised(score, "head").tolist() == [[[0.5, 1.5, float("-inf")], [0.5, 0.5, 2.0]]]
-    mean = 16 / 5
-    assert torch.allclose(normalised(score, "layer")[0, 1], torch.tensor([2.0, 2.0, 8.0]) / mean)
-
-
 def test_scores_below_zero_are_no_shares():
     score = torch.tensor([[[1.0, -3.0]]])
-    for kind in ("head", "layer"):
-        refused("normalise divides scores by their mean, and there are scores below", normalised, score, kind)
     with pytest.raises(ValueError, match="'entropy' takes scores for shares of a whole"):
         entropy_weight(score, torch.ones_like(score, dtype=torch.bool))
 
@@ -127,3 +91,38 @@ def test_bad_allocations_are_named_all_at_once():
         ValueError, match=r"beta: expected float at least 1, got 0.0.*safeguard_share: .* at most 1, got 2.0"
     ):
         Allocation(safeguard_share=2.0, beta=0.0)
+
+
+def test_a_number_is_taken_as_it_was_written():
+    assert exact(0.1) == Fraction(1, 10)
+    assert exact(0.2) * 100 == 20
+    assert exact(Fraction(1, 3)) == Fraction(1, 3)
+    assert exact(1e-7) == Fraction(1, 10**7)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_shares_sum_exactly_fit_and_stay_within_one_of_their_quota(data):
+    weights = data.draw(st.lists(st.fractions(0, 5, max_denominator=7), min_size=1, max_size=6))
+    capacity = data.draw(st.lists(st.integers(0, 20), min_size=len(weights), max_size=len(weights)))
+    total = data.draw(st.integers(0, sum(capacity)))
+    shares = largest_remainder(total, weights, capacity)
+    assert sum(shares) == total
+    assert all(0 <= share <= limit for share, limit in zip(shares, capacity, strict=True))
+    if sum(weights):
+        free = largest_remainder(total, weights)
+        assert sum(free) == total
+        for share, weight in zip(free, weights, strict=True):
+            assert abs(share - total * weight / sum(weights)) < 1
+
+
+def test_remainders_go_to_the_largest_then_the_lowest_index():
+    assert largest_remainder(10, [Fraction(1)] * 3) == [4, 3, 3]
+    assert largest_remainder(10, [Fraction(1), Fraction(3), Fraction(3)]) == [2, 4, 4]
+    assert largest_remainder(9, [Fraction(1)] * 3, [1, 9, 9]) == [1, 4, 4]
+    assert largest_remainder(5, [Fraction(1), Fraction(0)], [3, 9]) == [3, 2]
+
+
+def test_more_than_fits_is_refused():
+    with pytest.raises(ValueError, match="9 entries do not fit in capacities .4, 4., which hold 8"):
+        largest_remainder(9, [Fraction(1)] * 2, [4, 4])

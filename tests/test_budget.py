@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retain.budget.statement import Budget, LayerShape, spread
+from retain.budget.statement import Budget, LayerShape, select_rows, spread
 from tests.refused import refused
 
 ONE = [LayerShape(1, 1)]
@@ -38,8 +38,8 @@ def test_budgets_come_to_whole_entries(stated, lengths, layers, entries):
     totals = spread(Budget(**stated), lengths, layers)
     heads, exist = sum(layer.num_heads for layer in layers), [layer.num_heads for layer in layers]
     assert totals.equal_BL == entries and totals.total_B == [sum(row) for row in entries]
-    assert totals.per_head_B == [Fraction(sum(row), heads) for row in entries]
-    assert totals.capacity_BL == [[length * own for own in exist] for length in lengths]
+    assert totals.per_head_B == tuple(Fraction(sum(row), heads) for row in entries)
+    assert totals.held_BL == tuple(tuple(length * own for own in exist) for length in lengths)
 
 
 @settings(deadline=None, max_examples=40)
@@ -93,14 +93,14 @@ def test_a_budget_that_would_empty_a_head_is_refused():
 def test_a_budget_is_what_is_stated_or_all_that_there_is():
     totals = spread(Budget(tokens_per_head=30), [100, 100, 100], TWO, [[120, 20], [60, 60], [0, 0]])
     assert totals.equal_BL == ((60, 60),) * 3 and totals.stated_B == [120] * 3
-    assert totals.capacity_BL == [[120, 20], [60, 60], [0, 0]]
-    assert totals.total_B == [120, 120, 0] and totals.per_head_B == [30] * 3
+    assert totals.held_BL == ((120, 20), (60, 60), (0, 0))
+    assert totals.total_B == [120, 120, 0] and totals.per_head_B == (30,) * 3
     assert spread(Budget(bytes=640), [100], TWO, [[15, 15]]).total_B == [30]
     # A ratio is of the length, whatever is left.
     for length, held, stated in ((100, 200, 40), (100, 44, 40), (400, 44, 160), (115, 44, 46)):
         totals = spread(Budget(keep_ratio=0.2), [length], TWO[:1], [[held]])
         assert totals.stated_B == [stated] and totals.total_B == [min(stated, held)]
-        assert totals.per_head_B == [Fraction(stated, 2)]
+        assert totals.per_head_B == (Fraction(stated, 2),)
     # A threshold states nothing.
     assert spread(Budget(threshold=-1.5), [10], TWO).total_B == [40]
     assert spread(Budget(threshold=0.1), [10], TWO, [[7, 3]]).equal_BL == ((7, 3),)
@@ -114,9 +114,9 @@ def test_totals_of_some_sequences_are_their_totals_in_the_batch(sequences, data)
     stated = data.draw(st.sampled_from([Budget(keep_ratio=0.3), Budget(byte_ratio=0.4), Budget(bytes=400)]))
     totals = spread(stated, lengths, shapes, held)
     rows = data.draw(st.lists(st.sampled_from(range(len(sequences))), unique=True))
-    some = totals.select_batch(rows)
-    for name in ("total_B", "stated_B", "per_head_B", "capacity_BL"):
-        assert getattr(some, name) == [getattr(totals, name)[row] for row in rows]
+    some = select_rows(totals, rows)
+    for name in ("total_B", "stated_B", "per_head_B", "held_BL"):
+        assert [*getattr(some, name)] == [getattr(totals, name)[row] for row in rows]
 
 
 def test_nothing_is_refused_where_nothing_could_be_kept():

@@ -10,9 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retain.budget.allocation import Allocation
+from retain.budget.allocation import Allocation, Candidates, Shares, Split
 from retain.budget.cascade import LEFT_OVER, Cascade, keep_sets
-from retain.budget.shares import Candidates, Shares, Split
 from retain.budget.statement import Budget, LayerShape, spread
 from retain.policy import candidates_of, decide_layers, plan_of, shape_of
 from retain.presets import Policy
@@ -36,10 +35,8 @@ def made(observed: str, scope: str = "head", *layers, floor=None, first_stage=No
 # tests/test_priority_sampling.py.
 EXACT = {
     "joint": made("defensive", "model"),
-    "joint, floored and over the layer's mean": made("defensive", "model", floor="mean", normalise="layer"),
-    "joint, over the head's mean, guarded": made(
-        "defensive", "model", normalise="head", safeguard="guaranteed"
-    ),
+    "joint, floored": made("defensive", "model", floor="mean"),
+    "joint, guarded": made("defensive", "model", safeguard="guaranteed"),
     "joint, first stage by mass": made("defensive", "model", first_stage=FirstStage("mass", 0.5)),
     "joint, first stage by budget, by attention": made(
         "critical", "model", first_stage=FirstStage("budget", 0.5), compete_by="first"
@@ -149,21 +146,6 @@ def test_more_weight_is_more_memory_up_to_what_exists():
     assert counts(0, 0, 0, 0) == [60, 60, 60, 60]
 
 
-def test_cakes_released_spread_is_not_exact_in_a_cascade():
-    """What a full layer cannot hold is spread evenly at the end: one shot gives it to layers that a cascade
-    has already cut."""
-    policy = made("cake", "head", "cake", spread="even")
-    layers, scores = _case(1, pads=(0,))
-    scores = [
-        replace(score, layer_weight_B=torch.tensor([weight], dtype=torch.float64))
-        for score, weight in zip(scores, (1000.0, 1.0, 10.0, 10.0), strict=True)
-    ]
-    once = [one.keep_BHT for one in decide_layers(policy, layers, Budget(keep_ratio=0.5), scores=scores)]
-    assert [int(keep.sum()) for keep in once] == [120, 40, 40, 40]
-    keeps, _ = run_cascade(_plan(policy, layers, Budget(keep_ratio=0.5)), scores)
-    assert [int(keep.sum()) for keep in keeps] == [120, 22, 49, 49]
-
-
 @pytest.mark.parametrize("scope", ["head", "layer"])
 @pytest.mark.parametrize("beta", [2.0, 20.0])
 def test_pyramid_is_a_straight_line_whose_mean_is_the_uniform_share(scope, beta):
@@ -237,7 +219,6 @@ def test_what_cannot_be_is_refused():
         ("cake", broken, "share of the budget comes out as"),
         ("joint, first stage by mass", plain, "two stages, and its score says nothing for the first"),
         ("lava", ranks, "entropy of scores, and its score is in 'rank'"),
-        ("joint, floored and over the layer's mean", ranks, "by their mean, and its score is in 'rank'"),
     ):
         refused(message, decide_layers, EXACT[name], layers, Budget(keep_ratio=0.5), scores=own)
     refused("5 protected", decide_layers, EXACT["joint"], layers, Budget(tokens_per_head=4), scores=scores)

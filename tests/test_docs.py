@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import retain
-from retain.budget.priority_sampling import Draw
+from retain.budget.joint import Draw
 from retain.config import load
 from retain.correction.merge import Merge
 from retain.gates import GATES, Gate

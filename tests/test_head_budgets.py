@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from retain.budget.allocation import Allocation
 from retain.budget.cascade import Cascade
-from retain.budget.head_budgets import share_budgets
+from retain.budget.largest_remainder import largest_remainder
 from retain.budget.statement import Budget, Stock
 from retain.head_weights import format_weights
 from retain.policy import candidates_of, decide_layers, keep_masks, plan_of, shape_of
@@ -18,6 +18,14 @@ from retain.presets import Policy
 from retain.protection import Protection
 from retain.scores import Score, masked_score
 from tests.naive import random_evidence
+
+
+def share_budgets(weights, total, *, protected, least, capacity_LH):
+    """Budgets of one sequence's heads by their weights."""
+    flat = [own for row in capacity_LH for own in row]
+    inside, low = ([min(bound, own) for own in flat] for bound in (protected, least))
+    budgets = iter(largest_remainder(total, weights, flat, protected=inside, least=low))
+    return [[next(budgets) for _ in row] for row in capacity_LH]
 
 
 def _naive_classes(classes_LH, total, least, capacity_LH):

@@ -18,11 +18,11 @@ FOLDERS = {"retain": "retain", "kernels": "retain.kernels", "train": "retain.tra
 # Stages are composed by retain.policy and do not know one another, nor what composes them.
 STAGES = (
     *("scores", "gates", "fusion", "protection"),
-    *("budget.statement", "budget.allocation", "budget.head_budgets"),
+    *("budget.statement", "budget.joint"),
     *("two_stage", "correction.merge"),
 )
 COMPOSED = (
-    *("policy", "budget.cascade", "presets", "cache"),
+    *("policy", "budget.allocation", "budget.cascade", "presets", "cache"),
     *("hf", "future", "reference", "train", "eval"),
 )
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from retain.budget.allocation import Allocation
 from retain.budget.cascade import Cascade
-from retain.budget.priority_sampling import Draw
-from retain.budget.statement import Budget, Stock
+from retain.budget.joint import Draw
+from retain.budget.statement import Budget, Stock, select_rows
 from retain.policy import candidates_of, decide_layers, keep_masks
 from retain.presets import Policy
 from retain.protection import Protection
@@ -55,7 +55,6 @@ _SETTINGS: dict[str, dict] = {
     "model, drawn": {"scope": "model", "draw": Draw(0.3)},
     "entropy, drawn": {"scope": "layer", "draw": Draw(0.3), "allocation": Allocation("entropy")},
     "cake": {"observed": "cake", "allocation": Allocation("cake")},
-    "cake, even": {"observed": "cake", "allocation": Allocation("cake", spread="even")},
     "entropy": {"scope": "layer", "allocation": Allocation("entropy")},
 }
 KINDS = {name: Policy(name, **{"observed": "critical", **own}) for name, own in _SETTINGS.items()}
@@ -207,7 +206,7 @@ def test_the_first_chunk_of_an_announced_prompt_has_the_budget_of_the_prompt():
     refused(said, _plan, Budget(keep_ratio=0.2), layers, protection)
     plan = _plan(Budget(keep_ratio=0.2), layers, protection, lengths_B=(400, 300))
     assert plan.protected_BT.sum(-1).tolist() == [20, 0] and plan.covers_B == [True, True]
-    assert plan.shares.totals.per_head_B == [80, 60]
+    assert plan.shares.totals.per_head_B == (80, 60)
     assert plan.shares.totals.total_B == [120, 0]
 
 
@@ -267,7 +266,8 @@ def test_a_stock_is_of_its_layers_and_sequences():
     policy = Policy("one", observed="critical", protection=NOTHING)
     said = "holds entries in 2 layers, and 3 evict"
     refused(said, plan_for, policy, layers, Budget(keep_ratio=0.5), stock)
-    some = Stock(((4, 6), (8, 2)), (5, 7), torch.tensor([[True], [False]]), (3, 2)).select_batch([1])
+    some = Stock(((4, 6), (8, 2)), (5, 7), torch.tensor([[True], [False]]), (3, 2))
+    some = select_rows(some, [1])
     assert (some.held_BL, some.lengths_B, some.prompt_lengths_B) == (((8, 2),), (7,), (2,))
     assert some.intact_BT.tolist() == [[False]]
 

@@ -109,7 +109,7 @@ def test_the_safeguard_of_a_preset_guards(name):
     assert held == [[[320 - 80, 80]], [[320 - 48, 48]]]
 
 
-VARIED = ("cake", "criticalkv", "expected_attention", "h2o", "snapkv", "vatp")
+VARIED = ("criticalkv", "expected_attention", "h2o", "snapkv", "vatp")
 
 
 def test_where_paper_and_released_code_differ_both_are_variants():
@@ -170,7 +170,7 @@ REFUSED = [
     ({"observed": "quest", "observed_settings": {"page_size": 0}}, "page_size is a whole number"),
     (
         {"observed": "knorm", "allocation": Allocation("entropy")},
-        "'entropy' want numbers, and 'knorm' is in 'rank'",
+        "'entropy' wants numbers, and 'knorm' is in 'rank'",
     ),
     (
         {

@@ -9,13 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retain.budget.allocation import Allocation, allocate_joint, make_bids
+from retain.budget.allocation import Allocation
 from retain.budget.cascade import LEFT_OVER
-from retain.budget.priority_sampling import Draw, draw_keys
+from retain.budget.joint import Draw, allocate_joint, make_bids
 from retain.budget.statement import Budget
 from retain.policy import decide_layers, score_entries
 from retain.presets import Policy
 from retain.scores import SCORES, Score, masked_score
+from retain.scores.random import draw_keys
 from retain.two_stage import FirstStage
 from tests.evictions import (
     FIXED,
@@ -110,13 +111,11 @@ def test_sums_over_what_was_drawn_are_right_in_the_mean():
         own = replace(layer, layer_idx=layer_idx)
         keys = draw_keys(weight, own, list(range(num)))
         flat_BHT = torch.zeros_like(keys)
-        bids = make_bids(
+        bids, _ = make_bids(
             flat_BHT, layer.exists_BHT, torch.zeros_like(layer.exists_BHT), [0] * num, None, keys
         )
         (won,) = allocate_joint([bids], [drawn] * num, 1.0)
-        chosen = torch.zeros(num * 2, entries, dtype=torch.bool)
-        chosen[won.bids.row_N.long(), won.bids.place_N.long()] = True
-        chosen = chosen.view(num, 2, entries)
+        chosen = won.won_N.view(num, 2, entries)
         assert (chosen.sum((1, 2)) == drawn).all()
         tau = keys.masked_fill(chosen, 0.0).amax((1, 2))[:, None, None].double()
         assert (keys >= tau).eq(chosen).float().mean() > 0.96  # and tau itself
@@ -207,9 +206,8 @@ def _sets(policy, layers, budget, scores=None, **given):
 
 
 CAKE = {
-    f"cake {safeguard} {normalise}": made("cake", "layer", "cake", safeguard=safeguard, normalise=normalise)
+    f"cake {safeguard}": made("cake", "layer", "cake", safeguard=safeguard)
     for safeguard in (None, "guaranteed")
-    for normalise in (None, "head", "layer")
 }
 
 

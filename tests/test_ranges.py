@@ -26,7 +26,7 @@ OUTSIDE = {
     **dict.fromkeys(("training.clip", "training.eps", "training.lr", "soft.temperature"), 0.0),
     **dict.fromkeys(("loss.huber_delta", "loss.smooth_l1_beta", "loss.temperature", "loss.band"), 0.0),
     **dict.fromkeys(("training.final_lr", "training.weight_decay", "loss.margin"), -1.0),
-    **dict.fromkeys(("plan.memory_gib", "plan.tflops", "plan.efficiency", "soft.hard_temperature"), 0.0),
+    "soft.hard_temperature": 0.0,
     **dict.fromkeys(("soft.keep_from", "soft.keep_to"), 1.5),
     **dict.fromkeys(("seed", "training.warmup_steps", "data.pack_tokens", "soft.sinks", "soft.anchor"), -1),
     **dict.fromkeys(("training.steps", "training.micro_batch", "target.horizon", "target.block", "chunk"), 0),

@@ -112,7 +112,10 @@ def test_entries_that_one_head_has_lost_are_judged_though_their_place_is_protect
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"scope": "layer", "allocation": Allocation(normalise="head")}, "allocation.normalise would not"),
+        (
+            {"scope": "layer", "allocation": Allocation(safeguard="guaranteed")},
+            "allocation.safeguard would not",
+        ),
         ({"allocation": Allocation(weights="x.json")}, "allocation.weights would not be read"),
         ({"first_stage": FirstStage("budget", 0.5)}, "first_stage would not be read.*or state a budget"),
     ],

@@ -12,7 +12,9 @@ def distill_parser() -> argparse.ArgumentParser:
         "--config", required=True, metavar="YAML", help="for instance configs/distill/reference.yaml"
     )
     parser.add_argument(
-        "--plan", action="store_true", help="print what the run would take in memory and time, and stop"
+        "--dry-run",
+        action="store_true",
+        help="make one step on the longest documents, say what it took, and stop",
     )
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="for instance model=reference:0 training.steps=100"

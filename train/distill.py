@@ -1,10 +1,10 @@
 """Trains retention gates by distillation from a frozen language model: parses, builds, runs.
 
     accelerate launch --quiet --config_file configs/accelerate/one_process.yaml \\
-        train/distill.py --config configs/distill/reference.yaml [--plan] [k=v ...]
+        train/distill.py --config configs/distill/reference.yaml [--dry-run] [k=v ...]
 
 `DistillConfig` is the schema of the YAML; the output is a folder that `retain.load_gates` reads. A request is
-checked whole before the first document is read, and its cost is printed before it is spent.
+checked whole before the first document is read. `--dry-run` makes one real step and says what it took.
 """
 
 import os
@@ -20,22 +20,20 @@ from retain.train.arguments import distill_parser
 if __name__ == "__main__":
     parse_first(distill_parser())
 
-import torch
 from torch import nn
 from tqdm import tqdm
 
 from retain.config import leaves, load, to_mapping
-from retain.gates import GATES, GateSet, build_gates, dims_for
+from retain.gates import GateSet
 from retain.gates.artifact import save_gates
-from retain.hf.model.decoder import describe, layout_of
+from retain.hf.model.decoder import describe
 from retain.hf.model.gates import load_gates, new_gates
 from retain.hf.model.identity import fingerprint
-from retain.hf.model.named import commit_of
-from retain.hf.model.unloaded import Precision, meta_model, named_config, precision_of
+from retain.models.named import commit_of
+from retain.models.unloaded import Precision, named_config, precision_of
 from retain.process.half_precision import multiplies
-from retain.train.data.branches import lengths_of, row_tokens
-from retain.train.data.corpora import AnyCorpus, load_corpus
-from retain.train.data.corpus import Corpus
+from retain.train.data.branches import row_tokens
+from retain.train.data.corpus import AnyCorpus, load_corpus
 from retain.train.data.document import Document
 from retain.train.local_stage import LayerLocal, check_unit
 from retain.train.lookahead_stage import Lookahead
@@ -55,13 +53,10 @@ from retain.train.run.checkpoint import (
     inspect_run,
     locked,
 )
-from retain.train.run.device import device_here
-from retain.train.run.model_shape import lookahead_on_meta, model_shape
+from retain.train.run.dry_run import dry_run
 from retain.train.run.parallel import Accelerator, is_sharded, on_main_process
-from retain.train.run.plan import Plan, plan_of
 from retain.train.run.progress import tracker_options
 from retain.train.run.signals import EXIT_INTERRUPTED, StopRequested, follow_launcher_, forget_
-from retain.train.run.workload import Work, work_of
 from retain.train.soft_stage import EndToEnd
 from retain.train.stage import Stage
 from retain.train.teacher import Frozen, load_frozen, load_unread
@@ -79,41 +74,6 @@ def make_accelerator(tracker: str, output: str | None = None) -> Accelerator:
             "ACCELERATE_USE_CPU=true in the environment (see train/README.md)."
         )
     return accelerator
-
-
-def plan_run(config: DistillConfig, accelerator: Accelerator) -> Plan:
-    """Plans the run without reading weights or documents: each document is taken to be as long as
-    `data.max_tokens` allows.
-
-    Raises:
-        ValueError: the model's config cannot be read, or it is of an unsupported architecture.
-    """
-    model = meta_model(config.model, dtype=_dtype(config, accelerator), **_origin(config))
-    shape, family = model_shape(model, config.model), config.gate.family
-    if GATES[family].extension is not None:
-        gates = lookahead_on_meta(model, config.gate.settings)
-    else:
-        sizes = {spec.layer_idx: spec.sizes for spec in layout_of(model, on_meta=True).evicting}
-        with torch.device("meta"):
-            gates = build_gates(family, dims_for(family, sizes, config.gate.settings))
-    longest = config.data.max_tokens
-    document = Document((0,) * longest, (0,) * (config.data.max_appendix_tokens or 64))
-    count = config.data.documents or config.training.batch_documents
-    work = _work(config, gates, [document] * count, accelerator, sampled=not config.data.documents)
-    dtype = {2: torch.bfloat16, 4: torch.float32}[shape.dtype_bytes]
-    return plan_of(shape, work, device_here(accelerator.device, dtype, config.plan))
-
-
-def _work(
-    config: DistillConfig,
-    gates: GateSet,
-    documents: Sequence[Document],
-    accelerator: Accelerator,
-    sampled: bool,
-) -> Work:
-    lengths = [lengths_of(document, config.target) for document in documents]
-    sharding = "device_map" if config.device_map is not None else parallel.sharding_of(accelerator)
-    return work_of(config, gates, lengths, accelerator.num_processes, sharding=sharding, sampled=sampled)
 
 
 def _dtype(config: DistillConfig, accelerator: Accelerator) -> Precision:
@@ -170,15 +130,25 @@ def distill(config: DistillConfig, accelerator: Accelerator | None = None) -> Pa
     return folder
 
 
+def try_step(config: DistillConfig, accelerator: Accelerator | None = None) -> str:
+    """Makes one real step on the longest documents, writes nothing, and returns what it took (`dry_run`)."""
+    accelerator = accelerator or make_accelerator("none")
+    check(config, accelerator.num_processes)
+    corpus = _corpus(config, accelerator)
+    frozen = _frozen(config, accelerator)
+    lesson = _lesson(config, frozen, _fresh_gates(config, frozen.model), corpus, accelerator)
+    said = dry_run(lesson, accelerator)
+    parallel.leave_together_(accelerator)
+    return said
+
+
 def _distill(config: DistillConfig, accelerator: Accelerator) -> Path:
     """The same, in a folder that is held."""
     folder, mapping = Path(config.output), to_mapping(config)
     state = inspect_run(folder, mapping, overwrite=config.overwrite, resume=config.resume)
     # Before the weights, which may take long: most of what can be wrong now is wrong with the documents.
     corpus = _corpus(config, accelerator)
-    dtype = _dtype(config, accelerator)
-    placed: dict[str, Any] = {"device_map": config.device_map, "quantization": config.quantization}
-    frozen = load_frozen(config.model, dtype=dtype, chunk=config.chunk, **_origin(config), **placed)
+    frozen = _frozen(config, accelerator)
     gates = _fresh_gates(config, frozen.model)
     score_unit = _score_unit(config, gates)
     base = fingerprint(frozen.model)
@@ -194,26 +164,11 @@ def _distill(config: DistillConfig, accelerator: Accelerator) -> Path:
             "(overwrite=true trains again)."
         )
         return folder
-    # Weights that quantisation has packed cannot be counted.
-    packed = config.quantization is not None
-    counted = meta_model(config.model, dtype=dtype, **_origin(config)) if packed else frozen.model
-    shape, layers = model_shape(counted, config.model), describe(frozen.model)
-    parallel.shard_frozen_(frozen.model, accelerator)
-    if is_sharded(frozen.model):
-        check_lockstep(config, frozen)
-    for spec in layers:
-        gates[spec.layer_idx].to(spec.device)
-    objective = _objective(config, gates, frozen)
-    ready = objective.prepare_ if config.initial is None else _alignment(config, objective, accelerator)
-    if accelerator.is_main_process:
-        known = corpus.train if isinstance(corpus, Corpus) else corpus.documents_of(0)
-        work = _work(config, gates, known, accelerator, sampled=corpus.num_documents is None)
-        device = device_here(accelerator.device, frozen.model.dtype, config.plan)
-        print(plan_of(shape, work, device).text())
+    lesson = _lesson(config, frozen, gates, corpus, accelerator)
     accelerator.wait_for_everyone()  # every process has looked at the folder before one of them changes it
     if state == "fresh":
         on_main_process(accelerator, partial(begin_, folder, mapping, inputs))
-    else:  # with another plan, perhaps, or another calibration
+    else:  # with another calibration, perhaps
         on_main_process(accelerator, partial(adopt_, folder, mapping))
     _track(config, accelerator)
     documents = "a stream of" if corpus.num_documents is None else corpus.num_documents
@@ -222,16 +177,6 @@ def _distill(config: DistillConfig, accelerator: Accelerator) -> Path:
         f"parameters, {documents} documents + {len(corpus.held_out)} held out, {accelerator.num_processes} "
         f"process(es) on {accelerator.device.type}"
         + (", going on from a checkpoint" if state == "resume" else "")
-    )
-    lesson = Lesson(
-        objective,
-        corpus,
-        config.training,
-        config.data.pack_tokens,
-        lambda document: row_tokens(document, config.target),
-        lockstep=is_sharded(frozen.model),
-        alone=is_sharded(frozen.model) and one_by_one(config, frozen),
-        ready=ready,
     )
     summary = train(lesson, accelerator, folder, resume=state == "resume")
     made = metadata_of(config, summary, corpus, gates, commit_of(frozen.model, config.revision))
@@ -244,6 +189,37 @@ def _distill(config: DistillConfig, accelerator: Accelerator) -> Path:
         finish_(folder)
         tqdm.write(f"gates: {folder} (retain.load_gates({str(folder)!r}, model))", file=sys.stdout)
     return folder
+
+
+def _frozen(config: DistillConfig, accelerator: Accelerator) -> Frozen:
+    """The frozen model, whole, on the CPU or where `device_map` puts it."""
+    placed: dict[str, Any] = {"device_map": config.device_map, "quantization": config.quantization}
+    dtype = _dtype(config, accelerator)
+    return load_frozen(config.model, dtype=dtype, chunk=config.chunk, **_origin(config), **placed)
+
+
+def _lesson(
+    config: DistillConfig, frozen: Frozen, gates: GateSet, corpus: AnyCorpus, accelerator: Accelerator
+) -> Lesson:
+    """All that the loop needs; the model and the gates move to their devices."""
+    layers = describe(frozen.model)
+    parallel.shard_frozen_(frozen.model, accelerator)
+    sharded = is_sharded(frozen.model)
+    if sharded:
+        check_lockstep(config, frozen)
+    for spec in layers:
+        gates[spec.layer_idx].to(spec.device)
+    objective = _objective(config, gates, frozen)
+    return Lesson(
+        objective,
+        corpus,
+        config.training,
+        config.data.pack_tokens,
+        lambda document: row_tokens(document, config.target),
+        lockstep=sharded,
+        alone=sharded and one_by_one(config, frozen),
+        ready=objective.prepare_ if config.initial is None else _alignment(config, objective, accelerator),
+    )
 
 
 def _fresh_gates(config: DistillConfig, model: nn.Module) -> GateSet:
@@ -324,11 +300,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     follow_launcher_()
     try:
         config = load(parsed.config, DistillConfig, parsed.overrides)
-        if parsed.plan:
+        if parsed.dry_run:
             accelerator = make_accelerator("none")
-            check(config, accelerator.num_processes)
-            accelerator.print(plan_run(config, accelerator).text())
-            parallel.leave_together_(accelerator)
+            accelerator.print(try_step(config, accelerator))
         else:
             distill(config)
     except (ValueError, OSError, FloatingPointError) as error:

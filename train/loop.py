@@ -66,21 +66,14 @@ def train(lesson: Lesson, accelerator: Accelerator, folder: Path, *, resume: boo
             checkpoint.
         StopRequested: a signal asked for it; a checkpoint was written.
     """
-    training, corpus, objective = lesson.training, lesson.corpus, lesson.objective
+    training, corpus = lesson.training, lesson.corpus
     start = 0
     held_out: dict[str, Any] = {}
     missed = False
     so_far: dict[str, Any] = {"seconds": 0.0, "tokens": 0, "documents_of_process": {}}
     if not resume and lesson.ready is not None:
         lesson.ready(corpus.documents_of(0))
-    synchroniser = Synchroniser(
-        accelerator,
-        objective.gates,
-        lr=training.lr,
-        betas=training.betas,
-        weight_decay=training.weight_decay,
-        eps=training.eps,
-    )
+    synchroniser = synchroniser_of(lesson, accelerator)
     if resume and (checkpoint := latest(folder)) is not None:
         start, extra = load_checkpoint(checkpoint[1], synchroniser)
         so_far = extra["so_far"]
@@ -138,6 +131,13 @@ def train(lesson: Lesson, accelerator: Accelerator, folder: Path, *, resume: boo
         "documents_of_process": list(so_far["documents_of_process"].values()),
         "held_out": held_out,
     }
+
+
+def synchroniser_of(lesson: Lesson, accelerator: Accelerator) -> Synchroniser:
+    """The optimiser of the lesson's gates, over all processes."""
+    names = ("lr", "betas", "weight_decay", "eps")
+    settings: dict[str, Any] = {name: getattr(lesson.training, name) for name in names}
+    return Synchroniser(accelerator, lesson.objective.gates, **settings)
 
 
 def _due(done: int, every: int) -> bool:

@@ -17,7 +17,7 @@ from retain.future import WEIGHTS
 from retain.gates import GATES, LookaheadGate, build_gates, dims_for
 from retain.gone import hint_of
 from retain.hf.intercept.lookahead_pass import lookahead_gates
-from retain.hf.model.unloaded import Precision
+from retain.models.unloaded import Precision
 from retain.registry import lookup, suggest
 from retain.train.calibration.fit import CalibrationSettings
 from retain.train.data.branches import check_document
@@ -28,7 +28,6 @@ from retain.train.objectives.case import LossSettings
 from retain.train.objectives.losses import check_fit, check_losses
 from retain.train.objectives.targets import TargetSettings, check_targets
 from retain.train.rules import refuse
-from retain.train.run.device import PlanSettings
 from retain.train.run.schedule import TrainingSettings, check_training
 from retain.train.soft_stage import SoftSettings, check_soft
 from retain.train.stage import StageName
@@ -79,7 +78,6 @@ class DistillConfig:
         soft: the end-to-end stage.
         training: how long, how fast, how often.
         calibration: what is fitted after training, on held-out documents.
-        plan: what device to plan for.
         tracker: `none`, `wandb` or `tensorboard`.
         overwrite: replace whatever run the folder holds.
         resume: go on with an unfinished run of the same config, model and documents.
@@ -103,7 +101,6 @@ class DistillConfig:
     soft: SoftSettings = field(default_factory=SoftSettings)
     training: TrainingSettings = field(default_factory=TrainingSettings)
     calibration: CalibrationSettings = field(default_factory=CalibrationSettings)
-    plan: PlanSettings = field(default_factory=PlanSettings)
     tracker: Literal["none", "wandb", "tensorboard"] = "none"
     overwrite: bool = False
     resume: bool = True

@@ -64,7 +64,7 @@ from retain.hf.cache.cache import Cache
 from retain.hf.intercept.attach import attach
 from retain.hf.model.decoder import describe
 from retain.hf.model.gates import load_gates
-from retain.hf.model.named import reference_seed
+from retain.models.named import reference_seed
 from retain.policy import Policy
 from retain.process.command import command
 from retain.process.provenance import now, write_json

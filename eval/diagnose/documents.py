@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from retain.hf.model.named import load_named
+from retain.models.named import load_named
 
 # Stream of the generator: no other use of it writes these documents (`retain.eval.tasks.reference_basic`).
 _STREAM = 13

@@ -32,7 +32,7 @@ from retain.eval.tasks.suites import load_suite
 from retain.head_weights import format_weights
 from retain.hf.intercept.observe import observe
 from retain.hf.model.decoder import describe
-from retain.hf.model.named import reference_seed
+from retain.models.named import reference_seed
 from retain.process.command import command
 from retain.process.provenance import write_text
 from retain.reference.documents import Document

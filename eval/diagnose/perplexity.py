@@ -50,7 +50,7 @@ from retain.eval.run.scoring import gate_scores
 from retain.eval.stats.significance import Interval, paired_interval
 from retain.hf.intercept.attach import attach
 from retain.hf.model.gates import load_gates
-from retain.hf.model.named import reference_seed
+from retain.models.named import reference_seed
 from retain.policy import Policy
 from retain.process.command import command
 from retain.process.extras import require

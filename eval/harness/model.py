@@ -40,8 +40,8 @@ from retain.hf.cache.regime import Regime
 from retain.hf.intercept.attach import attach
 from retain.hf.model.gates import load_gates
 from retain.hf.model.identity import identity_of
-from retain.hf.model.named import REFERENCE, load_named
 from retain.hf.version_names import CACHE
+from retain.models.named import REFERENCE, load_named
 from retain.presets import Policy
 from retain.process.extras import require
 from retain.process.provenance import code_state
@@ -185,7 +185,7 @@ class RetainLM(HFLM):
         self.evicted = Evicted()
         self._contexts: list[int] = []  # of the batch at hand: tokens up to its marker
         self.identity: dict[str, Any] = {
-            "policy": {"name": rule.name} if rule.request is None else _decisive(rule.request.policy),
+            "policy": {"name": rule.name} if rule.policy is None else _decisive(rule.policy),
             "budget": stated,
             "regime": regime,
             "every": every if "decode" in regime else None,

@@ -21,9 +21,9 @@ from retain.gates import build_gates, dims_for
 from retain.hf.model.decoder import base_model, layout_of
 from retain.hf.model.footprint import Footprint, footprint
 from retain.hf.model.layout import Layout
-from retain.hf.model.named import reference_seed
-from retain.hf.model.unloaded import meta_model_of, named_config, named_precision
 from retain.models.catalogue import CATALOGUE
+from retain.models.named import reference_seed
+from retain.models.unloaded import meta_model_of, named_config, named_precision
 from retain.presets import load_policy
 from retain.process.command import command
 

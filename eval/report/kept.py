@@ -107,7 +107,7 @@ def collect(
 def token_texts(config: CompareConfig) -> Callable[[Sequence[int]], list[str]]:
     """A function that decodes token ids one by one, with the tokenizer of a config's model."""
     if config.suite == "text":
-        from retain.hf.model.named import load_named_tokenizer
+        from retain.models.named import load_named_tokenizer
 
         own, name = config.text, config.model
         tokenizer = load_named_tokenizer(name, revision=own.revision, trust_remote_code=own.trust_remote_code)

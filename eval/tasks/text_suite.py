@@ -18,7 +18,7 @@ from retain.eval.tasks.hub_rows import RowTask
 from retain.eval.tasks.rendering import end_ids_of, render
 from retain.eval.tasks.suite import Item, Suite, Task
 from retain.eval.tasks.task_card import Asking, Card, Generator
-from retain.hf.model.named import load_named, load_named_tokenizer, located, reference_seed
+from retain.models.named import load_named, load_named_tokenizer, located, reference_seed
 from retain.reference.documents import Document
 from retain.registry import lookup
 

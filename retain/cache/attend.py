@@ -18,8 +18,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from retain.cache.equal_rows import attend_runs, find_runs, fits
+from retain.cache.layer_store import Store
 from retain.cache.store import RaggedStore
-from retain.cache.tiered_store import Store, TieredStore, plain_of
 from retain.kernels.backend import Path
 from retain.kernels.ragged_attention import merged, path_of, ragged_attention
 from retain.kernels.ragged_attention.pages import Pages
@@ -84,33 +84,32 @@ def attend_store(
     query_positions_BS: Int[Tensor, "B S"] | None = None,
     **how: Any,
 ) -> Float[Tensor, "B Q S D"]:
-    """Attention of new tokens' queries over what a layer holds: of entries in tiers over each tier, merged by
-    the log-sum-exp of their logits.
+    """Attention of new tokens' queries over what a layer holds: where some of it is packed, over either part,
+    merged by the log-sum-exp of their logits.
 
     Args:
         store: to which the tokens were appended.
-        seen_RS: as `append_` said: of the plain tier, behind all that is packed; 0 on padding.
+        seen_RS: as `append_` said: of the plain entries, behind all that is packed; 0 on padding.
         **how: the scaling and the soft cap.
     """
 
-    def over(tier: RaggedStore) -> dict[str, Any]:
-        """Arguments of attention over one tier."""
+    def over(part: RaggedStore) -> dict[str, Any]:
+        """Arguments of attention over one part."""
         return {
             "window": window,
-            "positions_C": None if window is None else tier.positions_C,
+            "positions_C": None if window is None else part.positions_C,
             "query_positions_BS": query_positions_BS,
-            "pages": tier.pages,
-            "log_weight_C": tier.log_weight_C,
+            "pages": part.pages,
+            "log_weight_C": part.log_weight_C,
             **how,
         }
 
-    plain = plain_of(store)
+    plain, packed = store.plain, store.packed
     columns = plain.keys_CD, plain.values_CD, plain.offsets_R1, plain.lengths_R, seen_RS
-    packed = store.packed if isinstance(store, TieredStore) else None
     if packed is None:
         return attend(queries_BQSD, *columns, **over(plain), sinks_Q=sinks_Q)
     all_RS = torch.where(seen_RS > 0, packed.lengths_R[:, None].to(seen_RS.dtype), 0)
-    codes = packed.keys, packed.values, packed.offsets_R1, packed.lengths_R, all_RS
+    codes = *packed.codes, packed.offsets_R1, packed.lengths_R, all_RS
     outs, lses = zip(
         ragged_attention(queries_BQSD, *columns, **over(plain), with_lse=True),
         ragged_attention(queries_BQSD, *codes, **over(packed), with_lse=True),

@@ -7,7 +7,6 @@ meet shapes that a graph has seen.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -16,9 +15,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from retain.cache.packed_store import GROUPS, VALUE_SCALES, PackedStore
-from retain.cache.store import LOG_WEIGHT, Layout, RaggedStore, bytes_of, normal_tensors
-from retain.cache.tiered_store import Store, codes_of, plain_of
+from retain.cache.codec import GROUPS, VALUE_SCALES
+from retain.cache.layer_store import Store
+from retain.cache.layout import Layout, bytes_of, normal_tensors
+from retain.cache.store import LOG_WEIGHT, RaggedStore
 from retain.kernels.ragged_attention.pages import PAGE
 from retain.precision import GROUP
 
@@ -151,20 +151,17 @@ def pool_of(
     if weighted:
         like[LOG_WEIGHT] = torch.zeros(0, device=first.device)
     columns = {}
-    with ExitStack() as moving:
-        for store in stores:
-            moving.enter_context(store.no_way_back())
-        for name, column in like.items():
-            columns[name] = column.new_zeros(rounded(starts[-1]), *column.shape[1:])
-            for store, layout, start, size in zip(stores, layouts, starts[:-1], sizes, strict=True):
-                store.move_(name, columns[name][start : start + size], layout)
-        for store, layout in zip(stores, layouts, strict=True):
-            store.adopt_(layout, columns)
+    for name, column in like.items():
+        columns[name] = column.new_zeros(rounded(starts[-1]), *column.shape[1:])
+        for store, layout, start, size in zip(stores, layouts, starts[:-1], sizes, strict=True):
+            store.move_(name, columns[name][start : start + size], layout)
+    for store, layout in zip(stores, layouts, strict=True):
+        store.adopt_(layout, columns)
     return columns, [store.offsets_R1 + start for store, start in zip(stores, starts[:-1], strict=True)]
 
 
 @normal_tensors()
-def packed_of(stores: Sequence[PackedStore], room: int, weighted: bool) -> list[list[Tensor]]:
+def packed_of(stores: Sequence[RaggedStore], room: int, weighted: bool) -> list[list[Tensor]]:
     """Lay stores of codes out in one pool, with places for all tokens to come, so that its size stays as they
     are packed; and the scales of their keys in tables of one size.
 
@@ -191,7 +188,7 @@ def packed_of(stores: Sequence[PackedStore], room: int, weighted: bool) -> list[
 
 def spare_bytes(stores: Sequence[Store]) -> int:
     """Bytes of the storages behind stores that none of them lives in."""
-    parts = [own for store in stores for own in (plain_of(store), codes_of(store)) if own is not None]
+    parts = [part for store in stores for part in store.parts]
     tensors = [tensor for part in parts for tensor in part.storages()]
     storages = {own.untyped_storage().data_ptr(): own.untyped_storage().nbytes() for own in tensors}
     return max(0, sum(storages.values()) - sum(bytes_of(part.storages()) for part in parts))

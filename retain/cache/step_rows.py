@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from retain.cache.equal_rows import Run, attend_runs, find_runs
-from retain.cache.store import RaggedStore, normal_tensors
+from retain.cache.layout import normal_tensors
+from retain.cache.store import RaggedStore
 from retain.kernels.decode_step import build
 
 

@@ -8,8 +8,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from retain.cache.store import LOG_WEIGHT, RaggedStore, normal_tensors
-from retain.cache.tiered_store import Store, TieredStore, plain_of
+from retain.cache.layer_store import Store
+from retain.cache.layout import normal_tensors
+from retain.cache.store import LOG_WEIGHT, RaggedStore
 from retain.correction.merge import Merge, Merged, merge
 
 # The logarithm of what each entry counts.
@@ -56,14 +57,14 @@ def cut_(
     merged = None
     if correction is not None and not bool(keep_N.all()):
         # `retain.capability`: what is in fewer bits is cut without a correction.
-        assert not (isinstance(store, TieredStore) and store.packed is not None)
-        merged = _merged(plain_of(store), keep_N, correction)
+        assert store.packed is None
+        merged = _merged(store.plain, keep_N, correction)
     if in_place:
         store.compact_(keep_N)
     else:
         store.filter_(keep_N)
     if merged is not None and correction is not None:
-        _write_(plain_of(store), merged, correction.count)
+        _write_(store.plain, merged, correction.count)
 
 
 def _merged(store: RaggedStore, keep_N: Tensor, correction: Merge) -> Merged:

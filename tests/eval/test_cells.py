@@ -323,7 +323,7 @@ def test_bytes_beside_entries_and_of_gates_are_counted(stub_gates):
         for layer in cache.state.ragged
         for tensor in (
             *(layer.store.keys_CD, layer.store.values_CD, layer.store.positions_C),
-            *(layer.store.offsets_R1, layer.store.lengths_R, *layer.store.pages.tables()),
+            *(layer.store.plain.offsets_R1, layer.store.lengths_R, *layer.store.plain.pages.tables()),
         )
     )
     assert cache.bytes_allocated() == room + own

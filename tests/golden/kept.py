@@ -34,8 +34,8 @@ from torch.nn.functional import pad
 import retain
 from retain.eval.diagnose.head_weights import importance_weights
 from retain.head_weights import format_weights
-from retain.hf.model.named import load_named_model
 from retain.hf.version_names import CACHE
+from retain.models.named import load_named_model
 from retain.presets import Policy
 from tests.tiny import tiny_model
 

@@ -7,8 +7,8 @@ from transformers import Gemma2ForCausalLM
 import retain
 from retain.eval.inspection.model import ModelDescription, describe_model, main
 from retain.hf.model.decoder import layout_of
-from retain.hf.model.named import load_named_model
-from retain.hf.model.unloaded import meta_model
+from retain.models.named import load_named_model
+from retain.models.unloaded import meta_model
 from tests.refused import refused
 from tests.tiny import attached, tiny_batch, tiny_model
 

@@ -220,7 +220,7 @@ def test_units_that_do_not_fit_are_refused_when_the_cache_is_made():
     for said, own, gates, budget in (
         (f"{max_wants} 'mass': calibrate", policy(**both), mass, half),
         (f"{max_wants} 'rank'.*rank_blend", policy(**both), rank, half),
-        ("allocation.layers 'entropy' want numbers, and the score is in 'rank'", by_value, rank, half),
+        ("allocation.layers 'entropy' wants numbers, and the score is in 'rank'", by_value, rank, half),
         ("in 'rank', of which only the order", policy(**both, fusion="rank_blend"), mass, {"threshold": 0.1}),
     ):
         refused(said, Cache, model, own, gates=gates, **budget)

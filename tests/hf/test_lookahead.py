@@ -82,7 +82,7 @@ def test_generate_keeps_what_decide_keeps_and_frees_the_rest(family: str, policy
     gates, (input_ids, mask) = trained(model), tiny_batch(*BATCHES[family])
     settings = {"gates": gates, "overrides": {**PROTECTION, **OBSERVED[policy]}}
     rule = bind_policy(model, policy, layers=describe(model), budget={"keep_ratio": 0.4}, **settings)
-    wanted = rule.decide(observe_ahead(model, gates, input_ids, mask), BatchContext())
+    wanted = rule.decide(observe_ahead(model, gates, input_ids, mask), BatchContext()).finish()
     before, weights = (
         everything_about(model),
         {name: tensor.clone() for name, tensor in model.state_dict().items()},
@@ -95,7 +95,7 @@ def test_generate_keeps_what_decide_keeps_and_frees_the_rest(family: str, policy
             store = layer.store
             for row in range(store.num_rows):
                 b, h = divmod(row, store.num_heads)
-                start, length = int(store.offsets_R1[row]), int(store.lengths_R[row])
+                start, length = int(store.plain.offsets_R1[row]), int(store.lengths_R[row])
                 held = store.positions_C[start : start + length]
                 assert held.tolist() == positions_BT[b][keep_BHT[b, h]].tolist()
         report = cache.report().total

@@ -91,7 +91,7 @@ def test_a_budget_is_any_number(name):
     assert (
         len({cache.entries_held for cache in caches}) == 1 < caches[0].entries_held < caches[0].entries_seen
     )
-    budgets = [cache.state.bound_policy.request.budget for cache in caches]
+    budgets = [cache.state.bound_policy.budget for cache in caches]
     assert len({repr(budget) for budget in budgets}) == 1  # which a file can hold
 
 

@@ -8,7 +8,7 @@ import torch
 
 import retain
 from retain.budget.allocation import Allocation
-from retain.budget.priority_sampling import Draw
+from retain.budget.joint import Draw
 from retain.fusion import FUSIONS
 from retain.hf.cache.cache import Cache
 from retain.hf.cache.regime import NAMES
@@ -179,9 +179,7 @@ def test_every_fusion_in_every_regime(how, regime):
 # What there is to a draw: a budget that all heads share, and one that layers ask for parts of.
 DRAWS = {
     "model": {"how": "sum"},
-    "model, guarded, over the head's mean": {
-        "allocation": Allocation(normalise="head", safeguard="guaranteed")
-    },
+    "model, guarded, over the head's mean": {"allocation": Allocation(safeguard="guaranteed")},
     "layer, shares by entropy": {"scope": "layer", "allocation": Allocation("entropy")},
     "by the gate alone": {"how": "learned", "observed": None, "observed_settings": {}},
 }
@@ -240,7 +238,7 @@ def test_a_share_to_be_drawn_is_stated_for_a_cache():
     model = tiny_model("llama")
     given = {"gates": gates_of(model), "keep_ratio": 0.5}
     made_by_name = Cache(model, "fused", draw={"share": 0.3}, **given)
-    assert made_by_name.state.bound_policy.request.policy.draw == Draw(0.3)
+    assert made_by_name.state.bound_policy.policy.draw == Draw(0.3)
     with pytest.raises(ValueError, match="draw shares out a budget that heads share, and scope 'head'"):
         Cache(model, "fused", draw={"share": 0.3}, scope="head", **given)
     with pytest.raises(ValueError, match="share: .* at most 1, got 3.0"):

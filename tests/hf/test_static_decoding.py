@@ -11,7 +11,6 @@ import torch
 from torch._dynamo.utils import counters
 from transformers import CompileConfig
 
-from retain.cache.tiered_store import codes_of, plain_of
 from retain.hf.cache import static_decoding
 from retain.hf.cache.cache import Cache
 from retain.hf.version_names import CACHE
@@ -69,8 +68,7 @@ def assert_accounts(cache: Cache) -> None:
     """What is allocated is what storages take, each once."""
     report = cache.report()
     assert report.decoded is not None and report.decoded.endswith("tokens in one graph")
-    parts = [part for store in cache.state.stores for part in (plain_of(store), codes_of(store))]
-    columns = [own for part in parts if part is not None for own in part.storages()]
+    columns = [own for store in cache.state.stores for own in store.storages()]
     storages = {own.untyped_storage().data_ptr(): own.untyped_storage().nbytes() for own in columns}
     assert report.total.bytes_allocated == sum(storages.values())
 

@@ -21,8 +21,8 @@ import torch
 
 import retain
 from retain.eval.tasks.text_suite import text_suite
-from retain.hf.model.named import commit_of, load_named
 from retain.hf.version_names import CACHE
+from retain.models.named import commit_of, load_named
 from retain.train.data.sources import Hub
 from tests.hub.content import CURVE
 

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 import retain
-from retain.hf.model.named import load_named
+from retain.models.named import load_named
 from tests.hub.client import same
 from tests.hub.content import CURVE
 from tests.hub.server import Hub

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from retain.kernels import backend, codes
-from retain.kernels.decode_step import build, decode_step, launch, reference
+from retain.kernels.decode_step import build, cases, decode_step, launch, reference
 from tests.kernels.device import DEVICE
 
 B, H, G, D, V = 2, 2, 3, 24, 16
@@ -222,6 +222,12 @@ def test_what_was_built_leaves_small_numbers_as_they_are() -> None:
     if not build.load():
         pytest.skip("no C++ compiler")
     assert float(torch.tensor([1e-39]) * 0.5) > 0
+
+
+@pytest.mark.parametrize("name", cases.CASES)
+def test_the_cases_of_the_benchmark_are_right(name: str) -> None:
+    assert cases.check(cases.CASES[name], torch.float32, "cpu") is None
+    assert cases.cost(cases.CASES[name], torch.bfloat16).bytes > 0
 
 
 def test_opcheck() -> None:

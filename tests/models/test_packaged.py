@@ -17,10 +17,10 @@ import torch
 
 import retain
 from retain.hf.model.decoder import describe
-from retain.hf.model.named import load_named_tokenizer
-from retain.hf.model.unloaded import named_config
 from retain.models import packaged
 from retain.models.catalogue import CATALOGUE, Packaged, Wheel
+from retain.models.named import load_named_tokenizer
+from retain.models.unloaded import named_config
 from retain.process.half_precision import multiplies
 from tests.refused import refused
 

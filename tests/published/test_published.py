@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import DeepseekV32Config
 
-from retain.hf.model.unloaded import meta_model
-from retain.train.run.model_shape import model_shape
+from retain.hf.model.decoder import layout_of
+from retain.models.unloaded import meta_model
 from tests.published.model import Published, published
 from tests.published.table import BEGIN, PAGE, describe_all, table, written
 from tests.refused import refused
@@ -177,7 +177,7 @@ def test_a_multimodal_checkpoint_says_that_its_text_decoder_is_meant(described):
     assert "load its text decoder" in str(described["google/gemma-3-4b-it"][1])
 
 
-PLANNED = ("openai/gpt-oss-20b", "Qwen/Qwen3.5-9B", "zai-org/GLM-4.5-Air", "google/gemma-2-2b")
+SAMPLE = ("openai/gpt-oss-20b", "Qwen/Qwen3.5-9B", "zai-org/GLM-4.5-Air", "google/gemma-2-2b")
 
 
 def unloaded(name: str, folder: Path) -> Any:
@@ -187,22 +187,23 @@ def unloaded(name: str, folder: Path) -> Any:
 
 @pytest.mark.parametrize(
     "name",
-    # A multimodal model is planned by its text decoder, which is a checkpoint of its own.
+    # Of a multimodal model the text decoder is meant, which is a checkpoint of its own.
     [
-        pytest.param(name, marks=() if name in PLANNED else pytest.mark.slow)
+        pytest.param(name, marks=() if name in SAMPLE else pytest.mark.slow)
         for name in HAND
         if not name.startswith("google/gemma-3-")
     ],
 )
-def test_a_training_run_is_planned_with_the_same_numbers(name, tmp_path):
-    hand, shape = HAND[name], model_shape(unloaded(name, tmp_path), name)
-    assert (shape.gated, shape.H, shape.D) == (hand.evict, hand.H, hand.D)
-    assert (shape.E, shape.Q) == (hand.E, hand.Q)
+def test_gates_are_made_of_the_same_sizes(name, tmp_path):
+    hand, layers = HAND[name], layout_of(unloaded(name, tmp_path), on_meta=True).evicting
+    assert len(layers) == hand.evict
+    assert layers[0].sizes == {"E": hand.E, "H": hand.H, "Q": hand.Q, "D": hand.D}
 
 
-def test_no_training_run_is_planned_of_what_cannot_evict(tmp_path):
+def test_no_gates_are_made_of_what_cannot_evict(tmp_path):
     DeepseekV32Config(num_hidden_layers=1, n_routed_experts=8).save_pretrained(tmp_path / "sparse")
-    refused("whose queries .* an indexer picks", model_shape, meta_model(str(tmp_path / "sparse")), "sparse")
+    model = meta_model(str(tmp_path / "sparse"))
+    refused("whose queries .* an indexer picks", lambda: layout_of(model, on_meta=True))
 
 
 def test_the_committed_table_is_what_the_command_prints(described):

@@ -35,7 +35,6 @@ def test_a_calibration_that_fails_costs_no_training(
 ) -> None:
     config = small(make_config)
     corrected = replace(config, calibration=replace(config.calibration, kind="shared", knots=5))
-    corrected = replace(corrected, plan=replace(config.plan, efficiency=0.3))
     whole = distill(replace(corrected, output=str(tmp_path / "whole")))
     folder = Path(config.output)
 
@@ -62,11 +61,11 @@ def test_a_calibration_that_fails_costs_no_training(
         gates = retain.load_gates(folder)
         assert gates.metadata["calibration"]["settings"]["kind"] == "shared"
         assert gates.metadata["config"]["calibration"]["knots"] == 5
-        # A finished one is bound by what it was calibrated with, and not by a plan.
+        # A finished one is bound by what it was calibrated with.
         with pytest.raises(ValueError, match=r"run of another config \(calibration.knots: 5 -> 6\)"):
             distill(replace(corrected, calibration=replace(corrected.calibration, knots=6)))
         capsys.readouterr()
-        assert distill(replace(corrected, plan=config.plan)) == folder
+        assert distill(corrected) == folder
         assert "nothing to do" in capsys.readouterr().out
 
 

@@ -111,8 +111,8 @@ def test_a_kill_while_checkpoints_are_deleted_leaves_none_to_believe(
     write_checkpoint(tmp_path, 10)
 
     def killed(path: Path) -> None:
-        assert path == tmp_path / DELETED / "step-000010"
-        (path / STATE_FILE).unlink()
+        assert path == tmp_path / DELETED
+        (path / "step-000010" / STATE_FILE).unlink()
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:

@@ -11,9 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retain.train.data import corpora as data
-from retain.train.data.corpora import load_corpus
-from retain.train.data.corpus import Corpus
+from retain.train.data import corpus as data
+from retain.train.data.corpus import Corpus, load_corpus
 from retain.train.data.document import Document, collate, held_out_fraction
 from retain.train.data.settings import DataSettings, check_data, check_lengths
 from tests.refused import refused
@@ -234,7 +233,7 @@ def test_every_document_is_checked_as_it_is_read(tmp_path: Path) -> None:
         ({"columns": {"context": "a", "answer": "b"}}, r"needs a data.appendix without \{question\}"),
         ({"appendix": "{query}"}, r"data.appendix has \{query\}; it knows \{question\} and \{answer\}"),
         ({"path": None, "min_tokens": 9, "max_tokens": 3}, r"needs data.path .*min_tokens=9 must be"),
-        ({"separator": ""}, "data.separator is for data.source=text, not jsonl"),
+        ({"separator": ""}, "data.separator means nothing for .*, only for text"),
         ({"source": "text", "columns": {"text": "a"}}, "a text file has no columns"),
         ({"source": "reference", "streaming": True, "path": None}, "data.streaming means nothing"),
         ({"streaming": True, "documents": 9}, r"set data.documents=0 \(got 9\)"),

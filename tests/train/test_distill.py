@@ -170,7 +170,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(
     monkeypatch.setattr(local, "total_loss", total_loss)
     # Wherever it was moved to, as a full disk has it, and whatever is planned for.
     moved = folder.rename(folder.with_name("elsewhere"))
-    config = replace(config, output=str(moved), plan=replace(config.plan, memory_gib=64.0))
+    config = replace(config, output=str(moved))
     assert len(read_log(distill(config))) == 8, "and the run goes on from there"
     assert "going on from a checkpoint" in capsys.readouterr().out
 
@@ -178,7 +178,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["gate.family=mpl", "data.separator=x"], "(?s)did you mean 'mlp'.*data.separator is for"),
+        (["gate.family=mpl", "data.lengths=[9]"], "(?s)did you mean 'mlp'.*data.lengths has 9"),
         (["target.horizon=0", "training.lr=.nan"], "(?s)target.horizon: expected .*training.lr: expected"),
         (["target.horizon=99"], "too short: .* more than 99 are needed"),
         (["target.horizon=500"], "data.max_tokens=100 and target.horizon=500: no context would be longer"),

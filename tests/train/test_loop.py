@@ -13,8 +13,7 @@ from retain.gates import GateSet, build_gates
 from retain.hf.model.decoder import base_model
 from retain.train import loop
 from retain.train.data.branches import readings_of
-from retain.train.data.corpora import load_corpus
-from retain.train.data.corpus import Corpus
+from retain.train.data.corpus import Corpus, load_corpus
 from retain.train.data.document import Document
 from retain.train.local_stage import LayerLocal
 from retain.train.loop import Lesson

@@ -10,7 +10,7 @@ from retain.train.data.chat import chat_of, tools_of, turns
 from retain.train.data.document import Document
 from retain.train.data.rows import Reader
 from retain.train.data.settings import DataSettings
-from retain.train.data.sources import LocalFiles, Row
+from retain.train.data.sources import Dataset, JsonLines, Row
 from tests.refused import refused
 from tests.train.made import encode_letters
 
@@ -44,7 +44,7 @@ def text(ids: Any) -> str:
 
 
 def row(**values: Any) -> Row:
-    return Row("d.jsonl line 7", values, tuple(values))
+    return Row("d.jsonl line 7", values)
 
 
 def reader(*, encode: Any = encode_letters, template: Any = CHATML, **settings: Any) -> Reader:
@@ -278,7 +278,10 @@ def test_an_author_s_nulls_are_trained_on(tmp_path: Path, kind: Any) -> None:
     else:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "d.parquet")
     reads = reader(template=WRITTEN)
-    read = [reads.document(row) for row in LocalFiles(str(tmp_path), kind).open()]
+    read = [
+        reads.document(row)
+        for row in (JsonLines(str(tmp_path)) if kind == "jsonl" else Dataset(kind, str(tmp_path))).open()
+    ]
     one, two = (text(document.context_ids) for document in read if document is not None)
     nulls = ('"seat": null, ', ', "default": null') if kind == "jsonl" else ("", "")
     assert f'"arguments": {{{nulls[0]}"n": 1}}' in one and f'{{"name": "book"{nulls[1]}}}' in one

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retain.train.data.corpora import load_corpus
-from retain.train.data.corpus import Corpus, StreamingCorpus
+from retain.train.data.corpus import Corpus, StreamingCorpus, load_corpus
 from retain.train.data.document import Document, held_out_fraction
 from retain.train.data.rows import Reader
 from retain.train.data.settings import DataSettings
@@ -145,7 +144,7 @@ class Endless(Source):
         def rows() -> Iterator[Row]:
             for number in count(start["rows"]):
                 self.taken += 1
-                yield Row(f"row {number}", {"text": f"document {number}"}, ("text",))
+                yield Row(f"row {number}", {"text": f"document {number}"})
 
         return Cursor(rows(), start)
 

@@ -192,33 +192,6 @@ def rewound(accelerator: Accelerator, folder: Path) -> dict[str, Any]:
     return {"said": said}
 
 
-def deepspeed_gates(accelerator: Accelerator, folder: Path) -> dict[str, Any]:
-    """The same steps in DeepSpeed's hands, resumed under each stage from what the stage before it saved."""
-    outcome: dict[str, Any] = {}
-    for stage in (1, 2, 3):
-        config = {
-            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-            # What the user says about these is not for the gates.
-            "bf16": {"enabled": True},
-            "gradient_clipping": 1e-6,
-        }
-        gates = toy_gates()
-        synchroniser = toy_synchroniser(accelerator, gates, deepspeed_config=config)
-        run, start = folder / "deepspeed", 0
-        if accelerator.is_main_process and stage == 1:
-            begin_(run, {}, {})
-        accelerator.wait_for_everyone()
-        if (found := latest(run)) is not None:
-            start, _ = load_checkpoint(found[1], synchroniser)
-        norms, _ = train_toy(accelerator, gates, synchroniser, range(start, start + 2))
-        save_checkpoint(accelerator, run, start + 2, synchroniser, {})
-        outcome[f"stage {stage}"] = {"state": state_of(gates), "norms": norms, "start": start}
-        partitioned = synchroniser._surrogate
-        assert partitioned is not None
-        outcome[f"stage {stage}"]["held"] = partitioned.flat.numel()
-    return outcome
-
-
 def frozen(accelerator: Accelerator, folder: Path, sharding: Any) -> dict[str, Any]:
     outcome: dict[str, Any] = {}
     for family in FAMILIES:
@@ -285,7 +258,6 @@ def distil(accelerator: Accelerator, folder: Path, sharding: Any) -> dict[str, A
 JOBS: dict[str, Callable[[Accelerator, Path], dict[str, Any]]] = {
     **{job.__name__: job for job in (plain, elastic, spoilt, full_disk, told)},
     "fsdp_frozen": partial(frozen, sharding="fsdp2"),
-    "deepspeed_gates": deepspeed_gates,
     "zero3_frozen": partial(frozen, sharding="zero3"),
     "distill_fsdp2": partial(distil, sharding="fsdp2"),
     "distill_zero3": partial(distil, sharding="zero3"),

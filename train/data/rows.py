@@ -78,12 +78,12 @@ class Reader:
     def _read(self, row: Row) -> tuple[str, dict[str, Any]]:
         """The form of a row, and its values by role."""
         columns = {**self.settings.columns} or self._found_columns(row)
-        missing = [role for role, column in columns.items() if column not in row.columns]
+        missing = [role for role, column in columns.items() if column not in row.values]
         if missing:
             role = missing[0]
             raise ValueError(
                 f"{row.where} has no column {columns[role]!r} (data.columns.{role})"
-                f"{suggest(columns[role], row.columns)}; it has {sorted(row.columns)}. Set data.columns to "
+                f"{suggest(columns[role], row.values)}; it has {sorted(row.values)}. Set data.columns to "
                 "columns that every row has."
             )
         form = next(form for form in FORMS if form in columns)
@@ -101,17 +101,17 @@ class Reader:
 
     def _found_columns(self, row: Row) -> dict[str, str]:
         """Role -> column of a row whose columns have the roles' own names."""
-        columns = {role: role for role in ROLES if role in row.columns}
-        if CONVERSATIONS in row.columns:
+        columns = {role: role for role in ROLES if role in row.values}
+        if CONVERSATIONS in row.values:
             columns.setdefault("messages", CONVERSATIONS)
         forms = [form for form in FORMS if form in columns]
         if forms == ["context"] and not set(template_fields(self.settings.appendix)) <= columns.keys():
             forms = []
         if not forms:
-            near = {role: nearest(role, row.columns) for role in ("text", "messages", "context")}
+            near = {role: nearest(role, row.values) for role in ("text", "messages", "context")}
             role = next((role for role in near if near[role]), "text")
             raise ValueError(
-                f"{row.where} has columns {sorted(row.columns)}; wanted {KINDS}. Name the columns with "
+                f"{row.where} has columns {sorted(row.values)}; wanted {KINDS}. Name the columns with "
                 f"data.columns, for instance data.columns={{{role}: {near[role] or 'body'}}}."
             )
         if len(forms) > 1:

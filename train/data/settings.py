@@ -35,7 +35,7 @@ class DataSettings:
         revision: of the hub data set; state it, and the artifact records it.
         columns: which column holds `text`, or `context` + `question` + `answer`, or `messages` (+
             `tools`), or `context_ids` (+ `appendix_ids`): `{text: body}`. Empty: columns have these names.
-        separator: `text` files: where one document ends (none: a file is a document; "": at blank lines).
+        separator: `text` files: "" splits at blank lines; null: a file is a document.
         streaming: read documents as they are needed, for data that does not fit into memory.
         shuffle_rows: streaming: rows that are shuffled among themselves and held in memory.
         documents: how many to train on (`reference`: generated; else at most, the first that there are;
@@ -63,7 +63,7 @@ class DataSettings:
     split: str = "train"
     revision: str | None = None
     columns: dict[str, str] = field(default_factory=dict)
-    separator: str | None = None
+    separator: Literal[""] | None = None
     streaming: bool = False
     shuffle_rows: Count = 1024
     documents: Annotated[int, Range(least=0, most=10**6)] = 1600
@@ -100,13 +100,23 @@ class DataSettings:
 def check_data(settings: DataSettings) -> None:
     """Raises ValueError with all settings that contradict each other, before anything is read."""
     source, lengths, weights = settings.source, settings.lengths, settings.length_weights
-    reference, local = source == "reference", source in ("jsonl", "parquet", "text")
-    hub_only = [
-        f"data.{name}={value}" for name in ("subset", "revision") if (value := getattr(settings, name))
-    ]
-    least, most = settings.min_tokens, settings.max_tokens
+    reference, least, most = source == "reference", settings.min_tokens, settings.max_tokens
+    # Which keys mean something for some sources only.
+    only = {
+        **dict.fromkeys(("path", "columns", "streaming"), ("jsonl", "parquet", "text", "hub")),
+        **{"subset": ("hub",), "revision": ("hub",), "separator": ("text",)},
+    }
     outside = [n for n in lengths if not least <= n <= most]
+    generated = settings.documents_needed > MOST_GENERATED * (settings.documents + settings.held_out)
     refuse(
+        *(
+            (
+                getattr(settings, name) not in (None, False, {}) and source not in sources,
+                f"data.{name} means nothing for data.source={source}, only for {', '.join(sources)}: leave "
+                "it out",
+            )
+            for name, sources in only.items()
+        ),
         (
             not reference and not settings.path,
             f"data.source={source} needs data.path (a local file, folder or pattern, or a hub data set's "
@@ -116,30 +126,9 @@ def check_data(settings: DataSettings) -> None:
             reference and settings.documents < 1,
             f"data.documents={settings.documents}: the generator needs to know how many, at least 1",
         ),
-        *(
-            (
-                reference and getattr(settings, name),
-                f"data.{name} means nothing for generated documents: set data.source "
-                "(jsonl, parquet, text, hub), or leave it out",
-            )
-            for name in ("streaming", "columns", "path")
-        ),
-        (
-            settings.separator is not None and source != "text",
-            f"data.separator is for data.source=text, not {source}",
-        ),
-        (
-            "\n" in (settings.separator or ""),
-            'data.separator must be within a line; "" splits at blank lines',
-        ),
         (
             source == "text" and settings.columns,
             "data.columns means nothing for data.source=text: a text file has no columns",
-        ),
-        (
-            local and hub_only,
-            f"{' and '.join(hub_only)}: only for data.source=hub, not {source}; unset with "
-            + " ".join(f"{own.partition('=')[0]}=null" for own in hub_only),
         ),
         (
             settings.streaming and settings.documents,
@@ -157,8 +146,7 @@ def check_data(settings: DataSettings) -> None:
             f"data.length_weights has {len(weights)} numbers and data.lengths has {len(lengths)}",
         ),
         (
-            reference
-            and settings.documents_needed > MOST_GENERATED * (settings.documents + settings.held_out),
+            reference and generated,
             f"data.held_out_share={settings.held_out_share:g}: too many documents would have to be "
             f"generated for data.held_out={settings.held_out} and data.documents={settings.documents}: "
             "take 0.05",

@@ -1,6 +1,6 @@
-"""A run: its folder, its processes, its plan before it starts and its record afterwards.
+"""A run: its folder, its processes, its cost before it starts and its record afterwards.
 
-Reading order: `plan` (memory and time beforehand) with `workload`, `model_shape` and `device`; `schedule`,
-`parallel`, `checkpoint` (its folder), `signals` (being stopped), `progress`;
+Reading order: `dry_run` (one step, to see what a run takes); `schedule`, `parallel`, `checkpoint` (its
+folder), `signals` (being stopped), `progress`;
 `artifact`, `card` and `curves` (what it leaves).
 """

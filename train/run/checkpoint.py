@@ -38,8 +38,8 @@ from safetensors.torch import save as save_tensors
 from retain.config import leaves, read_mapping
 from retain.gates.artifact import METADATA_FILE, write_beside
 from retain.process import disk
-from retain.process.lock import leave_lock, take_lock
-from retain.train.data.corpora import AnyCorpus
+from retain.process.lock import take_lock
+from retain.train.data.corpus import AnyCorpus
 from retain.train.run.parallel import Accelerator, Synchroniser, gather_object, on_main_process
 
 CONFIG_FILE = "config.yaml"
@@ -48,16 +48,15 @@ LOG_FILE = "log.jsonl"
 CHECKPOINTS = "checkpoints"
 # Checkpoints are renamed to this before they are deleted: a kill leaves no half of one that looks whole.
 DELETED = "checkpoints.deleted"
-OTHERS = "checkpoints.others"
-# Names of checkpoints, also while they are written and while they are dropped.
-OURS = re.compile(r"step-[0-9]+(\.new|\.old|\.new\.old)?")
+# Names of whole checkpoints; `.new` and `.old` stand behind those that come and go.
+OURS = re.compile(r"step-[0-9]+")
 GATES_FILE, OPTIMIZER_FILE, STATE_FILE = "gates.safetensors", "optimizer.safetensors", "state.json"
 MANIFEST_FILE = "manifest.json"
 # The last one, and one to fall back on.
 KEPT = 2
 # Of a checkpoint's format.
 CHECKPOINT_VERSION = 1
-# Keys and sections that say how to start, where to write and what to plan for, not what is trained.
+# Keys and sections that say how to start and where to write, not what is trained (`plan`: of earlier runs).
 START_KEYS = ("overwrite", "resume", "plan", "output", "tracker", "training.checkpoint_every")
 # Fitted after the last step: free to change until then.
 AFTER_KEYS = ("calibration",)
@@ -72,8 +71,8 @@ def inspect_run(folder: Path, config: Mapping[str, Any], *, overwrite: bool, res
     for `check_inputs`, once they are loaded.
 
     An unfinished run goes on under another `calibration` (one that failed after hours of training can be
-    corrected), and any run under another `plan` and, once its folder was moved, another `output`; `adopt_`
-    writes down what it goes on with.
+    corrected), and any run, once its folder was moved, under another `output`; `adopt_` writes down what it
+    goes on with.
 
     Raises:
         ValueError: the folder holds a run of another config, or an unfinished one that `resume=false` forbids
@@ -134,18 +133,17 @@ def locked(folder: Path, accelerator: Accelerator) -> Iterator[None]:
             is gone.
     """
 
-    def take() -> list[Path]:
-        problem, made = take_lock(folder, otherwise=OTHERWISE)
-        if problem is not None:
-            raise ValueError(problem)
-        return made
+    releases = []
 
-    made = on_main_process(accelerator, take)
+    def take() -> None:
+        releases.append(take_lock(folder, otherwise=OTHERWISE))
+
+    on_main_process(accelerator, take)
     try:
         yield
     finally:
-        if accelerator.is_main_process:
-            leave_lock(folder, made)
+        for release in releases:
+            release()
 
 
 def describe_inputs(model_sha256: str, corpus: AnyCorpus) -> dict[str, str]:
@@ -198,26 +196,10 @@ def adopt_(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def finish_(folder: Path) -> None:
-    """Drops the checkpoints, and what a killed run left of those that it was dropping. Files that somebody
-    else put beside them are kept, in `checkpoints.others`."""
-    deleted = folder / DELETED
-    if deleted.exists():
-        _empty_(deleted)
-    if (folder / CHECKPOINTS).exists():
-        os.replace(folder / CHECKPOINTS, deleted)
-        _empty_(deleted)
-
-
-def _empty_(deleted: Path) -> None:
-    for path in deleted.iterdir():
-        if OURS.fullmatch(path.name):
-            shutil.rmtree(path)
-            continue
-        others = deleted.with_name(OTHERS)
-        others.mkdir(exist_ok=True)
-        names = (path.name, *(f"{path.name}.{number}" for number in range(1, 10**6)))
-        os.replace(path, next(others / name for name in names if not (others / name).exists()))
-    deleted.rmdir()
+    """Drops the checkpoints, and what a killed run left of those that it was dropping."""
+    for path in (folder / DELETED, folder / CHECKPOINTS):
+        if path.exists():
+            shutil.rmtree(path.replace(folder / DELETED))
 
 
 def disk_errors(folder: Path) -> AbstractContextManager[None]:
@@ -254,7 +236,7 @@ def _named(folder: Path) -> list[tuple[int, Path]]:
     named = [
         (int(path.name.removeprefix("step-")), path)
         for path in (folder / CHECKPOINTS).glob("step-*")
-        if OURS.fullmatch(path.name) and not path.suffix
+        if OURS.fullmatch(path.name)
     ]
     return sorted(named, reverse=True)
 
@@ -281,26 +263,23 @@ def save_checkpoint(
     """Writes the state beside, renames it, and only then removes all but the last `KEPT`; on every process.
     `extra` is what the loop wants to find again, in plain JSON. Returns the checkpoint's folder. DiskError:
     on every process, if the first one could not write; the last good checkpoint is untouched."""
-    # Gathering what is sharded takes every process; writing takes one.
-    optimizer = synchroniser.optimizer_tensors()
     final = folder / CHECKPOINTS / f"step-{step:06d}"
 
     def write() -> None:
-        gates = synchroniser.gates.state_dict()
         state = {
             "checkpoint_version": CHECKPOINT_VERSION,
             "step": step,
             "num_updates": synchroniser.num_updates,
             "num_processes": accelerator.num_processes,
-            "extra": dict(extra.items()),
+            "extra": dict(extra),
+        }
+        gates = {
+            name: own.detach().to("cpu", copy=True).contiguous()
+            for name, own in synchroniser.gates.state_dict().items()
         }
         files = {
-            **{
-                file: save_tensors(
-                    {name: own.detach().to("cpu", copy=True).contiguous() for name, own in tensors.items()}
-                )
-                for file, tensors in ((GATES_FILE, gates), (OPTIMIZER_FILE, optimizer))
-            },
+            GATES_FILE: save_tensors(gates),
+            OPTIMIZER_FILE: save_tensors(synchroniser.optimizer_tensors()),
             STATE_FILE: (json.dumps(state, indent=2) + "\n").encode(),
         }
         manifest = {"files": {name: _described(payload) for name, payload in files.items()}}
@@ -308,34 +287,25 @@ def save_checkpoint(
         beside = final.with_name(f"{final.name}.new")
         with disk_errors(folder):
             shutil.rmtree(beside, ignore_errors=True)
+            beside.mkdir(parents=True)
             try:
-                beside.mkdir(parents=True)
                 for name, payload in files.items():
                     _write_synced(beside / name, payload)
-                _sync_folder(beside)
             except OSError:
                 shutil.rmtree(beside, ignore_errors=True)
                 raise
             if final.exists():
-                # Torn, or it would have been gone on from.
-                _drop(final)
+                shutil.rmtree(final)  # torn, or it would have been gone on from
             os.replace(beside, final)
             _sync_folder(final.parent)
-        kept = [path for _, path in _named(folder)[:KEPT]]
-        for path in (folder / CHECKPOINTS).iterdir():
-            # Other files (a copy that somebody made, traces of a file browser) are not ours.
-            if OURS.fullmatch(path.name) and path not in kept:
-                _drop(path)
+        for _, path in _named(folder)[KEPT:]:
+            # Under another name: a kill in the middle leaves no half that looks whole.
+            path.replace(path.with_name(f"{path.name}.old"))
+        for path in (folder / CHECKPOINTS).glob("step-*.*"):
+            shutil.rmtree(path)
 
     on_main_process(accelerator, write)
     return final
-
-
-def _drop(path: Path) -> None:
-    """Delete a checkpoint, under another name: a kill in the middle leaves no half of one."""
-    if path.suffix != ".old":
-        path = path.replace(path.with_name(f"{path.name}.old"))
-    shutil.rmtree(path)
 
 
 def _write_synced(path: Path, payload: bytes) -> None:
@@ -367,16 +337,12 @@ def load_checkpoint(path: Path, synchroniser: Synchroniser) -> tuple[int, dict[s
     """
     whole = _is_whole(path)
     manifest = (path / MANIFEST_FILE).read_bytes() if whole else b""
-    seen = gather_object([hashlib.sha256(manifest).hexdigest() if whole else None])
-    if not whole:
+    seen = gather_object([hashlib.sha256(manifest).hexdigest()])
+    if not whole or len(set(seen)) > 1:
         raise ValueError(
-            f"{path} is not a whole checkpoint (its files do not match {MANIFEST_FILE}): remove it, and the "
-            "run goes on from the one before it."
-        )
-    if len(set(seen)) > 1:
-        raise ValueError(
-            f"the processes do not see the same checkpoint at {path}: set `output` to a folder on a disk "
-            "that all machines share."
+            f"{path} is not a whole checkpoint (its files do not match {MANIFEST_FILE}), or not the same one "
+            "to every process: remove it, and the run goes on from the one before it; several machines need "
+            "an `output` on a disk that all of them share."
         )
     state = json.loads((path / STATE_FILE).read_bytes())
     if state["checkpoint_version"] > CHECKPOINT_VERSION:
@@ -387,15 +353,13 @@ def load_checkpoint(path: Path, synchroniser: Synchroniser) -> tuple[int, dict[s
     gates, optimizer = (load_tensors((path / name).read_bytes()) for name in (GATES_FILE, OPTIMIZER_FILE))
     wanted = {name: tuple(tensor.shape) for name, tensor in synchroniser.gates.state_dict().items()}
     found = {name: tuple(tensor.shape) for name, tensor in gates.items()}
-    names = {name.partition("/")[2] for name in optimizer}
-    if wanted != found or names != synchroniser.parameters.keys():
-        differ = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
-        differ = differ or sorted(names ^ synchroniser.parameters.keys())
-        first = differ[0]
+    trained = {name.partition("/")[2] for name in optimizer} ^ synchroniser.parameters.keys()
+    if differ := sorted({name for name, _ in wanted.items() ^ found.items()} | trained):
+        there, here = (shapes.get(differ[0], "not there") for shapes in (found, wanted))
         raise ValueError(
-            f"{path} is a checkpoint of other gates: {len(differ)} tensors differ, the first is {first!r} "
-            f"({found.get(first, 'not there')} in the checkpoint, {wanted.get(first, 'not there')} here). "
-            "Set `gate` to what the run began with, or choose another `output`."
+            f"{path} is a checkpoint of other gates: {len(differ)} tensors differ, the first is "
+            f"{differ[0]!r} ({there} in the checkpoint, {here} here). Set `gate` to what the run began with, "
+            "or choose another `output`."
         )
     synchroniser.load_(gates, optimizer, state["num_updates"])
     return state["step"], state["extra"]

@@ -1,26 +1,25 @@
 """Synchronises gates over processes once a step, and shards a frozen model too large for one device.
 
-Gates are small and whole on every process, and they meet once a step, in one all-reduce of one flat buffer.
-The backward passes before it, many and small, communicate nothing; whatever the backend, the mean gradient is
-looked at, clipped and found finite before anything is touched.
+Gates are small and whole on every process, and they meet once a step, in one all-reduce of one flat buffer:
+the backward passes before it, many and small, communicate nothing. So whatever accelerate was launched with,
+the gates' optimiser is AdamW, the same on every process; only the frozen model differs.
 
-| accelerate says | gates' gradients | optimiser | frozen model |
-| --- | --- | --- | --- |
-| one process, or `device_map` | as they are | AdamW | where it was loaded |
-| DDP | all-reduce | AdamW, the same on every process | a replica per process |
-| FSDP | all-reduce | AdamW, the same on every process | `fully_shard` per decoder layer |
-| ZeRO-1, ZeRO-2 | all-reduce, then DeepSpeed's | AdamW inside DeepSpeed, its state sharded | a replica |
-| ZeRO-3 | the same | the same, its copy of the parameters sharded too | partitioned |
+| accelerate says | frozen model |
+| --- | --- |
+| one process, or `device_map` | where it was loaded |
+| DDP, ZeRO-1, ZeRO-2 | a replica per process |
+| FSDP | `fully_shard` per decoder layer |
+| ZeRO-3 | partitioned, weight by weight |
 
-Accelerate's `mixed_precision`, gradient accumulation and clipping reach none of this: nothing here runs under
-autocast, goes through a loss scaler, or is divided by accumulation steps. Gates and their optimiser are
-float32; the frozen model's precision is `dtype` of the training config; clipping is `training.clip`.
+Accelerate's `mixed_precision`, gradient accumulation and clipping reach none of this: gates and their
+optimiser are float32, the frozen model's precision is `dtype` of the training config, and clipping is
+`training.clip`.
 """
 
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -44,24 +43,6 @@ _SHARDED: "WeakKeyDictionary[nn.Module, Sharding]" = WeakKeyDictionary()
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class Surrogate(nn.Module):
-    """A copy of all of the gates' parameters, end to end, and a loss with any given gradient.
-
-    `forward(g) = <p, g>`, so `d forward / dp = g` exactly: one forward and backward of it hands a ready
-    gradient to an engine that insists on running the backward pass itself (DeepSpeed). The engine may
-    flatten, move and partition the copy, which is padded to a multiple of the processes (its parts are
-    equal); the gates that the objectives see stay ordinary parameters. AdamW works number by number, so that
-    it makes no difference which parameter a number belongs to."""
-
-    def __init__(self, parameters: Iterable[nn.Parameter], num_processes: int = 1):
-        super().__init__()
-        self.flat = nn.Parameter(_flat(parameters, num_processes))
-
-    def forward(self, gradient: Tensor) -> Tensor:
-        """A scalar that means nothing, with the gradient that was given (padding may be left out)."""
-        return torch.dot(self.flat[: len(gradient)], gradient)
-
-
 class Synchroniser:
     """The optimiser of the gates, over all processes.
 
@@ -70,10 +51,9 @@ class Synchroniser:
     takes its step. A parameter without a gradient counts as one with zeros.
 
     Args:
-        accelerator: of this process; says how many there are, and what is sharded.
+        accelerator: of this process; says how many there are.
         gates: all of its parameters that require gradients are trained (a tied one once); they must be the
             same on every process.
-        deepspeed_config: DeepSpeed's settings; None: those of accelerate, if it runs DeepSpeed.
 
     Raises:
         ValueError: nothing to train.
@@ -88,7 +68,6 @@ class Synchroniser:
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
         eps: float = 1e-8,
-        deepspeed_config: Mapping[str, Any] | None = None,
     ):
         self.accelerator, self.gates = accelerator, gates
         self.parameters = {name: p for name, p in gates.named_parameters() if p.requires_grad}
@@ -97,30 +76,17 @@ class Synchroniser:
                 "these gates have no parameter that requires gradients: there is nothing to train."
             )
         self.num_updates = 0
-        if deepspeed_config is None and accelerator.distributed_type == DistributedType.DEEPSPEED:
-            deepspeed_config = accelerator.state.deepspeed_plugin.deepspeed_config
-        self._surrogate: Surrogate | None = None
-        self._engine: Any = None
-        trained: list[nn.Parameter] = list(self.parameters.values())
-        # ZeRO-0 shards nothing: DeepSpeed would only stand in the way.
-        if deepspeed_config is not None and zero_stage(deepspeed_config) > 0:
-            self._surrogate = Surrogate(trained, num_processes=_num_processes())
-            trained = [self._surrogate.flat]
+        trained = list(self.parameters.values())
         self.optimizer = torch.optim.AdamW(trained, lr=lr, betas=betas, weight_decay=weight_decay, eps=eps)
-        if self._surrogate is not None:
-            assert deepspeed_config is not None
-            self._engine = _deepspeed_engine(self._surrogate, self.optimizer, deepspeed_config)
 
     def lr_(self, lr: float) -> None:
         """Set the learning rate of the steps to come; the schedule is the caller's."""
-        optimizer = self.optimizer if self._engine is None else self._engine.optimizer
-        for group in optimizer.param_groups:
+        for group in self.optimizer.param_groups:
             group["lr"] = lr
 
     def zero_(self) -> None:
         """Forget the gradients."""
-        for parameter in self.parameters.values():
-            parameter.grad = None
+        self.optimizer.zero_grad(set_to_none=True)
 
     @torch.no_grad()
     def step_(self, clip: float) -> float:
@@ -129,155 +95,53 @@ class Synchroniser:
         Returns the norm of the mean gradient before it is clipped to the norm `clip`, the same number on
         every process. If it is not finite, on whichever process that came from, nothing was touched.
         """
-        gradients = self._mean_gradients()
-        home = next(iter(gradients)).device
-        norms = [torch.linalg.vector_norm(flat, dtype=torch.float64).to(home) for flat in gradients]
+        # Gates follow their layers, which `device_map` may have spread: one buffer for each device.
+        by_device: dict[torch.device, list[nn.Parameter]] = {}
+        for parameter in self.parameters.values():
+            by_device.setdefault(parameter.device, []).append(parameter)
+        means = []
+        for parameters in by_device.values():
+            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+            flat = torch.cat([grad.flatten().float() for grad in grads])
+            means.append(self.accelerator.reduce(flat, reduction="mean"))
+        norms = [torch.linalg.vector_norm(flat, dtype=torch.float64).to(means[0].device) for flat in means]
         norm = float(torch.linalg.vector_norm(torch.stack(norms)))
         if not math.isfinite(norm):
             return norm
-        if norm > clip:
-            for flat in gradients:
+        for flat, parameters in zip(means, by_device.values(), strict=True):
+            if norm > clip:
                 flat.mul_(clip / norm)
-        if self._surrogate is None:
-            for flat, parameters in zip(gradients, self._by_device().values(), strict=True):
-                for parameter, part in _parts(flat, parameters):
-                    parameter.grad = part.to(parameter.dtype)
-            self.optimizer.step()
-        else:
-            (flat,) = gradients
-            self._engine_step_(flat)
-            with _whole(self._surrogate.flat):
-                for parameter, part in _parts(self._surrogate.flat, self.parameters.values()):
-                    parameter.copy_(part)
+            for p, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+                p.grad = part.view(p.shape).to(p.dtype)
+        self.optimizer.step()
         self.zero_()
         self.num_updates += 1
         return norm
 
-    def _by_device(self) -> dict[torch.device, list[nn.Parameter]]:
-        """Gates follow their layers, which `device_map` may have spread."""
-        where: dict[torch.device, list[nn.Parameter]] = {}
-        for parameter in self.parameters.values():
-            where.setdefault(parameter.device, []).append(parameter)
-        return where
-
-    def _mean_gradients(self) -> list[Tensor]:
-        """The mean gradient, float32, one flat buffer for each of `_by_device`."""
-        means = []
-        for device, parameters in self._by_device().items():
-            flat = torch.zeros(sum(p.numel() for p in parameters), device=device)
-            for parameter, part in _parts(flat, parameters):
-                if parameter.grad is not None:
-                    part.copy_(parameter.grad)
-            means.append(self.accelerator.reduce(flat, reduction="mean"))
-        return means
-
-    def _engine_step_(self, gradient: Tensor) -> None:
-        """DeepSpeed reduces once more, which leaves a mean as it is, and each process steps its part."""
-        with torch.enable_grad():
-            self._engine.backward(self._engine(gradient))
-        self._engine.step()
-
     @torch.no_grad()
     def optimizer_tensors(self) -> dict[str, Tensor]:
-        """The moments of AdamW, whole and on the CPU, as `<moment>/<parameter>`; on every process."""
-        tensors: dict[str, Tensor] = {}
-        for moment in MOMENTS:
-            values: Iterable[Tensor]
-            if self.num_updates == 0:
-                values = [torch.zeros_like(parameter) for parameter in self.parameters.values()]
-            elif self._surrogate is None:
-                values = [self.optimizer.state[p][moment] for p in self.parameters.values()]
-            else:
-                from deepspeed.utils import safe_get_full_optimizer_state
-
-                flat = safe_get_full_optimizer_state(self._surrogate.flat, moment)
-                values = [part for _, part in _parts(flat, self.parameters.values())]
-            for name, value in zip(self.parameters, values, strict=True):
-                tensors[f"{moment}/{name}"] = value.detach().to("cpu", copy=True)
-        return tensors
+        """The moments of AdamW, on the CPU, as `<moment>/<parameter>`."""
+        return {
+            f"{moment}/{name}": (self.optimizer.state[p][moment] if self.num_updates else torch.zeros_like(p))
+            .detach()
+            .to("cpu", copy=True)
+            for moment in MOMENTS
+            for name, p in self.parameters.items()
+        }
 
     @torch.no_grad()
     def load_(self, gates: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], num_updates: int) -> None:
         """Goes on from a saved `state_dict` of the gates and `optimizer_tensors`, whatever the number of
-        processes and the backend they were saved under."""
+        processes that they were saved under."""
         self.gates.load_state_dict(gates)
         self.num_updates = num_updates
-        if self._surrogate is not None:
-            self._load_engine_(self._surrogate, optimizer)
-        elif num_updates:
-            for name, parameter in self.parameters.items():
-                moments = {moment: optimizer[f"{moment}/{name}"] for moment in MOMENTS}
-                self.optimizer.state[parameter] = {
-                    "step": torch.tensor(float(num_updates)),
-                    **{k: v.to(parameter.device, parameter.dtype, copy=True) for k, v in moments.items()},
-                }
-
-    def _load_engine_(self, surrogate: Surrogate, optimizer: Mapping[str, Tensor]) -> None:
-        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
-
-        count, flat = _num_processes(), _flat(self.parameters.values(), _num_processes())
-        if self.num_updates:
-            # DeepSpeed makes its state at the first step: at a rate of 0 this one moves nothing.
-            rates = [group["lr"] for group in self._engine.optimizer.param_groups]
-            self.lr_(0.0)
-            self._engine_step_(torch.zeros_like(flat))
-            for group, rate in zip(self._engine.optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate
-        with _whole(surrogate.flat, written=True):
-            surrogate.flat.copy_(flat)
-        safe_set_full_fp32_param(surrogate.flat, flat)
-        for moment in MOMENTS if self.num_updates else ():
-            value = _flat([optimizer[f"{moment}/{name}"] for name in self.parameters], count)
-            safe_set_full_optimizer_state(surrogate.flat, value.to(flat.device), moment)
-        for state in self._engine.optimizer.optimizer.state.values():
-            if "step" in state:
-                state["step"] = torch.full_like(torch.as_tensor(state["step"]), float(self.num_updates))
-
-
-def _flat(tensors: Iterable[Tensor], num_processes: int) -> Tensor:
-    """Tensors end to end, in float32, padded to a multiple of the processes."""
-    flat = torch.cat([tensor.detach().flatten().float() for tensor in tensors])
-    return nn.functional.pad(flat, (0, -len(flat) % num_processes))
-
-
-def _parts(flat: Tensor, parameters: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, Tensor]]:
-    """Each parameter with its stretch of a flat buffer, in its own shape; what is left over is padding."""
-    parts, start = [], 0
-    for parameter in parameters:
-        parts.append((parameter, flat[start : start + parameter.numel()].view(parameter.shape)))
-        start += parameter.numel()
-    return parts
+        for name, p in self.parameters.items() if num_updates else ():
+            moments = {m: optimizer[f"{m}/{name}"].to(p.device, p.dtype, copy=True) for m in MOMENTS}
+            self.optimizer.state[p] = {"step": torch.tensor(float(num_updates)), **moments}
 
 
 def _num_processes() -> int:
     return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-
-
-def zero_stage(config: Mapping[str, Any]) -> int:
-    """Which stage of ZeRO DeepSpeed's settings ask for; 0: none."""
-    return int(config.get("zero_optimization", {}).get("stage", 0))
-
-
-def engine_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the user's DeepSpeed settings that the gates' engine is given.
-
-    Only where things lie is theirs to say (`zero_optimization`, and logging). Batch sizes, precision,
-    clipping, optimiser and schedule belong to the training config: an engine that knew them too would scale,
-    cast or clip a second time. Values of "auto" are left to DeepSpeed's defaults.
-    """
-    zero = {k: v for k, v in config.get("zero_optimization", {}).items() if v != "auto"}
-    every = config.get("steps_per_print", "auto")
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": 0.0,
-        "zero_optimization": zero,
-        "zero_allow_untested_optimizer": True,
-        # Our AdamW, not the one that DeepSpeed compiles: where the state lies is all that offloading changes.
-        "zero_force_ds_cpu_optimizer": False,
-        "steps_per_print": 2**31 if every == "auto" else every,
-        "wall_clock_breakdown": bool(config.get("wall_clock_breakdown", False)),
-    }
 
 
 @contextlib.contextmanager
@@ -361,21 +225,12 @@ def leave_alone_() -> None:
         own.destroy_process_group()
 
 
-def _deepspeed_engine(module: nn.Module, optimizer: Any, config: Mapping[str, Any]) -> Any:
-    require("deepspeed", "deepspeed", what="this accelerate config")
-    import deepspeed
-
-    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=engine_config(config))
-    return engine
-
-
 def sharding_of(accelerator: Accelerator) -> Sharding:
     """The placement of the frozen model that the launcher asks for."""
     if accelerator.distributed_type == DistributedType.FSDP:
         return "fsdp2"
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        config = accelerator.state.deepspeed_plugin.deepspeed_config
-        return "zero3" if zero_stage(config) == 3 else "replicated"
+        return "zero3" if accelerator.state.deepspeed_plugin.zero_stage == 3 else "replicated"
     return "replicated"
 
 
@@ -453,24 +308,18 @@ def _fully_shard_(model: nn.Module, accelerator: Accelerator) -> None:
 
 
 def _partition_(model: nn.Module, accelerator: Accelerator, config: Mapping[str, Any]) -> None:
-    """By `zero.Init` and not by the engine, which would first bring the whole model to the device."""
+    """By `zero.Init` and not by the engine, which would first bring the whole model to the device. Only where
+    things lie is the user's config to say: a batch size, precision or optimiser of its own means nothing to a
+    frozen model."""
     require("deepspeed", "deepspeed", what="this accelerate config")
     import deepspeed
 
     dtype = next(model.parameters()).dtype
-    deepspeed.zero.Init(module=model, config_dict_or_path=engine_config(config), dtype=dtype)
+    zero = {k: v for k, v in config["zero_optimization"].items() if v != "auto"}
+    told = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, "steps_per_print": 2**31}
+    deepspeed.zero.Init(module=model, config_dict_or_path=told, dtype=dtype)
     for module in model.modules():
         for name, tensor in module._buffers.items():
             if tensor is not None:
                 module._buffers[name] = tensor.to(accelerator.device)
-    _deepspeed_engine(model, None, config)
-
-
-def _whole(parameter: nn.Parameter, *, written: bool = False) -> Any:
-    """Inside, a parameter that ZeRO-3 keeps in parts is whole; `written`: what the first process writes
-    there stays."""
-    if not hasattr(parameter, "ds_id"):
-        return contextlib.nullcontext()
-    import deepspeed
-
-    return deepspeed.zero.GatheredParameters([parameter], modifier_rank=0 if written else None)
+    deepspeed.initialize(model=model, config=told)

@@ -20,15 +20,12 @@ from retain.attention.rotary import Rotary
 from retain.budget.statement import Stock
 from retain.cache.attend import attend_store
 from retain.cache.step_rows import StepRows, step_rows_of
-from retain.cache.store import RaggedStore
 from retain.correction.cuts import cut_
 from retain.evidence import Evidence
 from retain.hf.cache.batch_context import Arriving, pins_of, seeds_of
-from retain.hf.cache.bound_policy import Eviction, EvictionStep
 from retain.hf.cache.changes import count_eviction, drop, end_prompt, shrink
-from retain.hf.cache.eviction_request import LayerByLayer
+from retain.hf.cache.eviction_request import Eviction
 from retain.hf.cache.generation import Generation, check_ids
-from retain.hf.cache.held_back import HeldBack, note_whole
 from retain.hf.cache.later_evidence import (
     beside_of,
     evidence_of,
@@ -65,32 +62,33 @@ class Engine(Interceptor):
 
     def __init__(self, model: torch.nn.Module, state: State):
         self.model, self.state = model, state
-        self.held_back = HeldBack(state)
         self.generation = Generation()
         self.evict_at_prefill, self.hold_evidence = True, False
         self.recorded: frozenset[str] = frozenset()  # what held evidence shows beyond the usual
         self._rotary: Rotary | None = None
+        self.refused: ValueError | None = None  # why a later eviction did not happen; raised in the end
         self._forget()
 
     def _forget(self) -> None:
         """Forget what is of one forward."""
         self._next: History | None = None  # what will have been seen once the call is over, if somebody asked
         self._eviction: Eviction | None = None
-        self._held: list[Evidence] = []  # of a prompt behind which lookahead tokens are still to ask
+        self.columns: list[Evidence] = []  # of a prompt behind which lookahead tokens are still to ask
+        self._waiting: list[dict[str, Tensor] | None] = []  # of layers that are cut with the others
         self._expected: int | None = None  # the layer whose attention is about to run
         self.is_quick = False
 
     def reset(self) -> None:
         """Forget everything; the state may be filled again."""
         self.state.reset()
-        self.held_back.reset()
+        self.refused = None
         self.generation.forget()
         self._forget()
 
     def fork(self, state: State) -> "Engine":
         """The same for a copy of the cache. Whoever generates, it is not the copy."""
         other = copy.copy(self)
-        other.state, other.held_back = state, self.held_back.fork(state)
+        other.state = state
         other.generation = Generation()
         return other
 
@@ -194,9 +192,11 @@ class Engine(Interceptor):
             return None
         found = []
         for layer, spec in zip(state.ragged, state.specs, strict=True):
-            store = layer.store
-            if not isinstance(store, RaggedStore) or layer.scaling is None:
+            if layer.store is None or layer.store.packed is not None or layer.scaling is None:
                 return None
+            if layer.store.precision is not None:
+                return None
+            store = layer.store.plain
             if store.free < 1:
                 store.make_room_(1)
             if store.step_rows is None:
@@ -217,7 +217,7 @@ class Engine(Interceptor):
                 positions[H] = positions_B.repeat_interleave(H).to(torch.int32)
             layer.quick, own.positions_R, own.last_B = own, positions[H], positions_B
             own.queries = layer.recent.queries if looks else None
-            layer.store.free -= 1
+            layer.store.plain.free -= 1
         self.is_quick = True
 
     def _begin_prompt(self, call: Call) -> None:
@@ -231,7 +231,7 @@ class Engine(Interceptor):
         bound.refuse(*(("chunks",) if chunks else ()), *(("window",) if beyond else ()))
         if self._reads_whole_prompt and state.due(call):
             self._eviction = self._planned(call.mask_BT, stock)
-            self.held_back.forget()
+            self._waiting = []
         elif state.width is not None and state.regime.evicts_prompt:
             self._planned(state.known(call.mask_BT))
         elif not state.regime.evicts_prompt:
@@ -263,7 +263,7 @@ class Engine(Interceptor):
         intact_BT = torch.cat([intact_tokens(state.ragged, past).to(new_BS.device), new_BS], dim=1)
         stock = Stock(held_BL, tuple(history.lengths_B), intact_BT, tuple(state.prompt_B or ()))
         arriving = Arriving(history.valid_BT, state.element_size, stock)
-        state.bound_policy.again(state.batch_context(history.valid_BT), arriving)
+        state.bound_policy.begin(state.batch_context(history.valid_BT), arriving, joint=True)
 
     def check_ids(self, ids: Any, attention_mask: Any, inputs_embeds: Any = None) -> None:
         check_ids(self.state, ids, attention_mask, inputs_embeds)
@@ -392,27 +392,27 @@ class Engine(Interceptor):
             if state.evidence is not None:
                 state.evidence.append(evidence)
             return
-        if isinstance(self._eviction, LayerByLayer):
+        if self._eviction is not None:
             # Keys may not be in the weights' precision; then other sequences may be decided on.
             self._eviction.measure(evidence.keys_BHTD.element_size())
         if self._eviction is not None and state.bound_policy.looks_ahead and self._eviction.rows:
-            self._held.append(remembered(evidence, state.bound_policy))
+            self.columns.append(remembered(evidence, state.bound_policy))
             return
         self._cut(layer, evidence)
 
     def _cut(self, layer: Layer, evidence: Evidence) -> None:
         """Cut a layer of the first prompt, and those before it again; or leave all whole until all came."""
-        state, eviction, again, keep_BHT = self.state, self._eviction, self._looks_again, None
+        state, eviction, keep_BHT = self.state, self._eviction, None
         bound, call = state.bound_policy, state.call
         assert call is not None
-        if self.held_back.holds(eviction):
-            self.held_back.add(eviction, evidence, again)
-            return
+        beside = beside_of(evidence) if self._looks_again else None
         if eviction is not None:
-            keep_BHT, lower = eviction.add(evidence)
-            shrink(state, lower, eviction.rows)
+            keep_BHT = eviction.look(evidence)
+            if eviction.joint:
+                self._waiting.append(beside)
+                return
+            shrink(state, eviction.lower, eviction.rows)
         where, now = (evidence.valid_BT, evidence.positions_BT), packs_now(state, eviction, call)
-        beside = beside_of(evidence) if again else None
         layer.store = state.cut_dense(
             layer, keep_BHT, *where, beside, bound.correction, bound.precision, pack=now
         )
@@ -423,9 +423,10 @@ class Engine(Interceptor):
         call = state.call
         assert call is not None
         self._check_ran()
-        if self._held:
+        if self.columns:
             self._evict_ahead()
-        self.held_back.cut()
+        if self._waiting:
+            self._cut_waiting(call)
         due, read = state.due(call), state.is_read(call)
         looks_again, cut = self._looks_again, self._eviction
         if self._next is None and state.history is not None:
@@ -444,7 +445,7 @@ class Engine(Interceptor):
                 state.noted = state.num_seen
         if cut is not None:
             count_eviction(state, state.layout.num_kv_heads * sum(state.history.lengths_B))
-            note_whole(state, cut)
+            state.held_whole = [*cut.held_whole]
         elif due and self.evict_at_prefill:
             self._evict_again(release=read)
         pack(state, read=read)
@@ -454,16 +455,26 @@ class Engine(Interceptor):
             end_prompt(state)
         state.call = self._next = self._eviction = None
         state.decodes, self.is_quick = not read, False
-        self.held_back.say()
+        refused, self.refused = self.refused, None
+        if refused is not None:  # now that all is in order
+            raise refused
         if state.prompt_B is not None:
             self.generation.decode_static(state)
+
+    def _cut_waiting(self, call: Call) -> None:
+        """Cut all layers of a first prompt, which were decided on together."""
+        state, bound, waiting = self.state, self.state.bound_policy, self._waiting
+        assert self._eviction is not None
+        self._waiting = []
+        for layer, keep_BHT, beside in zip(state.ragged, self._eviction.finish(), waiting, strict=True):
+            where = call.mask_BT, call.positions_BS
+            layer.store = state.cut_dense(layer, keep_BHT, *where, beside, bound.correction, bound.precision)
 
     @torch.no_grad()
     def _evict_ahead(self) -> None:
         """Cut all layers, which hold the first prompt whole, by what lookahead tokens ask behind it."""
-        request = self.state.bound_policy.request
-        assert request is not None and self._eviction is not None
-        held, self._held = look_ahead(self.model, request.gates, self.read_only(), self._held), []
+        gates = self.state.bound_policy.gates
+        held, self.columns = look_ahead(self.model, gates, self.read_only(), self.columns), []
         self._cut_ahead(held)
 
     @without_autocast
@@ -538,20 +549,21 @@ class Engine(Interceptor):
             first = max(wanted, history.num_seen - layers[0].recent.num_queries)
         spared = without_queries(history, first, state.bound_policy.wants.queries) if first > wanted else []
         try:
-            step = state.bound_policy.again(state.batch_context(history.valid_BT), call, spared)
+            batch = state.batch_context(history.valid_BT)
+            step = state.bound_policy.begin(batch, call, joint=True, spared=spared)
         except ValueError as error:
             # A short sequence, say, has grown too long to be held whole.
-            self.held_back.refused = error
+            self.refused = error
             return
         try:
-            note_whole(state, step)
+            state.held_whole = [] if step is None else [*step.held_whole]
             if step is not None and not step.idle:
                 self._cut_again(step, history, first, release)
         finally:
             if not state.broken:
                 count_eviction(state, held_before)
 
-    def _cut_again(self, step: EvictionStep, history: History, first: int, release: bool) -> None:
+    def _cut_again(self, step: Eviction, history: History, first: int, release: bool) -> None:
         """Show every layer to a step, and then cut them all."""
         state = self.state
         where, wants = [], state.bound_policy.wants
@@ -570,7 +582,7 @@ class Engine(Interceptor):
             step.look(evidence, columns.token_BT)
             where.append(columns.where())
             del evidence, columns  # one layer's copy at a time
-        keeps = step.keeps()
+        keeps = step.finish()
         with state.changing():
             for store, entries, keep_BHT in zip(state.stores, where, keeps, strict=True):
                 keep_N = entries.select(keep_BHT.to(store.device))

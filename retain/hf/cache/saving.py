@@ -3,10 +3,10 @@
 The file (`retain.cache.file_format`) holds the entries as they are held (no slack), what stands beside them,
 what the last tokens showed and no eviction has looked at yet, the states of layers that are left alone, and
 the history; its header says policy, budget, regime and counters. It has `bytes_held()` bytes of keys and
-values; with `bits=4` some third of that (`retain.cache.tier_file`), and what is loaded is no longer exact. On
-top: 4 bytes an entry (its position) and what the policy keeps beside it, 4 bytes a row of a tier, 17 a token
-seen, 8 a sequence, the queries and attention inputs that the next eviction will look at (regimes that evict
-again), the states of layers left alone, and a header below 1 KiB a layer, plus 8 KiB.
+values; with `bits=4` some third of that, and what is loaded is no longer exact. On top: 4 bytes an entry (its
+position) and what the policy keeps beside it, 4 bytes a row, 17 a token seen, 8 a sequence, the queries and
+attention inputs that the next eviction will look at (regimes that evict again), the states of layers left
+alone, and a header below 1 KiB a layer, plus 8 KiB.
 """
 
 import os
@@ -18,30 +18,25 @@ from torch import Tensor, nn
 
 from retain import config
 from retain.cache.file_format import (
+    CODED,
     COUNTERS,
-    LATER,
     NAMED,
+    PRECISION,
+    Coded,
     check_model,
-    counters_of,
+    coded,
+    layer_store_of,
     named_rule,
+    precision_of,
     read_file,
+    tensors_of,
     within,
     write_file,
     wrong_counters,
+    wrong_tensors,
 )
-from retain.cache.tier_file import (
-    CODED,
-    Coded,
-    coded,
-    precision_of,
-    tier_header,
-    tier_tensors,
-    tiered_store_of,
-    wrong_tiers,
-)
-from retain.cache.tiered_store import plain_of
 from retain.hf.cache.batch_context import pinned_of, pins_of, seeds_from
-from retain.hf.cache.bound_policy import BoundPolicy
+from retain.hf.cache.eviction_request import BoundPolicy
 from retain.hf.cache.layer import Recent, joined
 from retain.hf.cache.state import History
 from retain.hf.model import pass_through_layers
@@ -137,8 +132,7 @@ def _made(
     if wrong := next(_wrong(header, tensors, layers), None):
         raise ValueError(f"{path} holds {wrong}: it was changed, or another program wrote it.")
     bound, regime = header["rule"], header["regime"]
-    # Files that do not say were written when short sequences were refused.
-    short, short_tokens = header.get("short", ("raise", 256))
+    short, short_tokens = header["short"]
     cache = cls(
         model,
         **_request(bound, path, gates, policy),
@@ -151,15 +145,13 @@ def _made(
     state = cache.state
     state.marks = marks_of(model)
     if bound["kind"] == EVERYTHING:
-        state.bound_policy = BoundPolicy(
-            bound["name"], held_in=None if "precision" not in bound else precision_of(bound)
-        )
+        state.bound_policy = BoundPolicy(bound["name"], precision=precision_of(bound))
     _check_gates(bound, state.bound_policy, path)
     state.stated = (state.bound_policy, state.regime, header["seeds"], header["pinned"])
     state.seeds, state.pinned = header["seeds"], header["pinned"]
-    for name, value in counters_of(header).items():
-        setattr(state, name, value)
-    state.held_whole = header.get("held_whole", [])
+    for name in COUNTERS:
+        setattr(state, name, header[name])
+    state.held_whole = header["held_whole"]
     _fill(cache, header, tensors, model)
     state.pinned = pins_of(state.pinned, cache.batch_size)
     pinned_of(state.pinned, state.valid_BT)  # refuses spans that are none
@@ -172,7 +164,7 @@ def _wrong(
     """What of a file cannot be: counters that are no numbers, tensors of other shapes or kinds."""
     yield from wrong_counters(header, len(tensors["history.valid"]))
     seeds_from(header["seeds"])
-    yield from wrong_tiers(header, tensors, layers)
+    yield from wrong_tensors(header, tensors, layers)
 
 
 def _tensors(cache: "Cache", codes: Coded | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -190,9 +182,12 @@ def _tensors(cache: "Cache", codes: Coded | None = None) -> Iterator[tuple[str, 
     for number, (spec, layer) in enumerate(zip(state.specs, state.ragged, strict=True)):
         where = f"layer.{spec.layer_idx}"
         assert layer.store is not None
-        plain = None if codes is None else codes.tensors[number]
-        for name, tensor in tier_tensors(layer.store, plain).items():
-            yield f"{where}.store.{name}", tensor
+        store = layer.store
+        plain = tensors_of(store.plain) if codes is None else codes.tensors[number]
+        packed = {} if store.packed is None else tensors_of(store.packed)
+        for kind, tensors in (("store", plain), ("packed", packed)):
+            for name, tensor in tensors.items():
+                yield f"{where}.{kind}.{name}", tensor
         recent = layer.recent
         if recent.num_queries:
             yield f"{where}.recent.queries", recent.last_queries(recent.num_queries)
@@ -207,8 +202,7 @@ def _tensors(cache: "Cache", codes: Coded | None = None) -> Iterator[tuple[str, 
 def _header(cache: "Cache", codes: Coded | None = None) -> dict[str, Any]:
     """Everything that is no tensor."""
     state = cache.state
-    stores = {spec.layer_idx: store for spec, store in zip(state.specs, state.stores, strict=True)}
-    counters = {name: getattr(state, name) for name in COUNTERS}
+    precision = next((store.precision for store in state.stores if store.precision is not None), None)
     seeds = None if state.seeds is None else [int(seed) for seed in state.seeds]
     return {
         "fingerprint": identity_of(cache.model),
@@ -220,21 +214,20 @@ def _header(cache: "Cache", codes: Coded | None = None) -> dict[str, Any]:
         "held_whole": state.held_whole,
         "seeds": seeds,
         "pinned": _spans(state.pinned),
-        **{name: value for name, value in counters.items() if name not in LATER or value != LATER[name]},
-        **tier_header(stores),
+        PRECISION: None if precision is None else config.to_mapping(precision),
+        **{name: getattr(state, name) for name in COUNTERS},
         **({} if codes is None else {CODED: codes.record}),
     }
 
 
 def _described(bound: BoundPolicy) -> dict[str, Any]:
     """A rule, as far as a file can hold one."""
-    if bound.request is None:
+    if bound.policy is None or bound.budget is None:
         kind = EVERYTHING if bound.function is None else FUNCTION
-        held_in = {} if bound.held_in is None else {"precision": config.to_mapping(bound.held_in)}
-        return {"kind": kind, "name": bound.name, **held_in}
-    request = bound.request
-    named = named_rule(request.policy, request.budget, getattr(request.gates, "metadata", {}).get("sha256"))
-    return named | {"kind": NAMED if request.scorer is None else SCORER, "name": bound.name}
+        held_in = None if bound.precision is None else config.to_mapping(bound.precision)
+        return {"kind": kind, "name": bound.name, PRECISION: held_in}
+    named = named_rule(bound.policy, bound.budget, getattr(bound.gates, "metadata", {}).get("sha256"))
+    return named | {"kind": NAMED if bound.scorer is None else SCORER, "name": bound.name}
 
 
 def _spans(pins: Any) -> Any:
@@ -275,7 +268,7 @@ def _request(bound: Mapping[str, Any], path: Any, gates: Any, policy: Any) -> di
 def _check_gates(saved: Mapping[str, Any], bound: BoundPolicy, path: Any) -> None:
     """Refuse gates that are not those that scored the entries which are held."""
     then = saved.get("gates")
-    now = None if bound.request is None else getattr(bound.request.gates, "metadata", {}).get("sha256")
+    now = getattr(bound.gates, "metadata", {}).get("sha256")
     if then is not None and now is not None and then != now:
         raise ValueError(
             f"the cache in {path} was evicted with gates {then[:12]}, and these are {now[:12]} (sha256): "
@@ -297,9 +290,8 @@ def _fill(cache: "Cache", header: Mapping[str, Any], tensors: Mapping[str, Tenso
     for spec, layer in zip(state.specs, state.ragged, strict=True):
         saved = within(tensors, f"layer.{spec.layer_idx}.")
         own = {name: tensor.to(spec.device) for name, tensor in saved.items()}
-        store = tiered_store_of(header, within(own, "store."), spec, state.slack)
-        layer.store, layer.seen = store, cache.num_seen
-        layer.lazy_initialization(plain_of(store).keys_CD, plain_of(store).values_CD)
+        layer.store, layer.seen = layer_store_of(header, own, spec, state.slack), cache.num_seen
+        layer.lazy_initialization(layer.store.plain.keys_CD, layer.store.plain.values_CD)
         kinds = ("queries", "hidden", "stream")
         shown = {name: [own[f"recent.{name}"]] for name in kinds if f"recent.{name}" in own}
         layer.recent = Recent(**shown)

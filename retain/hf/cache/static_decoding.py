@@ -12,9 +12,9 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from retain.cache.layout import normal_tensors
 from retain.cache.static_rows import Pool, StaticRows, packed_of, pool_of, rounded
-from retain.cache.store import LOG_WEIGHT, RaggedStore, normal_tensors
-from retain.cache.tiered_store import codes_of, plain_of
+from retain.cache.store import LOG_WEIGHT, RaggedStore
 from retain.hf.cache.layer import MOST_UNNOTED, Layer
 from retain.hf.cache.state import State
 from retain.hf.model.families import SLIDING
@@ -36,11 +36,9 @@ def refused(state: State) -> str | None:
 def unlike(state: State) -> str | None:
     """Why the layers of a cache that has read its prompt share no pool, in words; None: they may."""
     stores = [layer.store for layer in state.ragged]
-    if len({store is not None and codes_of(store) is not None for store in stores}) > 1:
+    if len({store is not None and store.packed is not None for store in stores}) > 1:
         return "some of its layers hold entries in fewer bits, and others none yet"
-    own = [
-        layer.dense()[0] if layer.store is None else plain_of(layer.store).keys_CD for layer in state.ragged
-    ]
+    own = [layer.dense()[0] if layer.store is None else layer.store.plain.keys_CD for layer in state.ragged]
     own += [state.layers[idx].keys for idx in state.layout.alone]
     kinds = {(one.shape[-1], one.dtype, one.device) for one in own}
     return "its layers differ in width, precision or device" if len(kinds) > 1 else None
@@ -92,10 +90,10 @@ def _put_back(layer: Any, store: RaggedStore, came: int) -> None:
         setattr(layer, name, dense.view(B, H, held, -1))
 
 
-def _columns_of(store: Any) -> list[Tensor]:
+def _columns_of(store: Any) -> list[Tensor | None]:
     """What a store holds, by which one that was laid out anew is told."""
-    codes = codes_of(store)
-    columns = [*plain_of(store).columns.values(), plain_of(store).log_weight_C]
+    columns = [*store.plain.columns.values(), store.plain.log_weight_C]
+    codes = store.packed
     return columns if codes is None else [*columns, *codes.columns.values(), codes.key_scales_G2D]
 
 
@@ -125,9 +123,9 @@ class StaticDecoding:
                 layer.store = state.cut_dense(layer, None, state.valid_BT, state.positions_BT)
         assert state.history is not None
         self.windowed = {idx: state.layers[idx] for idx in state.layout.alone}
-        stores: list[Any] = [plain_of(store) for store in state.stores]
+        stores: list[Any] = [store.plain for store in state.stores]
         stores += [_windowed(layer, state) for layer in self.windowed.values()]
-        coded: list[Any] = [codes_of(store) for store in state.stores]
+        coded: list[Any] = [store.packed for store in state.stores]
         weighted = any(part is not None and part.log_weight_C is not None for part in (*stores, *coded))
         if stores[0].device.type == "cpu":
             build.load()
@@ -151,7 +149,7 @@ class StaticDecoding:
             self.rows[idx] = StaticRows(self.pool, offsets_R1, base_R, idx == 0, scaling, window)
         for spec, own, part in zip(state.specs, packed, coded, strict=False):
             rows = self.rows[spec.layer_idx]
-            rows.packed, rows.bits, rows.span = own, part.values.bits, part.values.span
+            rows.packed, rows.bits, rows.span = own, part.codec.bits, part.codec.span
         for spec in state.specs:
             self.rows[spec.layer_idx].shown = _to_show(state, spec)
         if path_of(self.pool.keys_PD, self.pool.values_PV) == "triton":
@@ -176,10 +174,10 @@ class StaticDecoding:
         """Tokens by which rows grow, of so many to come, until they are laid out anew or evicted from."""
         state, evicts = self.state, not self.state.bound_policy.keeps_all
         if evicts and "decode" in state.regime.parts:
-            room = min(room, state.regime.every + 1)
+            room = min(room, state.regime.every)
         if state.bound_policy.precision is not None:
             # Packed entries leave these rows. As many whatever is to come, so that the size stays.
-            room = MOST_UNNOTED + GROUP if evicts and state.regime.again else GROUP + 1
+            room = MOST_UNNOTED + GROUP if evicts and state.regime.again else GROUP
         return room
 
     def enter(self, steps: int, before: int) -> None:
@@ -199,7 +197,7 @@ class StaticDecoding:
             for idx, rows in self.rows.items():
                 rows.base_R.copy_(self.stores[idx].lengths_R)
                 if rows.packed:
-                    rows.packed[7].copy_(codes_of(state.layers[idx].store).lengths_R)
+                    rows.packed[7].copy_(state.layers[idx].store.packed.lengths_R)
         for idx, layer in self.windowed.items():
             state.layers[idx] = Layer(layer.sliding_window)
             state.layers[idx].is_sliding = True

@@ -1,6 +1,6 @@
 """Computes what a model's cache takes, full and evicted, without weights and without a token.
 
-Of a model on the meta device (`retain.hf.model.unloaded`). The full side is not a formula: the layers of
+Of a model on the meta device (`retain.models.unloaded`). The full side is not a formula: the layers of
 transformers' own cache are filled, on the meta device too, and say what they hold, so that windows and
 recurrent states count as they are. The kept side is the budget statement's own arithmetic.
 """

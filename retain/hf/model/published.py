@@ -34,7 +34,7 @@ from retain.gates.published import (
 from retain.gates.unpickle import unpickle
 from retain.hf.model.decoder import describe
 from retain.hf.model.identity import fingerprint
-from retain.hf.model.named import load_named_model
+from retain.models.named import load_named_model
 from retain.process.command import status_of
 
 INDEX_FILE = "model.safetensors.index.json"

@@ -10,14 +10,15 @@ same sum. All is of one prompt, of which nothing has gone: B = 1.
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from fractions import Fraction
 
 import torch
 from jaxtyping import Bool, Int64
 from torch import Tensor
 
-from retain.budget.allocation import Won
+from retain.budget.allocation import Candidates
 from retain.budget.cascade import head_budgets, keep_first
-from retain.budget.shares import Candidates
+from retain.budget.joint import Won
 from retain.policy import Plan
 from retain.ranking import rank_entries, refuse_nan
 
@@ -39,7 +40,7 @@ def in_pages(plan: Plan, page: int) -> Plan:
     pages = min(full, max(math.ceil((mean - tail) / page), -(-inside // page), 0))
     equal_L = tuple((pages * page + tail) * heads for heads in totals.heads_L)
     protected_BT[:, length - tail :] = True
-    totals = replace(totals, equal_BL=(equal_L,), means_B=None)
+    totals = replace(totals, equal_BL=(equal_L,), per_head_B=(Fraction(pages * page + tail),))
     shares = replace(plan.shares, totals=totals, protected_B=(int(protected_BT.sum()),))
     return replace(plan, shares=shares, protected_BT=protected_BT)
 
@@ -116,8 +117,7 @@ def keep_pages(plan: Plan, layers: Sequence[Candidates], page: int) -> list[Bool
             if split.draw is not None:
                 keeps.append(_keep_drawn(layer, budgets[idx], own_H[None]))
                 continue
-            order = layer.score_BHT, layer.first_BHT, layer.kept_BHT
-            keeps.append(keep_first(split, *order, own_H[None]))
+            keeps.append(keep_first(split, layer, own_H[None]))
     return keeps
 
 
@@ -132,9 +132,9 @@ def _keep_drawn(layer: Candidates, won: Won, budget_BH: Int64[Tensor, "B H"]) ->
         won: of the layer, before anything was rounded.
         budget_BH: entries of each head.
     """
-    bids, drawn_N = layer.bids, won.drawn_N
-    assert bids is not None and bids.free_BHT is not None and bids.draw_N is not None and drawn_N is not None
-    free_BHT, places_BH = bids.free_BHT, budget_BH - bids.guaranteed_BH
+    bids, free_BHT, drawn_N = layer.bids, layer.free_BHT, won.drawn_N
+    assert bids is not None and free_BHT is not None and bids.draw_N is not None and drawn_N is not None
+    places_BH = budget_BH - bids.guaranteed_BH
     lowest = bids.value_N.new_full(free_BHT.shape, float("-inf"))
     value_BHT, key_BHT = (lowest.masked_scatter(free_BHT, own_N) for own_N in (bids.value_N, bids.draw_N))
     drawn_BH = torch.zeros_like(free_BHT).masked_scatter(free_BHT, drawn_N).sum(-1)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from retain.hf.model.named import instead_of, located, reference_seed, said_of
+from retain.models.named import instead_of, located, reference_seed, said_of
 
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
 

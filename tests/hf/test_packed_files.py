@@ -5,12 +5,9 @@ import math
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 
 from retain.cache import file_format
-from retain.cache.store import RaggedStore
-from retain.cache.tiered_store import TieredStore
 from retain.hf.cache.cache import Cache
 from retain.precision import Precision
 from tests.hf.test_saving import SMALL, assert_same_state, continued, forward, grown, started
@@ -26,26 +23,19 @@ POLICIES = {
 PACKED = {"bits": 4, "recent": 4}
 
 
-def version_of(path):
-    with safe_open(path, "pt") as file:
-        return json.loads(file.metadata()[file_format.FORMAT])["schema_version"]
-
-
 @pytest.mark.always
 @pytest.mark.parametrize(("policy", "bits"), [("snapkv", 4), ("again", 2), ("full", 4)])
-def test_tiers_go_on_exactly(policy, bits, tmp_path):
+def test_packed_entries_go_on_exactly(policy, bits, tmp_path):
     model = attached("llama")
     cache = Cache(model, **POLICIES[policy], precision={"bits": bits, "recent": 4})
     mask = started(model, cache)
     path = cache.save(tmp_path / "context.safetensors")
     again = Cache.load(path, model)
     assert_same_state(again, cache)
-    assert version_of(path) == 3
     assert again.state.packed_at == cache.state.packed_at
     assert again.state.bound_policy.precision == cache.state.bound_policy.precision is not None
     for one, other in zip(again.state.stores, cache.state.stores, strict=True):
-        assert isinstance(one, TieredStore) and one.precision == other.precision
-        assert one.packed.form == other.packed.form
+        assert one.precision == other.precision and one.packed.codec == other.packed.codec
         assert one.bytes_held == other.bytes_held
     before = [store.packed.entries_held for store in cache.state.stores]
     assert torch.equal(continued(model, again, mask, steps=33), continued(model, cache, mask, steps=33))
@@ -57,18 +47,6 @@ def test_tiers_go_on_exactly(policy, bits, tmp_path):
             one.reset()
             started(model, one, steps=0)
         assert_same_state(again, cache)
-
-
-def test_a_file_without_codes_says_nothing_of_them(tmp_path):
-    """Readers that know no codes read it."""
-    model = attached("llama")
-    path = Cache(model, **POLICIES["snapkv"]).prefill(*tiny_batch()).save(tmp_path / "context.safetensors")
-    header, tensors = file_format.read_file(path)
-    assert version_of(path) == 1
-    assert not {"tiers", "coded", "packed_at"} & header.keys() and "precision" not in header["rule"]["policy"]
-    assert {name.split(".")[3] for name in tensors if ".store." in name} == {
-        *("keys", "values", "positions", "lengths")
-    }
 
 
 def test_a_hand_made_precision_and_a_stack_of_caches(tmp_path):
@@ -107,15 +85,15 @@ def test_a_file_in_few_bits_is_kivis_layout_with_its_error(bits, tmp_path):
     cache = Cache(model, **POLICIES["snapkv"]).prefill(*tiny_batch((0, 3), 70))
     path = cache.save(tmp_path / "context.safetensors", bits=bits)
     again, (header, tensors) = Cache.load(path, model), file_format.read_file(path)
-    assert version_of(path) == 3 and header["coded"]["bits"] == bits
+    assert header["coded"]["bits"] == bits
     wrong, whole, largest = {"keys": 0.0, "values": 0.0}, {"keys": 0.0, "values": 0.0}, 0.0
     for idx, (one, other) in enumerate(zip(again.state.stores, cache.state.stores, strict=True)):
-        assert type(one) is RaggedStore and torch.equal(one.lengths_R, other.lengths_R)
+        assert one.packed is None and torch.equal(one.lengths_BH, other.lengths_BH)
         size = 0
         for name, decoded, held in zip(("keys", "values"), one.flat()[:2], other.flat()[:2], strict=True):
             assert decoded.dtype == held.dtype
             start, groups = 0, []
-            for length in other.lengths_R.tolist():
+            for length in other.plain.lengths_R.tolist():
                 for first in range(start, start + length, 32):
                     entries = range(first, min(first + 32, start + length))
                     if name == "keys":
@@ -139,8 +117,8 @@ def test_a_file_in_few_bits_is_kivis_layout_with_its_error(bits, tmp_path):
             )
             size += 4 * len(groups) + held.shape[0] * 40 * bits // 8
         own = file_format.within(tensors, f"layer.{idx}.store.")
-        assert size == sum(own[key].nbytes for key in ("keys", "values", "value_scales", "table.key_scales"))
-        assert set(own) == {"keys", "values", "value_scales", "table.key_scales", "positions", "lengths"}
+        assert size == sum(own[key].nbytes for key in ("keys", "values", "value_scales", "key_scales"))
+        assert set(own) == {"keys", "values", "value_scales", "key_scales", "positions", "lengths"}
         for name, column in other.beside.items():
             assert torch.equal(one.beside[name], column)
     for name in wrong:
@@ -148,7 +126,6 @@ def test_a_file_in_few_bits_is_kivis_layout_with_its_error(bits, tmp_path):
     assert header["coded"]["largest"] == pytest.approx(largest)
     # What was loaded is a plain cache, whose own file is exact.
     exact = again.save(tmp_path / "exact.safetensors")
-    assert version_of(exact) == 1
     assert_same_state(Cache.load(exact, model), again)
 
 
@@ -158,18 +135,18 @@ def test_what_cannot_be_in_few_bits(tmp_path):
     path = tmp_path / "context.safetensors"
     for bits in (3, 16, 0):
         refused(r"bits is 8, 4 or 2; got", cache.save, path, bits=bits)
-    cache.state.stores[0].values_CD[3, 2] = 1e5
+    cache.state.stores[0].plain.values_CD[3, 2] = 1e5
     refused(r"reach 1e\+05, and scales are float16.*no bits=", cache.save, path, bits=4)
     assert not path.exists()
 
 
 WRONG = {
     "bits": (
-        lambda header: header["tiers"]["1"]["precision"].update(bits=3),
+        lambda header: header["precision"].update(bits=3),
         "precision.bits: expected one of",
     ),
-    "fewer": (lambda header: header["tiers"]["1"]["precision"].update(bits=2), r"store.packed.\w+ of shape"),
-    "layer": (lambda header: header["tiers"].update({"7": {}}), "tiers of layer '7', which evicts nothing"),
+    "fewer": (lambda header: header["precision"].update(bits=2), r"packed.\w+ of shape"),
+    "none": (lambda header: header.update(precision=None), "layer.0.packed entries, and no precision"),
     "rule": (lambda header: header["rule"]["precision"].update(recent=-1), "precision.recent: expected int"),
     "counter": (lambda header: header.update(packed_at=-4), "holds packed_at -4"),
     "coded": (
@@ -199,7 +176,11 @@ def packed_file(tmp_path_factory):
 def written(path, header, tensors):
     """A file that is whole by its digest."""
     text = json.dumps(header)
-    told = {"schema_version": 3, "sha256": file_format.digest(text, tensors.items()), "header": text}
+    told = {
+        "schema_version": file_format.SCHEMA_VERSION,
+        "sha256": file_format.digest(text, tensors.items()),
+        "header": text,
+    }
     save_file(tensors, path, {file_format.FORMAT: json.dumps(told)})
     return path
 
@@ -217,7 +198,7 @@ def test_a_header_that_nobody_writes_is_refused(name, packed_file, tmp_path):
 def test_codes_that_do_not_fit_are_refused(name, packed_file, tmp_path):
     model, (header, tensors) = packed_file
     change, reason = TENSORS[name]
-    where = f"layer.1.store.packed.{name}"
+    where = f"layer.1.packed.{name}"
     changed = {**tensors, where: change(tensors[where].clone())}
     refused(reason, Cache.load, written(tmp_path / "context.safetensors", header, changed), model)
 
@@ -226,6 +207,6 @@ def test_scales_of_a_file_in_few_bits_are_checked(tmp_path):
     model, path = attached("qwen3"), tmp_path / "context.safetensors"
     cache = Cache(model, policy=None).prefill(*tiny_batch())
     header, tensors = file_format.read_file(cache.save(path, bits=4))
-    where = "layer.2.store.table.key_scales"
+    where = "layer.2.store.key_scales"
     changed = {**tensors, where: tensors[where][1:].clone()}
     refused("other groups than the 4 that its lengths", Cache.load, written(path, header, changed), model)

@@ -1,4 +1,4 @@
-"""Stores in tiers beside plain lists: what is packed is packed once, whatever is done afterwards."""
+"""Stores with packed entries against plain lists: what is packed is packed once."""
 
 import copy
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from retain.cache.attend import attend_store
+from retain.cache.layer_store import Store, stacked
 from retain.cache.store import LOG_WEIGHT, RaggedStore
-from retain.cache.tiered_store import TieredStore, crop_, drop_, stacked_tiers
 from retain.precision import Precision
 from tests.cache.test_packed_store import naive, naive_bytes
 from tests.close import assert_close
@@ -38,7 +38,7 @@ class Beside:
         positions = torch.arange(num).expand(batch, num)
         side = {"score": SCORE[tokens]}
         plain = RaggedStore.from_dense(KEYS[tokens], VALUES[tokens], positions, keep, 5, side)
-        self.store = TieredStore(plain, self.precision)
+        self.store = Store(plain, self.precision)
         self.rows = [
             [[int(tokens[b, h, t]), t, None, None] for t in range(num) if keep[b, h, t]]
             for b in range(batch)
@@ -73,12 +73,12 @@ class Beside:
             if not packed:
                 continue
             tokens = [entry[0] for entry in packed]
-            made = naive(self.store.packed.form, KEYS[tokens], VALUES[tokens], [len(packed)])
+            made = naive(self.store.packed.codec, KEYS[tokens], VALUES[tokens], [len(packed)])
             for entry, key, value in zip(packed, *made[:2], strict=True):
                 entry[2:] = key, value
 
     def order(self):
-        """Row and number of every entry, in the order of the store: tier after tier."""
+        """Row and number of every entry, in the order of the store: packed ones first."""
         return [
             (row, number)
             for plain in (False, True)
@@ -115,7 +115,7 @@ class Beside:
         assert torch.equal(keys[mask], wanted[0][mask])
         assert positions.tolist() == [entry[1] for entry in entries]
         assert rows.tolist() == [row for row, _ in order] == self.store.rows_N().tolist()
-        assert self.store.lengths_R.tolist() == [len(own) for own in self.rows]
+        assert self.store.lengths_BH.flatten().tolist() == [len(own) for own in self.rows]
         score = self.store.beside["score"][self.store.index_N()]
         assert torch.equal(score, SCORE[[entry[0] for entry in entries]])
         plain_bytes = sum(plain) * (D + V) * 4
@@ -129,15 +129,15 @@ class Beside:
 def storages(store):
     """Bytes of all storages behind a store, each counted once."""
     held = [] if store.packed is None else [store.packed.key_scales_G2D]
-    for tier in store.tiers:
-        held += [tier.offsets_R1, tier.lengths_R, *tier.pages.tables()]
-        held += [columns[name] for columns, name in tier._columns()]
+    for part in store.parts:
+        held += [part.offsets_R1, part.lengths_R, *part.pages.tables()]
+        held += [columns[name] for columns, name in part._columns()]
     return sum({own.data_ptr(): own.untyped_storage().nbytes() for own in held if own.numel()}.values())
 
 
 @pytest.mark.parametrize("seed", range(3))
 @every_precision
-def test_a_store_in_tiers_is_what_plain_lists_say(name, seed):
+def test_a_packed_store_is_what_plain_lists_say(name, seed):
     """Random lives: entries come, are packed, go; sequences are chosen, tokens forgotten."""
     life = Beside(name, seed)
     life.check()
@@ -160,12 +160,12 @@ def test_a_store_in_tiers_is_what_plain_lists_say(name, seed):
             life.seen = [life.seen[row] for row in idx.tolist()]
         elif action == "crop":
             before = [max(1, seen - 4 * b) for b, seen in enumerate(life.seen)]
-            crop_(life.store, torch.tensor(before))
+            life.store.crop_(torch.tensor(before))
             life.only(lambda row, position, before=before: position < before[row // H])
             life.seen = before
         elif action == "drop":
             gone = torch.rand(2, max(life.seen), generator=choice) < 0.2
-            drop_(life.store, gone)
+            life.store.drop_(gone)
             life.only(lambda row, position, gone=gone: not gone[row // H, position])
         else:
             aside = life.store
@@ -180,7 +180,7 @@ def test_a_store_in_tiers_is_what_plain_lists_say(name, seed):
 
 @pytest.mark.parametrize("how", [{}, {"soft_cap": 2.0}, {"window": 9}, {"sinks": True}, {"log_weight": True}])
 @every_precision
-def test_attention_is_one_softmax_over_all_tiers(name, how):
+def test_attention_is_one_softmax_over_all_entries(name, how):
     life = Beside(name, seed=5)
     life.pack()
     life.append(6)
@@ -223,14 +223,14 @@ def test_attention_is_one_softmax_over_all_tiers(name, how):
 
 @every_precision
 def test_stores_packed_or_not_are_stacked(name):
-    """Two packed stores, one in tiers with nothing packed, and a plain one."""
+    """Two packed stores, one with a precision and nothing packed, and a plain one."""
     one, two, three = Beside(name, 1), Beside(name, 2, num=20), Beside("8 bits", 3)
     one.pack()
     two.pack()
-    four = Beside("8 bits", 4).store.plain
+    four = Store(Beside("8 bits", 4).store.plain)
     stores = [one.store, two.store, three.store, four]
     parts = [store.flat() for store in stores]
-    whole = stacked_tiers(stores)
+    whole = stacked(stores)
     order = whole.flat()[3].argsort(stable=True)
     starts = [0, 2 * H, 4 * H, 6 * H]
     own = [torch.cat(sides) for sides in zip(*((*part[:3], part[3] + start) for part, start in
@@ -238,8 +238,8 @@ def test_stores_packed_or_not_are_stacked(name):
     wanted = own[3].argsort(stable=True)
     for got, want in zip(whole.flat(), own, strict=True):
         assert torch.equal(got[order], want[wanted])
-    assert whole.lengths_R.tolist() == [length for store in stores for length in store.lengths_R.tolist()]
-    assert isinstance(stacked_tiers([three.store, four]), RaggedStore)
+    assert torch.equal(whole.lengths_BH, torch.cat([store.lengths_BH for store in stores]))
+    assert stacked([three.store, four]).packed is None
     # The stack shares nothing with its parts.
     whole.compact_(torch.arange(whole.entries_held) % 2 == 0)
     for store, part in zip(stores, parts, strict=True):
@@ -250,7 +250,7 @@ def test_stores_in_different_bits_are_not_stacked():
     lives = Beside("8 bits", 1), Beside("2 bits", 2)
     for life in lives:
         life.pack()
-    refused("hold entries in 2 and 8 bits", stacked_tiers, [life.store for life in lives])
+    refused("hold entries in 2 and 8 bits", stacked, [life.store for life in lives])
 
 
 def test_numbers_that_do_not_fit_leave_all_as_it_was():
@@ -262,10 +262,3 @@ def test_numbers_that_do_not_fit_leave_all_as_it_was():
     refused("float16, up to 65504", life.store.pack_)
     assert all(torch.equal(a, b) for a, b in zip(life.store.flat(), before, strict=True))
     assert life.store.packed is packed
-
-
-def test_a_mask_of_another_size_is_refused():
-    life = Beside("4 bits", 1)
-    life.pack()
-    for call in (life.store.compact_, life.store.filter_):
-        refused("in the order of index_N", call, torch.ones(3, dtype=torch.bool))

@@ -131,7 +131,7 @@ def said_of(name: str, error: Exception) -> str:
         "trust_remote_code=true, eval/compare.py text.trust_remote_code=true. Other commands, retain "
         "describe too, run no code of repositories. Read the code, then look at the model in Python: "
         f"layout_of(meta_model({name!r}, trust_remote_code=True), on_meta=True), from "
-        "retain.hf.model.decoder and retain.hf.model.unloaded."
+        "retain.hf.model.decoder and retain.models.unloaded."
     )
 
 

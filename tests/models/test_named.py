@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from retain.hf.model.named import load_named, load_named_tokenizer
+from retain.models.named import load_named, load_named_tokenizer
 from retain.reference import load_tokenizer
 from tests.tiny import tiny_model
 
