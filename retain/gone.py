@@ -31,7 +31,12 @@ GONE: Mapping[str, str] = {
     **dict.fromkeys(("head_classes", "head_importance"), "allocation.weights, JSON of a number a head"),
     "head_threshold": "--threshold of python -m retain.eval.diagnose.head_weights",
     "query_centres": "a .pt file of statistics from TriAttention's own code",
-    "importance_beta": "--beta of python -m retain.eval.diagnose.head_weights",
+    "head_threshold": "--threshold of python -m retain.eval.head_weights",
+    **dict.fromkeys(
+        ("query_centres", "triattention.centres"), "leave it out: centres are of the queries at hand"
+    ),
+    "cake.variance": "leave it out: the paper's, over queries",
+    "importance_beta": "--beta of python -m retain.eval.head_weights",
     **dict.fromkeys(
         ("errors", "layer_errors", "layer_least", "layer_most"), "allocation.layers: pyramid, cake or entropy"
     ),

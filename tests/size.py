@@ -1,12 +1,11 @@
 """Counts the code: `python -m tests.size` (`make size`) prints lines and statements of each room as a table.
 
-Every tracked Python file counts, and lines of what else is code: C++, CUDA, templates, scripts of pages and
-notebooks. A statement is a node of Python's syntax tree, docstrings apart. A room is a folder with modules in
+Every tracked Python file counts, and lines of other code: C++, CUDA, templates, scripts of pages. A
+statement is a node of Python's syntax tree, docstrings apart. A room is a folder with modules in
 it. Test cases and minutes come from the JUnit files that `make test` and `make test-all` leave behind.
 """
 
 import ast
-import json
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -16,7 +15,7 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
 CODE = ("retain", "kernels", "train", "eval")
-OTHER = (".cpp", ".cu", ".j2", ".js", ".ipynb")
+OTHER = (".cpp", ".cu", ".j2", ".js")
 TIERS = {"default": "results/tests.xml", "whole": "results/tests-all.xml"}
 
 
@@ -95,15 +94,7 @@ def rooms(modules: Iterable[Path]) -> dict[str, list[Path]]:
 
 def other_lines(paths: Iterable[Path]) -> int:
     """Lines of code that is not a Python file."""
-    count = 0
-    for path in paths:
-        text = path.read_text(encoding="utf-8")
-        if path.suffix == ".ipynb":
-            cells = [cell["source"] for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
-            count += sum(len("".join(source).splitlines()) for source in cells)
-        else:
-            count += len(text.splitlines())
-    return count
+    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
 
 
 def tier(path: Path) -> str:

@@ -123,16 +123,11 @@ def _read(name: str, text: str) -> frozenset[str]:
             except ValueError:
                 read.add(what)
                 continue
-            parts = ("values_BHT", "first_BHT", "layer_weight_B")
-            same = [_same(getattr(score, part), getattr(other, part)) for part in parts]
-            read |= set() if all(same) else {what}
+            for part in ("values_BHT", "first_BHT", "layer_weight_B"):
+                one, two = getattr(score, part), getattr(other, part)
+                if one is not None and not torch.equal(one, two):
+                    read.add(what)
     return frozenset(read)
-
-
-def _same(one: torch.Tensor | None, two: torch.Tensor | None) -> bool:
-    if one is None or two is None:
-        return one is two
-    return torch.equal(one, two)
 
 
 def _made_up(name: str, settings: Mapping[str, Any]) -> Evidence:

@@ -69,20 +69,18 @@ def _check_window(evidence: Evidence, window: int) -> None:
         if length < window:
             raise ValueError(
                 f"sequence {row} of {len(lengths)} has {length} tokens, which is shorter than the "
-                f"observation window of {window}: pass a smaller window, or keep this sequence whole "
-                "(keep_ratio=1 with a windowless policy)."
+                f"observation window of {window}: pass a smaller window, or keep this sequence whole."
             )
     if window > S:
         raise ValueError(
             f"the evidence holds the last {S} queries, the observation window needs {window}: "
             f"record more queries, or pass window={S}."
         )
-    for row, number in enumerate(queried[0] if queried else ()):
-        if number < window:
-            raise ValueError(
-                f"the evidence holds the last {number} queries of sequence {row} of {len(lengths)}, the "
-                f"observation window needs {window}: keep more queries of it, or pass window={number}."
-            )
+    if queried and (number := min(queried[0])) < window:
+        raise ValueError(
+            f"the evidence holds the last {number} queries of a sequence, the observation window needs "
+            f"{window}: keep more queries, or pass window={number}."
+        )
 
 
 def pool_entries(

@@ -6,8 +6,6 @@ import torch
 from transformers import (
     CohereConfig,
     CohereForCausalLM,
-    Gemma3Config,
-    Gemma3ForConditionalGeneration,
     GlmConfig,
     GlmForCausalLM,
     GPT2Config,
@@ -144,10 +142,7 @@ def changed(family, where, name, value=None, **settings):
 
 
 IRREGULAR = {
-    "layer 1 .LlamaDecoderLayer. is of type hybrid, of which nothing": partial(
-        changed, "llama", None, "layer_types", ["full_attention", "hybrid"]
-    ),
-    "layer 1 .* is of type qwen_sparse_attention, whose queries .* an indexer picks": partial(
+    "layer 1 .LlamaDecoderLayer. is of type qwen_sparse_attention, which is not understood": partial(
         changed, "llama", None, "layer_types", ["full_attention", "qwen_sparse_attention"]
     ),
     "none of its layers has attention whose entries could be evicted": partial(
@@ -179,14 +174,6 @@ def test_a_family_without_a_row_may_have_no_parameter_that_nothing_explains():
     assert len(describe(unknown)) == 2
     unknown.model.layers[1].self_attn.slopes = torch.nn.Parameter(torch.ones(4))
     refused("layer 1 .*LlamaAttention has a parameter of its own, `slopes`", describe, unknown)
-
-
-def test_models_of_more_than_text_are_refused_with_the_way_out():
-    text = {**SMALL, "head_dim": 8}
-    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    both = Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, vision_config=vision))
-    said = "Gemma3Model has no `layers`. It reads more than text; .*Gemma3TextModel, `language_model`"
-    refused(said, describe, both)
 
 
 THETA = {"rope_theta": 10000.0, "factor": 4.0}

@@ -149,10 +149,10 @@ def check_precision(precision: Precision | None, layers: Sequence[LayerSpec]) ->
 
 def _check_files(policy: Policy, layers: Sequence[LayerSpec]) -> None:
     """Refuse weights of heads and centres of another model."""
+    if (centres := policy.observed_settings.get("centres")) is not None:
+        check_centres(centres, [(layer.layer_idx, layer.num_heads, layer.head_dim) for layer in layers])
     if (weights := policy.allocation.weights) is not None:
         check_weights(weights, [own.num_kv_heads for own in layers], [own.layer_idx for own in layers])
-    if (centres := policy.observed_settings.get("centres")) is not None:
-        check_centres(centres, [(own.layer_idx, own.num_heads, own.head_dim) for own in layers])
 
 
 def _bind_function(policy: Any, extra: Sequence[str], **asked: Any) -> BoundPolicy:

@@ -11,7 +11,6 @@ own number between two breaks, so one graph a layer is compiled of those: of a m
 `torch._dynamo.config.recompile_limit` (8), the others run as written.
 """
 
-import inspect
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -116,10 +115,9 @@ def check_pointed(decoder: Any) -> None:
     """
     said = decoder.config._attn_implementation
     if said not in PREVIOUS.values():
-        first = "" if said in PREVIOUS else "model.set_attn_implementation('sdpa') (or 'eager'), then "
         raise ValueError(
             "the model's attention implementation was changed after retain.attach: its config says "
-            f"{said!r} now. Call {first}retain.attach(model) again, which puts it back."
+            f"{said!r} now. Set 'sdpa' or 'eager', and call retain.attach(model) again."
         )
 
 
@@ -129,12 +127,10 @@ def refuse_unasked(module: nn.Module, layer_idx: int) -> NoReturn:
     Raises:
         ValueError: always.
     """
-    forward: Any = inspect.unwrap(module.forward)
-    name = getattr(forward, "__qualname__", type(forward).__qualname__)
     raise ValueError(
         f"layer {layer_idx} attended without transformers' registry of attention functions, to which the "
-        f"model's config points: the forward of its {type(module).__name__} is code of its own "
-        f"({forward.__module__}.{name}). Take away what replaced it, and reset() the cache."
+        f"model's config points: something replaced the forward of its {type(module).__name__} "
+        f"({module.forward!r:.120}). Take it away, and reset() the cache."
     )
 
 

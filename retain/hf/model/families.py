@@ -79,21 +79,10 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "qwen3_5_moe_text": replace(NORMED, gated=True),
     }
 )
-# Kinds of layers, in transformers' words. What is in none of the lists is refused, as is what has a reason.
+# Kinds of layers, in transformers' words. Any other is refused (so is attention through an indexer).
 FULL = "full_attention"
 SLIDING = "sliding_attention"
 ALONE = (SLIDING, "chunked_attention", "linear_attention", "conv", "mlp", "moe", "dummy")
-
-
-UNKNOWN = "of which nothing is known"
-# transformers 5.24 has one name, `indexed_attention`, for what were two before.
-REASONS: Mapping[str, str] = MappingProxyType(
-    dict.fromkeys(
-        ("indexed_attention", "deepseek_sparse_attention", "qwen_sparse_attention"),
-        "whose queries attend to entries that an indexer picks: it keeps keys of its own for every token, "
-        "and finds an entry by its place among them, so that none can go",
-    )
-)
 
 
 def family_of(model_type: str, attention: nn.Module) -> Family:
@@ -104,16 +93,13 @@ def family_of(model_type: str, attention: nn.Module) -> Family:
             latent attention; or several attentions a layer.
     """
     if isinstance(attention, nn.ModuleList):
-        raise ValueError(
-            f"it has {len(attention)} attention modules ({type(attention[0]).__name__}), each with a cache "
-            "layer, and one attention a layer is taken for granted here"
-        )
+        raise ValueError(f"it has {len(attention)} attention modules, and one a layer is supported")
     if model_type in FAMILIES:
         return FAMILIES[model_type]
     if getattr(attention, "kv_lora_rank", None):
         raise ValueError(
             f"{type(attention).__name__} has latent attention (MLA), which is not supported: all heads read "
-            f"one latent of {attention.kv_lora_rank} numbers a token, so that no head has entries of its own"
+            "one latent a token"
         )
     if own := [name for name, _ in attention.named_parameters(recurse=False)]:
         raise ValueError(

@@ -65,9 +65,7 @@ class LayerSpec:
         """The output projection viewed per query head: a view of the model's weight, or what the module
         multiplies by where it is quantised or carries adapters (`retain.hf.model.projection.dense_weight`).
 
-        Where the heads' outputs are gated before it (Qwen3-Next, Qwen3.5), the gate is not in here: it
-        depends on the query's own hidden state, and lies below 1, so that what is made of this weight is an
-        upper bound.
+        Gates of the heads' outputs (Qwen3-Next) are left out; they lie below 1, so norms are upper bounds.
         """
         return dense_weight(self.output, self.compute_dtype).unflatten(0, (self.num_heads, -1))
 
@@ -123,12 +121,14 @@ class LeftAlone:
     Args:
         kind: `sliding_attention`, `linear_attention`, ..., as transformers calls it.
         window: tokens that it looks back on, where its attention has a window.
+        entry_width: numbers of a key and a value of all heads, where its attention has a window.
         empty: the cache layer that transformers makes for it, never filled.
     """
 
     layer_idx: int
     kind: str
     window: int | None
+    entry_width: int
     empty: Any = field(repr=False)
 
 

@@ -37,9 +37,9 @@ def refuse_padding(alone: Mapping[int, LeftAlone], call: Call, seen_BT: Tensor |
     valid_BS = call.valid_BS
     if call.forgotten_BT is not None and any(left.window is None for left in alone.values()):
         raise ValueError(
-            "this call's mask takes back tokens that were seen, as those are that generate puts behind a "
-            "sequence that has ended, and the model has layers with a recurrent state, which cannot "
-            "forget them: continue such sequences in caches of their own (batch_select_indices)."
+            "this call's mask takes back tokens that were seen (generate puts them behind a sequence that "
+            "has ended), and layers with a recurrent state cannot forget them: continue such sequences in "
+            "separate caches (batch_select_indices)."
         )
     if valid_BS is None:
         return
@@ -49,10 +49,9 @@ def refuse_padding(alone: Mapping[int, LeftAlone], call: Call, seen_BT: Tensor |
     if bool((begun_BS & ~valid_BS).any()):
         kinds = ", ".join(sorted({left.kind for left in alone.values()}))
         raise ValueError(
-            "this call has padding behind tokens that its sequences have seen already, and the model has "
-            f"layers ({kinds}) that are left to transformers, which would take it for tokens: read "
-            "turns of different lengths in caches of their own (batch_select_indices), or pad the first "
-            "prompt only, before its first token."
+            "this call has padding behind tokens that its sequences have seen already, which layers left to "
+            f"transformers ({kinds}) would take for tokens: read turns of different lengths in separate "
+            "caches (batch_select_indices), or pad the first prompt only, before its first token."
         )
 
 
@@ -100,8 +99,7 @@ def thaw_(layer: Any) -> None:
 
 
 def trim_(layer: Any) -> None:
-    """Give back what a layer's storages hold beside its entries: after a read of many tokens, transformers
-    keeps the last of them as a view of all."""
+    """Free what a layer's storages hold beyond its entries: transformers keeps the last as a view of all."""
     for name, tensor in tensors_of(layer).items():
         if tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size():
             _put(layer, name, tensor.clone(memory_format=torch.contiguous_format))

@@ -1,0 +1,191 @@
+"""Scores answers: each metric is a function `(text, row) -> score`, from 0 to 1.
+
+RULER's `string_match_all` and `string_match_part` (arXiv 2404.06654, NVIDIA/RULER
+`scripts/eval/synthetic/constants.py`), and the metrics of LongBench (arXiv 2308.14508, THUDM/LongBench
+`metrics.py`), computed as in the released code, with its quirks.
+
+Several right answers mean what the benchmark's authors mean by them: `match_all` wants every one (mean), all
+others any one (maximum). A further metric is a function and its name in `METRICS`.
+"""
+
+import difflib
+import re
+import string
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from statistics import fmean
+
+from retain.eval.tasks.row import Row
+from retain.process.extras import require
+
+Metric = Callable[[str, Row], float]
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def _best(one: Callable[[str, str], float]) -> Metric:
+    """Make a metric of a score against one right answer: the highest over all of them."""
+
+    @wraps(one)
+    def metric(text: str, row: Row) -> float:
+        return max(one(text, answer) for answer in row.answers)
+
+    return metric
+
+
+def _contains(text: str, answer: str) -> float:
+    plain = re.sub(r"[\x00-\x1f]", "\n", text.strip()).strip()
+    return float(answer.lower() in plain.lower())
+
+
+def match_all(text: str, row: Row) -> float:
+    """Share of right answers that occur in the text, whatever their case: RULER's `string_match_all`."""
+    return fmean(_contains(text, answer) for answer in row.answers)
+
+
+@_best
+def match_any(text: str, answer: str) -> float:
+    """Whether any right answer occurs in the text, whatever its case: RULER's `string_match_part`."""
+    return _contains(text, answer)
+
+
+def tokens_in_place(text: str, row: Row) -> float:
+    """Whether every answer stands at its place, of the reference model's tasks.
+
+    The text is names of tokens with spaces between. `row.extra["places"]` are the places of the answers in
+    it; other tokens restate the question. With `row.extra["ordered"]` false the order of answers is free.
+    """
+    tokens = text.split(" ")
+    given = [tokens[place] if place < len(tokens) else "" for place in row.extra["places"]]
+    return float(given == [*row.answers] if row.extra["ordered"] else {*given} == {*row.answers})
+
+
+def normalised(text: str) -> str:
+    """Lower case, without ASCII punctuation and articles, one space between words.
+
+    Examples:
+        >>> normalised("The cat, a mouse.")
+        'cat mouse'
+    """
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(_NO_PUNCTUATION)).split())
+
+
+def token_f1(predicted: Sequence[str], reference: Sequence[str]) -> float:
+    """F1 of two multisets of tokens.
+
+    `c = sum_t min(#t in predicted, #t in reference);  P = c / |predicted|;  R = c / |reference|;`
+    `F1 = 2 P R / (P + R)`, and 0 where `c = 0`
+    """
+    same = sum((Counter(predicted) & Counter(reference)).values())
+    if same == 0:
+        return 0.0
+    precision, recall = same / len(predicted), same / len(reference)
+    return 2 * precision * recall / (precision + recall)
+
+
+@_best
+def qa_f1(text: str, answer: str) -> float:
+    """Token F1 after removal of case, punctuation and articles: SQuAD's and LongBench's."""
+    return token_f1(normalised(text).split(), normalised(answer).split())
+
+
+@_best
+def rouge_l(text: str, answer: str) -> float:
+    """F of ROUGE-L as the package `rouge` 1.0.1 computes it, LongBench's choice: not `rouge_score`'s.
+
+    A text that the package cannot score (an empty one) scores 0. The released code also scores 0 where a
+    pair of sentences of about a thousand words exhausts Python's stack; here such a pair is scored.
+
+    Raises:
+        ValueError: The package is not installed.
+    """
+    require("eval", "rouge", what="rouge_l")
+    from rouge import Rouge
+
+    limit = sys.getrecursionlimit()
+    # It walks back through a pair of sentences by calling itself once a word.
+    sys.setrecursionlimit(limit + len(text.split()) + len(answer.split()))
+    try:
+        scores = Rouge(metrics=["rouge-l"], stats=["f"]).get_scores(text, answer)
+    except ValueError:  # a text without a sentence
+        return 0.0
+    finally:
+        sys.setrecursionlimit(limit)
+    return float(scores[0]["rouge-l"]["f"])
+
+
+@_best
+def code_similarity(text: str, answer: str) -> float:
+    """Edit similarity of the first line of code (one without "`", "#" or "//"), in whole percents.
+
+        `round(100 * 2 M / (|p| + |r|)) / 100`
+
+    `M` is the number of characters in the matching blocks that `difflib.SequenceMatcher` finds. LongBench
+    calls `fuzzywuzzy.fuzz.ratio`, which computes this when python-Levenshtein is not installed.
+    """
+    lines = text.lstrip("\n").split("\n")
+    line = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
+    # fuzzywuzzy calls two equal texts 100, empty ones too.
+    if line == answer:
+        return 1.0
+    return round(100 * difflib.SequenceMatcher(None, line, answer).ratio()) / 100
+
+
+def classification(text: str, row: Row) -> float:
+    """One over the number of classes named, if the right one is among them, else 0: LongBench's.
+
+    `row.extra["classes"]` are all classes. A class that is a proper part of the right one ("number" of
+    "number of people") does not count as named. The released code drops such classes from the list that it is
+    walking through, and so passes over the class behind each one that it drops; kept, since it decides scores
+    where two parts are neighbours.
+
+    Raises:
+        ValueError: The row has no classes.
+    """
+    if not row.extra.get("classes"):
+        raise ValueError("classification needs all classes of the data set: extra['classes'] is empty.")
+
+    def one(answer: str) -> float:
+        named, passed_over = [], False
+        for name in (name for name in row.extra["classes"] if name in text):
+            dropped = not passed_over and name in answer and name != answer
+            if not dropped:
+                named.append(name)
+            passed_over = dropped
+        return 1 / len(named) if answer in named else 0.0
+
+    return max(map(one, row.answers))
+
+
+@_best
+def retrieval(text: str, answer: str) -> float:
+    """Share of the text's numbers that are the paragraph's, of "Paragraph 12": LongBench's."""
+    match = re.search(r"Paragraph (\d+)", answer)
+    if match is None:
+        raise ValueError(f"a right answer of retrieval reads 'Paragraph 12', but got {answer!r}.")
+    return _share(text, match.group(1))
+
+
+@_best
+def count(text: str, answer: str) -> float:
+    """Share of the text's numbers that equal the right one, as written: LongBench's."""
+    return _share(text, answer)
+
+
+def _share(text: str, wanted: str) -> float:
+    numbers = re.findall(r"\d+", text)
+    return numbers.count(wanted) / len(numbers) if numbers else 0.0
+
+
+METRICS: Mapping[str, Metric] = {
+    "match_all": match_all,
+    "match_any": match_any,
+    "tokens_in_place": tokens_in_place,
+    "qa_f1": qa_f1,
+    "rouge_l": rouge_l,
+    "code_similarity": code_similarity,
+    "classification": classification,
+    "retrieval": retrieval,
+    "count": count,
+}
