@@ -240,7 +240,7 @@ def test_what_evidence_is_asked_to_show_is_checked_before_anything_is_read():
         said = r"wanted=\['stream'\] is shown by held.*hold_evidence="
         refused(said, cache.prefill, ids, mask, evict=False, wanted=("stream",))
         assert cache.num_seen == 0
-        assert cache.prefill(ids, mask, **hold, wanted=INPUTS_OF_GATES).evidence
+        assert cache.prefill(ids, mask, **hold, wanted=("hidden",)).evidence
     refused(
         "wanted is 'stream', one name.*wanted=\\('stream',\\)", observe, model, ids, mask, wanted="stream"
     )
