@@ -22,7 +22,7 @@ SERVED = tuple(
     name
     for name in PRESETS
     if name != "full"
-    and load_policy(name).allocation.weights is None
+    and load_policy(name).weights is None
     and not load_policy(name).learned
     and not problems(load_policy(name), ("vllm",))
 )
