@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import sys
 import zipfile
 from functools import partial
@@ -75,6 +76,17 @@ def test_a_python_file_is_a_task(tmp_path: Path) -> None:
     (tmp_path / "empty.py").write_text("")
     refused("has no function `rows`", load_rows, str(tmp_path / "empty.py"), None)
     refused("there is no file", load_rows, str(tmp_path / "other.py"), None)
+
+
+def test_the_pages_own_task_is_rows(tmp_path: Path) -> None:
+    page = (Path(__file__).resolve().parents[2] / "eval" / "README.md").read_text(encoding="utf-8")
+    about = page.partition("## Your own task")[2]
+    lines, made = (re.findall(rf"```{kind}\n(.*?)```", about, re.DOTALL)[0] for kind in ("", "python"))
+    (tmp_path / "mine.jsonl").write_text(lines)
+    (tmp_path / "mine.py").write_text(made)
+    assert [row.answers for row in load_rows(str(tmp_path / "mine.jsonl"), None)] == [("mat",), ("key",)]
+    first, second = load_rows(str(tmp_path / "mine.py"), None, items=2, town="Bergen")
+    assert "House 1 stands in Bergen." in second.context and first.answers == ("Bergen",)
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,11 @@ def test_the_words_of_each_verdict():
         baseline="snapkv",
     )
     assert re.search(r"With 10 % of the cache \*\*\w+\*\* \(50.\d\) is equivalent to \*\*snapkv\*\*", text)
+    none = [line | {"score": 0.0} for line in bare if line["gates"] is None]
+    assert "With 10 % of the cache every policy scores 0.0." in said(none)
+    assert "the cache **random** scores 20.0" in said(
+        [one for one in rows() if one["policy"] in ("full", "random")]
+    )
     text = said([line for line in rows() if line["policy"] in ("full", "oracle")])
     assert "With 10 % of the cache nothing but oracle was measured." in text
     other = {"policy": "keydiff", "gates": None}

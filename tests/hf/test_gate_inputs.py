@@ -8,7 +8,6 @@ import torch
 
 import retain
 from retain.gates import Gate, GateSet
-from retain.gates.base import INPUTS as INPUTS_OF_GATES
 from retain.hf.cache.cache import Cache
 from retain.hf.intercept.observe import observe
 from retain.hf.model.decoder import base_model, describe
@@ -241,7 +240,7 @@ def test_what_evidence_is_asked_to_show_is_checked_before_anything_is_read():
         said = r"wanted=\['stream'\] is shown by held.*hold_evidence="
         refused(said, cache.prefill, ids, mask, evict=False, wanted=("stream",))
         assert cache.num_seen == 0
-        assert cache.prefill(ids, mask, **hold, wanted=INPUTS_OF_GATES).evidence
+        assert cache.prefill(ids, mask, **hold, wanted=("hidden",)).evidence
     refused(
         "wanted is 'stream', one name.*wanted=\\('stream',\\)", observe, model, ids, mask, wanted="stream"
     )
@@ -256,17 +255,3 @@ def test_gates_that_do_not_fit_the_model_are_refused(monkeypatch):
     said = "a model whose rotary embedding is not understood: they look at queries or keys before"
     refused(said, Cache, model, policy(), gates=gates_of(model, "qkv", {"F": 8}), keep_ratio=0.5)
     Cache(model, policy(), gates=gates_of(model, "qkv", {"F": 8, "rope": "after"}), keep_ratio=0.5)
-
-
-def test_a_control_may_say_its_unit():
-    model, made = exact_model(), gates_of(exact_model(), "lowrank")
-
-    class Control:
-        unit = "mass"
-
-        def score(self, evidence):
-            return made.score(evidence)
-
-    agree(model, policy(), life(3), gates=Control(), tokens_per_head=12)
-    own = policy(observed="observed_risk", observed_settings={"window": 4})
-    refused("these gates are in 'mass'", Cache, model, own, gates=Control(), keep_ratio=0.5)
