@@ -140,7 +140,7 @@ REFUSED = [
     *(
         ({"observed": "snapkv", **settings}, message)
         for settings, message in (
-            ({"observed_settings": {"aggregate": "median"}}, "'snapkv' does not take .*median"),
+            ({"observed_settings": {"pool": "median"}}, "'snapkv' does not take .*median"),
             (
                 {"first_stage": FirstStage()},
                 "first_stage want a score of two stages, and 'snapkv' has one: take observed 'critical'",
