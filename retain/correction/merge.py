@@ -6,16 +6,17 @@ their mean there; with `count`, it pays that one what it would have paid them al
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Annotated, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Float32, Int
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from retain.config import Range, Whole, check_fields
+from retain.config import STRICT, Whole
 
 # Cosines that exist at a time.
 COSINES = 1 << 24
@@ -23,7 +24,7 @@ COSINES = 1 << 24
 KEPT = 1024
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Merge:
     """Settings.
 
@@ -37,7 +38,7 @@ class Merge:
             those of what it asks for: a mean in the place of its values is another question.
     """
 
-    threshold: Annotated[float, Range(least=-1, most=1)] = 0.8
+    threshold: Annotated[float, Field(ge=-1, le=1)] = 0.8
     count: bool = False
     recent: Whole = 32
 
@@ -45,9 +46,6 @@ class Merge:
     def beside_bytes(self) -> int:
         """Bytes of the side column that attention reads, an entry."""
         return torch.float32.itemsize if self.count else 0
-
-    def __post_init__(self) -> None:
-        check_fields(self, "merge")
 
 
 class Merged(NamedTuple):

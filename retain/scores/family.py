@@ -26,7 +26,7 @@ class ScoreFamily:
             keeps exactly this for the next eviction.
         paper: title and arXiv id, or where the idea comes from.
         cost: cost of a layer, in the letters of `retain.shapes` (W: window queries).
-        needs_where: other needs under certain settings: (name, value) -> needs.
+        needs_where: other needs under certain settings: (name, value, or a type of values) -> needs.
         fold: folds queries into the running statistics that it reads, with those settings that it names.
     """
 
@@ -41,7 +41,8 @@ class ScoreFamily:
     def needs_with(self, settings: Mapping[str, Any]) -> frozenset[str]:
         """Needs under these settings."""
         for (name, value), needs in self.needs_where.items():
-            if settings.get(name) == value:
+            stated = settings.get(name)
+            if stated == value or (isinstance(value, type) and isinstance(stated, value)):
                 return needs
         return self.needs
 

@@ -5,7 +5,7 @@ import torch
 from transformers import Gemma2ForCausalLM
 
 import retain
-from retain.eval.inspection.model import ModelDescription, describe_model, main
+from retain.eval.describe import ModelDescription, describe_model, main
 from retain.hf.model.decoder import layout_of
 from retain.models.named import load_named_model
 from retain.models.unloaded import meta_model_of, named_config
@@ -69,6 +69,26 @@ def test_lengths_are_those_that_the_model_has_positions_for():
     within, beyond = (line for line in shown.splitlines() if " tokens " in line)
     assert within.endswith("by 'merge', which needs gates")
     assert beyond.endswith("(more than the 4,096 positions of its config)")
+
+
+def test_a_training_step_is_counted_for_whoever_sizes_a_device(tmp_path, capsys):
+    """Operations of a dense model by hand, and bytes that are no fewer than the weights'."""
+    config = tiny_model("llama").config
+    config.save_pretrained(tmp_path)
+    found = describe_model(str(tmp_path), [100, 200], dtype="float32")
+    N, L, Q, D, E = (
+        100,
+        config.num_hidden_layers,
+        config.num_attention_heads,
+        config.head_dim,
+        config.hidden_size,
+    )
+    inside = found.parameters - 2 * config.vocab_size * E * (1 - config.tie_word_embeddings / 2) - E
+    flops = 2 * inside * N + 2 * L * 2 * Q * D * N**2 + L * 2 * Q * D * E * N + 6 * found.gate_parameters * N
+    (one, two), weights = found.steps, 4 * found.parameters
+    assert one[0] == pytest.approx(flops) and 2 * one[0] < two[0] < 4 * one[0]
+    assert weights < one[1] < two[1] and two[1] - weights < 2 * (one[1] - weights)
+    assert str(found).count("for a step on a document of") == 2
 
 
 def test_a_folder_that_is_not_there_is_said_to_be_none():

@@ -14,6 +14,7 @@ from retain.hf.model.decoder import base_model, describe
 from retain.policy import Policy
 from retain.scores import Score
 from tests.close import assert_close
+from tests.evictions import policy_of
 from tests.hf.naive_regimes import Naive
 from tests.hf.regime_runs import FEW, agree, assert_same_stores, exact_model, life, life_of, lived
 from tests.refused import refused
@@ -21,7 +22,7 @@ from tests.tiny import FAMILIES, SHIFTED, tiny_batch, tiny_model
 
 
 def policy(name: str = "own", observed: str | None = None, **settings) -> Policy:
-    return Policy(name, observed, **{"learned": True, "protection": FEW, **settings})
+    return policy_of(name, observed, **{"learned": True, "protection": FEW, **settings})
 
 
 def gates_of(model, family: str, settings=None, *, dtype=torch.float64) -> GateSet:
@@ -207,6 +208,42 @@ def test_a_held_evidence_has_the_stream_for_its_own_gates():
         held.evict()
         once = Cache(model, policy(), gates=gates, keep_ratio=0.4).prefill(ids, mask)
     assert_same_stores(held, once)
+
+
+def test_units_that_do_not_fit_are_refused_when_the_cache_is_made():
+    model = tiny_model("llama")
+    mass, rank = gates_of(model, "lowrank"), gates_of(model, "decay", {"F": 8})
+    both = {"observed": "observed_risk", "observed_settings": {"window": 4}}
+    by_value, half = policy(scope="layer", allocation={"layers": "entropy"}), {"keep_ratio": 0.5}
+    max_wants = "fusion 'max' wants a gate in 'risk', and these gates are in"
+    for said, own, gates, budget in (
+        (f"{max_wants} 'mass': calibrate", policy(**both), mass, half),
+        (f"{max_wants} 'rank'.*rank_blend", policy(**both), rank, half),
+        ("allocation.layers 'entropy' wants numbers, and the score is in 'rank'", by_value, rank, half),
+        ("in 'rank', of which only the order", policy(**both, fusion="rank_blend"), mass, {"threshold": 0.1}),
+    ):
+        refused(said, Cache, model, own, gates=gates, **budget)
+    Cache(model, policy(**both, fusion="learned"), gates=rank, **half)
+    Cache(model, by_value, gates=mass, **half)
+    with retain.attach(model):  # what its paper does: a threshold on the gate's own number
+        own = Cache(model, policy(), gates=gates_of(model, "admission"), threshold=-0.7)
+        assert own.prefill(*tiny_batch((0,), 60)).entries_evicted > 0
+
+
+def test_what_evidence_is_asked_to_show_is_checked_before_anything_is_read():
+    model, (ids, mask) = tiny_model("llama"), tiny_batch((0,), 12)
+    hold = {"evict": False, "hold_evidence": True}
+    with retain.attach(model):
+        cache = Cache(model, policy=None)
+        said = "unknown input of gates .wanted. 'steam': did you mean 'stream'"
+        refused(said, cache.prefill, ids, mask, **hold, wanted=("hidden", "steam"))
+        said = r"wanted=\['stream'\] is shown by held.*hold_evidence="
+        refused(said, cache.prefill, ids, mask, evict=False, wanted=("stream",))
+        assert cache.num_seen == 0
+        assert cache.prefill(ids, mask, **hold, wanted=("hidden",)).evidence
+    refused(
+        "wanted is 'stream', one name.*wanted=\\('stream',\\)", observe, model, ids, mask, wanted="stream"
+    )
 
 
 def test_gates_that_do_not_fit_the_model_are_refused(monkeypatch):

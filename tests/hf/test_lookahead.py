@@ -92,7 +92,7 @@ def test_generate_keeps_what_decide_keeps_and_frees_the_rest(family: str, policy
         positions_BT = cache.state.positions_BT
         for layer, keep_BHT in zip(cache.state.ragged, wanted, strict=True):
             store = layer.store
-            for row in range(store.num_rows):
+            for row in range(len(store.lengths_R)):
                 b, h = divmod(row, store.num_heads)
                 start, length = int(store.plain.offsets_R1[row]), int(store.lengths_R[row])
                 held = store.positions_C[start : start + length]

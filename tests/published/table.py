@@ -9,7 +9,7 @@ from pathlib import Path
 
 import transformers
 
-from retain.eval.inspection.model import TOKENS, ModelDescription, describe_model, size
+from retain.eval.describe import TOKENS, ModelDescription, describe_model, size
 from tests.published.model import Published, published
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "families.md"
