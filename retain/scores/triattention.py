@@ -54,8 +54,8 @@ def triattention(
 
     Its file of statistics is a mapping: `metadata`, of which `rope_style` is read, and `stats`, where
     `layer07_head03` has `q_mean_real`, `q_mean_imag` (of `c`) and `q_abs_mean` (`m`), `[D / 2]` each. Its
-    script measures queries before a norm of queries (Qwen3), and larger by YaRN's factor, which the division by the
-    deviation takes off again.
+    script measures queries before a norm of queries (Qwen3), and larger by YaRN's factor, which the division
+    by the deviation takes off again.
 
     Args:
         evidence: the layer, with `rotary`; and with queries, where there is no file.
