@@ -143,7 +143,7 @@ REFUSED = [
     *(
         ({"observed": "snapkv", **settings}, message)
         for settings, message in (
-            ({"settings": {"aggregate": "median"}}, "'snapkv' does not take .*median"),
+            ({"settings": {"pool": "median"}}, "'snapkv' does not take .*median"),
             (
                 {"first_stage": {}},
                 "first_stage want a score of two stages, and 'snapkv' has one: take observed 'critical'",

@@ -55,7 +55,7 @@ SCOPES = {
     "shares by entropy": policy("e", "h2o", scope="layer", allocation={"layers": "entropy"}),
     "running values": policy("f", "vatp", observed_settings={"attention": "running"}, scope="model"),
     "expected, projected": policy(
-        "g", "expected_attention", observed_settings={"value_norm": "output_l1", "epsilon": 0.01, "sinks": 1}
+        "g", "expected_attention", observed_settings={"value_norm": "output", "sinks": 1}
     ),
 }
 
