@@ -2,7 +2,6 @@ import math
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from retain.cache.attend import attend
 from retain.cache.equal_rows import find_runs
@@ -197,43 +196,6 @@ def test_in_pieces_it_is_the_same(monkeypatch, case, few):
     whole = ragged(queries, *inputs, **options)
     monkeypatch.setattr(reference, "MAX_LOGITS", 1)
     assert_close(ragged(queries, *inputs, **options), whole)
-
-
-class Largest(TorchDispatchMode):
-    """Elements of the largest product and of the largest copy in another precision."""
-
-    def __init__(self):
-        super().__init__()
-        self.product = self.upcast = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if func.name() in ("aten::bmm", "aten::mm"):
-            self.product = max(self.product, result.numel())
-        elif func.name() == "aten::_to_copy" and args[0].dtype != result.dtype:
-            self.upcast = max(self.upcast, result.numel())
-        return result
-
-
-@pytest.mark.parametrize("few", [0, 10**6], ids=["by rows", "by pages"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("width", "entries"), [(32, 700), (4 * PAGE, 700), (4 * PAGE, 50)])
-def test_temporaries_are_bounded(monkeypatch, width, entries, dtype, few):
-    """4 heads that share the entries, 64 queries: a page of keys is 64 x width numbers, and a page's queries
-    and outputs are 256 x width, of which no fewer are made at once."""
-    bound = 256 * max(2 * width, PAGE)
-    monkeypatch.setattr(reference, "FEW", few)
-    monkeypatch.setattr(reference, "MAX_LOGITS", bound)
-    keys, values = torch.randn(2, 1, 2, entries, width).to(dtype)
-    queries = torch.randn(1, 8, 64, width).to(dtype)
-    store = RaggedStore.from_dense(
-        keys, values, torch.arange(entries)[None], torch.ones(1, 2, entries, dtype=torch.bool)
-    )
-    with Largest() as largest:
-        query(store, torch.full((2, 64), entries), queries, 0, run=ragged_attention)
-    assert 0 < largest.product <= bound
-    # Row by row a row's keys are upcast once; queries are upcast as they are.
-    assert largest.upcast <= (max(bound, queries.numel()) if few else max(queries.numel(), entries * width))
 
 
 @pytest.mark.parametrize("few", [0, 10**6], ids=["by rows", "by pages"])
