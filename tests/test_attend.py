@@ -8,7 +8,7 @@ from retain.cache.equal_rows import find_runs
 from retain.cache.step_rows import step_rows_of
 from retain.cache.store import LOG_WEIGHT, RaggedStore
 from retain.kernels.decode_step import build
-from retain.kernels.ragged_attention import ragged_attention, reference
+from retain.kernels.ragged_attention import reference
 from retain.kernels.ragged_attention.pages import PAGE, Pages, read_pages
 from tests.close import assert_close
 
@@ -91,38 +91,14 @@ def appended(store, new_keys, new_values, valid, T):
     return store.append_(new_keys, new_values, torch.arange(T, T + S).expand(B, S), padded)
 
 
-def query(
-    store,
-    seen,
-    queries,
-    first,
-    *,
-    scaling=0.3,
-    soft_cap=None,
-    window=None,
-    sinks=None,
-    layout=True,
-    run=attend,
-):
-    """Attention of queries at positions `first`, `first + 1`, ...; `run=ragged_attention`: the op alone,
-    which `attend` leaves for dense calls where it can."""
+def query(store, seen, queries, first, *, scaling=0.3, soft_cap=None, window=None, sinks=None, runs=False):
+    """Attention of queries at positions `first`, `first + 1`, ...; by dense calls only with `runs`."""
     B, _, S, _ = queries.shape
-    return run(
-        queries,
-        store.keys_CD,
-        store.values_CD,
-        store.offsets_R1,
-        store.lengths_R,
-        seen,
-        scaling=scaling,
-        soft_cap=soft_cap,
-        sinks_Q=sinks,
-        window=window,
-        positions_C=store.positions_C if window else None,
-        query_positions_BS=torch.arange(first, first + S).expand(B, S) if window else None,
-        pages=store.pages if layout else None,
-        log_weight_C=store.log_weight_C,
-    )
+    given = {"soft_cap": soft_cap, "sinks_Q": sinks, "window": window}
+    if window is not None:
+        given["query_positions_BS"] = torch.arange(first, first + S).expand(B, S)
+    given = {name: own for name, own in given.items() if own is not None}
+    return attend(store, queries, seen, scaling=scaling, by_runs=runs, **given)
 
 
 def ragged(queries, *inputs, weights=None, **options):
@@ -145,11 +121,11 @@ def sinks_of(case):
 # no options.
 OPTIONS = {"soft_cap": 5.0, "window": 6, "sinks": True}
 WAYS = {
-    "by rows": (0, ragged_attention, {}),
-    "by rows, all options": (0, ragged_attention, OPTIONS),
-    "by pages": (10**6, ragged_attention, {}),
-    "by pages, all options": (10**6, ragged_attention, OPTIONS),
-    "dense calls": (0, attend, {}),
+    "by rows": (0, False, {}),
+    "by rows, all options": (0, False, OPTIONS),
+    "by pages": (10**6, False, {}),
+    "by pages, all options": (10**6, False, OPTIONS),
+    "dense calls": (0, True, {}),
 }
 
 
@@ -157,7 +133,7 @@ WAYS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_ragged_equals_masked_dense(monkeypatch, case, dtype, way):
-    few, run, options = WAYS[way]
+    few, runs, options = WAYS[way]
     monkeypatch.setattr(reference, "FEW", few)
     queries, *inputs = make(case, dtype)
     options = {**options, "sinks": sinks_of(case) if "sinks" in options else None}
@@ -165,7 +141,7 @@ def test_ragged_equals_masked_dense(monkeypatch, case, dtype, way):
     wide = [x.double() if x.is_floating_point() else x for x in (queries, *inputs)]
     exact = dense(*wide, scaling, **options)
     plain = dense(queries, *inputs, scaling, **options)
-    actual = ragged(queries, *inputs, scaling=scaling, **options, run=run)
+    actual = ragged(queries, *inputs, scaling=scaling, **options, runs=runs)
     assert actual.dtype == dtype
     assert_close(actual, exact, plain)
 
@@ -174,14 +150,14 @@ def test_ragged_equals_masked_dense(monkeypatch, case, dtype, way):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_what_an_entry_counts_is_added_to_its_logits(monkeypatch, case, dtype, way):
-    few, run, options = WAYS[way]
+    few, runs, options = WAYS[way]
     monkeypatch.setattr(reference, "FEW", few)
     queries, *inputs = make(case, dtype)
     options = {**options, "sinks": sinks_of(case) if "sinks" in options else None}
     weights = torch.randint(1, 40, inputs[2].shape, generator=torch.Generator().manual_seed(2)).double()
     wide = [x.double() if x.is_floating_point() else x for x in (queries, *inputs)]
     exact, plain = (dense(*own, 0.3, **options, weights=weights) for own in (wide, (queries, *inputs)))
-    actual = ragged(queries, *inputs, **options, run=run, weights=weights)
+    actual = ragged(queries, *inputs, **options, runs=runs, weights=weights)
     assert actual.dtype == dtype
     # The column itself is float32.
     assert_close(actual, exact, plain, dtype=None if dtype == torch.bfloat16 else torch.float32)
@@ -241,7 +217,7 @@ def test_steps_in_one_call_equal_the_op(monkeypatch, lengths, dtype, counted, th
         got, _ = rows.attend(queries, keys, values, None, {})
         store.free -= 1
         seen = other.append_(keys, values, last_B[:, None])
-        want = query(other, seen.long(), queries, T + step, run=ragged_attention)
+        want = query(other, seen.long(), queries, T + step)
         assert_close(got.transpose(1, 2), want.float(), want)
         assert all(map(torch.equal, store.flat(), other.flat()))
         if step == 40:
