@@ -55,6 +55,9 @@ help:
 	@echo "make docs           the site; make format: ruff"
 	@echo "The others are described in the Makefile."
 
+# Two processes on a CPU, of one thread each: they share out the work of a comparison.
+TWO := ACCELERATE_USE_CPU=true $(BIN)/accelerate launch --quiet --config_file configs/accelerate/two_cpu_processes.yaml
+
 # A real model of 135 million parameters: gates learn before your eyes, answer beside heuristics, and are tried on one text.
 # From a bare clone 5:04 of two quiet cores on 2026-11-29; the model is fetched once (93 MB).
 demo: $(READY) $(DOCUMENTS)
@@ -64,8 +67,7 @@ demo: $(READY) $(DOCUMENTS)
 		output=runs/gates-demo overwrite=true
 	@rm -rf results/smollm2_demo
 	@echo "Step 2 of 3: six policies answer the same questions from 10 and 20 % of the cache. About 1 minute of two cores."
-	@$(BIN)/python eval/compare.py --config configs/compare/smollm2_demo.yaml > /dev/null
-	@$(BIN)/python -m retain.eval.report.brief results/smollm2_demo
+	@$(TWO) eval/compare.py --config configs/compare/smollm2_demo.yaml
 	@echo "Step 3 of 3: one text, one question."
 	@$(BIN)/python -m retain.eval.tryout --gates runs/gates-demo --out results/smollm2_demo/try.html
 	@echo "Next, on a text of yours: $(BIN)/retain try --gates runs/gates-demo --text README.md --question 'What is the name of the package?'"
@@ -79,7 +81,7 @@ demo-offline: $(INSTALLED)
 	ACCELERATE_USE_CPU=true $(BIN)/accelerate launch --quiet --config_file configs/accelerate/two_cpu_processes.yaml train/distill.py \
 		--config configs/distill/reference.yaml data.documents=800 training.steps=100 output=runs/gates-demo-offline overwrite=true
 	rm -rf results/demo
-	$(BIN)/python eval/compare.py --config configs/compare/demo.yaml
+	$(TWO) eval/compare.py --config configs/compare/demo.yaml
 
 # The gates that ship: ten minutes of two cores. SEED=1 trains others beside them.
 gates-smollm2: $(READY) $(DOCUMENTS)
@@ -98,20 +100,11 @@ $(DOCUMENTS): train/data/texts/smollm2-135m.jsonl | $(READY)
 
 # All policies on the reference model, twenty minutes of two cores: results/reference/report.html.
 compare: gates-seed0
-	$(BIN)/python eval/compare.py --config configs/compare/reference.yaml
+	$(TWO) eval/compare.py --config configs/compare/reference.yaml
 
 # The grid that fits in twenty minutes of two cores, and its page: results/report/report.html.
-REPORT := results/report
-report: $(INSTALLED)
-	$(MAKE) gates-seed0
-	$(BIN)/python eval/compare.py --config configs/compare/report.yaml
-	rm -f $(REPORT)/diagnostics.json $(REPORT)/speed.json
-	$(BIN)/python -m retain.eval.diagnose --model reference:0 --gates runs/gates-seed0 --keep-ratio 0.2 --documents 8 --steps 32 \
-		--policies random recency snapkv h2o defensivekv gate fused oracle --out $(REPORT)
-	$(BIN)/python -m retain.eval.speed --model reference:0 --gates runs/gates-seed0 --policies random,snapkv,defensivekv,gate,fused \
-		--keep-ratios 0.1,0.2,0.4 --tokens 1024 --threads 1 --output $(REPORT)/speed.json
-	$(BIN)/python -m retain.eval.report.kept --config configs/compare/report.yaml
-	$(BIN)/python -m retain.eval.report.render $(REPORT)
+report: gates-seed0
+	$(TWO) eval/compare.py --config configs/compare/report.yaml
 
 # What a rebuilding of the tree must not change: kept entries, report, commands and names, gates of `make gates-seed0` (six minutes of one core).
 golden: $(INSTALLED)
@@ -170,6 +163,7 @@ gpu:
 
 gpu-wheels: $(INSTALLED)
 	$(BIN)/pip download --no-deps --only-binary=:all: --implementation py --abi none --platform any -d wheels hypothesis beartype jaxtyping pytest-timeout sortedcontainers
+	$(BIN)/pip download --only-binary=:all: --python-version 3.12 --implementation cp --platform manylinux_2_17_x86_64 -d wheels pydantic
 
 # The ops beside the machine's ceilings, on its GPU if it has one; `make bench OUT=FILE` keeps the report.
 bench: $(INSTALLED)

@@ -5,10 +5,10 @@ import torch
 from transformers import Gemma2ForCausalLM
 
 import retain
-from retain.eval.inspection.model import ModelDescription, describe_model, main
+from retain.eval.describe import ModelDescription, describe_model, main
 from retain.hf.model.decoder import layout_of
 from retain.models.named import load_named_model
-from retain.models.unloaded import meta_model
+from retain.models.unloaded import meta_model_of, named_config
 from tests.refused import refused
 from tests.tiny import attached, tiny_batch, tiny_model
 
@@ -71,6 +71,26 @@ def test_lengths_are_those_that_the_model_has_positions_for():
     assert beyond.endswith("(more than the 4,096 positions of its config)")
 
 
+def test_a_training_step_is_counted_for_whoever_sizes_a_device(tmp_path, capsys):
+    """Operations of a dense model by hand, and bytes that are no fewer than the weights'."""
+    config = tiny_model("llama").config
+    config.save_pretrained(tmp_path)
+    found = describe_model(str(tmp_path), [100, 200], dtype="float32")
+    N, L, Q, D, E = (
+        100,
+        config.num_hidden_layers,
+        config.num_attention_heads,
+        config.head_dim,
+        config.hidden_size,
+    )
+    inside = found.parameters - 2 * config.vocab_size * E * (1 - config.tie_word_embeddings / 2) - E
+    flops = 2 * inside * N + 2 * L * 2 * Q * D * N**2 + L * 2 * Q * D * E * N + 6 * found.gate_parameters * N
+    (one, two), weights = found.steps, 4 * found.parameters
+    assert one[0] == pytest.approx(flops) and 2 * one[0] < two[0] < 4 * one[0]
+    assert weights < one[1] < two[1] and two[1] - weights < 2 * (one[1] - weights)
+    assert str(found).count("for a step on a document of") == 2
+
+
 def test_a_folder_that_is_not_there_is_said_to_be_none():
     for name in ("no/such/folder", "./nothing"):
         for call in (describe_model, load_named_model):
@@ -80,7 +100,7 @@ def test_a_folder_that_is_not_there_is_said_to_be_none():
 
 def test_a_model_without_weights_is_described_and_not_used(tmp_path):
     tiny_model("qwen3").config.save_pretrained(tmp_path)
-    model = meta_model(str(tmp_path))
+    model = meta_model_of(named_config(str(tmp_path)), torch.float32)
     assert len(layout_of(model, on_meta=True).evicting) == 3
     refused("on the meta device", layout_of, model)
     refused("on the meta device", retain.attach, model)

@@ -24,14 +24,6 @@ WORDS = ("the", "a", "river", "lantern", "old", "keeps", "seven", "ropes", "unde
 CURVE = {"keep_ratio": [0.1, 0.2], "threshold": [0.75, 0.5], "mean": [0.125, 0.25]}
 # Hidden units of gates whose weights are larger than what a client reads at once (10 MiB).
 LARGE = 48000
-SCBENCH = b"""---
-configs:
-- config_name: scbench_kv
-  data_files: [{split: train, path: kv/train-*}, {split: test, path: kv/test-*}]
-- config_name: scbench_vt
-  data_files: [{split: test, path: vt/test-*}]
----
-"""
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -96,23 +88,15 @@ def fill(hub: Hub, folder: Path) -> None:
 
 
 def _fill_benchmarks(hub: Hub) -> None:
-    """Small data sets under the names, with the files and columns, that cards ask for."""
-    paragraphs = [
+    """Small data sets under the names, with the files and columns, that tasks ask for."""
+    asked = [
         {
-            "title": "Sums",
-            "context": f"One more than {n} is {n + 1}.",
-            "question": f"What is {n} + 1?",
-            "answers": {"text": [str(n + 1)], "answer_start": [0]},
+            **{"context": f"One more than {n} is {n + 1}.", "question": f"What is {n} + 1?", "task": "qa_1"},
+            **{"answer": [str(n + 1)], "answer_prefix": "Answer:", "max_new_tokens": 32},
         }
         for n in range(4)
     ]
-    hub.commit("datasets", "rajpurkar/squad_v2", {"validation.jsonl": jsonl(paragraphs)})
-    asked = [
-        {"context": f"a: {n}, b: 7", "multi_turns": [{"input": "a?", "answer": f"{n}"}]} for n in range(3)
-    ]
-    parts = {"kv/train": asked[:1], "kv/test": asked, "vt/test": asked[:2]}
-    own = {f"{part}-00000-of-00001.parquet": parquet(rows) for part, rows in parts.items()}
-    hub.commit("datasets", "microsoft/SCBench", {"README.md": SCBENCH, **own})
+    hub.commit("datasets", "simonjegou/ruler", {"4096/test-00000-of-00001.parquet": parquet(asked)})
     rows = [
         {
             **{"input": "Which river?", "context": " ".join(one["text"] for one in texts(3)), "length": 270},

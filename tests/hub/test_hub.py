@@ -115,23 +115,17 @@ def test_a_stream_stays_at_its_commit(online: dict[str, Any]) -> None:
     assert all(found[name] for name in ("second pass", "resumed commit", "new commit", "pinned"))
 
 
-ITEMS = {
-    "scbench/kv_turns": [3, ["1"]],
-    "ruler/qa_1": [4, ["2"]],
-    "longbench/trec": [3, ["north"]],
-}
-
-
-def test_cards_read_their_data_sets(online: dict[str, Any]) -> None:
-    assert online["items"] == ITEMS
+def test_tasks_read_their_data_sets(online: dict[str, Any]) -> None:
+    assert online["rows"] == {"ruler": [4, ["2"]], "trec": [3, ["north"]]}
 
 
 def test_what_is_private_is_said_to_be_so_and_read_with_a_token(online: dict[str, Any]) -> None:
     without, found = online["hidden"]["without"], online["hidden"]["with"]
-    assert {*without} == {"gates", "model", "stream", "rows", "file"}
+    assert {*without} == {"gates", "model", "stream", "rows"}
     for name, said in without.items():
         assert said.startswith("ValueError: ") and "private" in said and "hf auth login" in said, name
     assert found.pop("gates").endswith("it resumes.")  # it is read, and holds a model
+    assert "has no column 'context'" in found.pop("rows")  # it is read, and holds texts
     assert {*found.values()} == {"no error"}
 
 
