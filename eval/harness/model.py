@@ -49,8 +49,6 @@ OF_HARNESS = (
     *("revision", "subfolder", "peft", "delta", "dtype", "softmax_dtype", "mixed_precision_dtype"),
     *("add_bos_token", "prefix_token_id", "think_end_token", "enable_thinking", "chat_template_args"),
 )
-
-
 # Of gates' metadata: decides their scores.
 OF_GATES = ("sha256", "family", "layers", "inputs", "unit")
 
@@ -205,8 +203,8 @@ class RetainLM(HFLM):
         """Refused: there is nothing to evict from before scoring begins."""
         raise ValueError(
             f"{_tasks_of(requests)} asks for the likelihood of whole documents (loglikelihood_rolling): "
-            "there is no context to evict from before scoring begins. Take `retain diagnose --continuation given`, "
-            "which evicts before it scores, or --model hf for the full cache."
+            "there is no context to evict from before scoring begins. Take `retain diagnose --continuation "
+            "given`, which evicts before it scores, or --model hf for the full cache."
         )
 
     def tok_batch_encode(
@@ -392,8 +390,8 @@ class RetainLM(HFLM):
 
     def set_cache_hook(self, cache_hook: Any) -> None:
         """Take the hook of `--use_cache`, and put this model's identity into the keys of its database:
-        lm-eval's hash what was asked alone, so that two policies would share answers. ValueError: this lm-eval
-        stores answers in some other way."""
+        lm-eval's hash what was asked alone, so that two policies would share answers. ValueError: this
+        lm-eval stores answers in some other way."""
         super().set_cache_hook(cache_hook)
         database: Any = getattr(cache_hook, "dbdict", None)
         if not callable(getattr(database, "encode_key", None)):
