@@ -105,7 +105,7 @@ def identity_of_run(config: CompareConfig, loaded: Loaded) -> dict[str, Any]:
 def _settings(policy: Policy) -> dict[str, Any]:
     """Settings of a policy that its entries depend on; weights of heads by their numbers."""
     settings = asdict(replace(policy, paper="", regime="any"))
-    if (path := policy.allocation.weights) is not None:
+    if (path := policy.weights) is not None:
         settings["allocation"]["weights"] = {str(layer): [*row] for layer, row in read_weights(path).items()}
     return settings
 

@@ -82,7 +82,7 @@ class StoreMachine(RuleBasedStateMachine):
         tokens = self.new_tokens(batch, num)
         valid = self.draw((batch, num), seed, 0.7) if padded else torch.ones(batch, num, dtype=torch.bool)
         positions = torch.tensor(self.seen)[:, None] + valid.cumsum(-1) - 1
-        sees = self.store.append_(KEYS[tokens], VALUES[tokens], positions, valid if padded else None)
+        sees = self.store.plain.append_(KEYS[tokens], VALUES[tokens], positions, valid if padded else None)
         for name, column in BESIDE.items():
             self.store.set_beside_(name, column[tokens], valid if padded else None)
         for b in range(batch):

@@ -50,7 +50,7 @@ class StepRows:
         self.lengths_R.add_(1)
         if self.runs is None:
             rows = self.offsets_R1, self.lengths_R, self.zero_1, self.last_B, self.log_weight_C
-            how = (given.get("s_aux"), *self.how, None, None, None, None)
+            how = (given.get("s_aux"), *self.how, None, None, None, None, (), 0, 1)
             return torch.ops.retain.decode_step.default(query, key, value, *self.columns, *rows, *how), None
         keys_CD, values_CV, positions_C = self.columns
         R = self.next_R.shape[0]

@@ -1,7 +1,7 @@
 """CAKE: scores entries by mean attention plus its variance, and weights layers for a shared budget.
 
 The weight of a layer (its preference) is how spread its attention is times how much it shifts. It is computed
-for each sequence on its own (the released code sums over the batch), over the entries before the window, in
+for each sequence by itself (the released code sums over the batch), over the entries before the window, in
 float64, since it is a product of powers that spans many decades.
 """
 

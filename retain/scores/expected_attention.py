@@ -5,7 +5,7 @@ mean rotation of the positions to come; a Gaussian's expected exponential has a 
 `mass` (or `risk`).
 
 The sequence's first entries (`sinks`) are left out of the statistics and of the softmax, as in the released
-press, and get the best score of their own head, where the press gives one more than the layer's best.
+press, and get the best score of their head, where the press gives one more than the layer's best.
 """
 
 import torch
@@ -48,7 +48,7 @@ def expected_attention(
     3. `z_i = scaling * k_i . mean' + scaling^2 / 2 * k_i . cov' k_i` (without `covariance`: its first term),
        which is the logarithm of `E[exp(scaling * k_i . q)]` for a Gaussian q; and what is added to the
        entry's logits;
-    4. `a = softmax_i(z)` over the entries after the sinks; with the layer's own sink logit beside them, if it
+    4. `a = softmax_i(z)` over the entries after the sinks; with the layer's sink logit among them, if it
        has one (`evidence.sinks_Q`), which takes its share and pays for nothing;
     5. `score[i] = mean_{q in group(h)} (a_q[i] + epsilon) * N_q[i]`, where N is `||v_i||_2` (`plain`,
        released), `||v_i W_O^q||_2` (`output`, paper), `||v_i W_O^q||_1` (`output_l1`, in the unit of this
@@ -63,7 +63,7 @@ def expected_attention(
 
     Args:
         evidence: the layer, with `rotary`. The more queries it holds the better; all of them is the
-            published method, and at a later moment those since the moment before are what is left of it.
+            published method, and at a later eviction those since the last are what is left of it.
         future: positions to come, at least 1.
         sinks: entries at the beginning of a sequence that are left out, at least 0.
         covariance: whether the spread of the queries counts.

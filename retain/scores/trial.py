@@ -23,6 +23,8 @@ from retain.scores.value_norm import value_norms
 # Settings that are numbers of entries, and the most of them that the made-up layer is tried with (odd).
 LENGTHS = ("window", "pool_size", "page_size", "lag")
 LONGEST = 63
+# Settings that name a file about a model, which says nothing about the made-up layer.
+FILES = ("centres",)
 MOST_ENTRIES = 2**20  # of whatever is counted in entries, and may be made as a tensor
 
 
@@ -59,13 +61,19 @@ def try_settings(name: str, settings: Mapping[str, Any]) -> tuple[Score | None, 
         for key, value in settings.items()
         if isinstance(value, int) and value > MOST_ENTRIES and key != "seed"
     ]
+    problems += [
+        f"{key} is the path of a file, or null, got {settings[key]!r}"
+        for key in FILES
+        if not isinstance(settings.get(key), str | None)
+    ]
     if problems:
         return None, problems
     # A few entries are enough to try any length.
     lengths = {key: value for key, value in settings.items() if key in LENGTHS or key == "sinks"}
     short = {key: min(value, LONGEST) for key, value in lengths.items() if isinstance(value, int)}
+    tried = {key: value for key, value in settings.items() if key not in FILES}
     try:
-        return _tried(name, json.dumps({**settings, **short}, sort_keys=True)), []
+        return _tried(name, json.dumps({**tried, **short}, sort_keys=True)), []
     except (ValueError, TypeError, RuntimeError) as error:
         return None, [f"score {name!r} does not take {dict(settings)}: {_first(error)}"]
 
@@ -92,7 +100,8 @@ def entries_read(name: str, settings: Mapping[str, Any]) -> frozenset[str]:
         name: of a score in `SCORES`.
         settings: as a policy states them, known to be good.
     """
-    return _read(name, json.dumps(settings, sort_keys=True))
+    tried = {key: value for key, value in settings.items() if key not in FILES}
+    return _read(name, json.dumps(tried, sort_keys=True))
 
 
 @cache
@@ -124,7 +133,7 @@ def _read(name: str, text: str) -> frozenset[str]:
 def _made_up(name: str, settings: Mapping[str, Any]) -> Evidence:
     """A layer of one head and a few entries."""
     parameters = inspect.signature(SCORES[name].function).parameters
-    stated = {key: own.default for key, own in parameters.items() if key in ("window", "lag", "sinks")}
+    stated = {key: one.default for key, one in parameters.items() if key in ("window", "lag", "sinks")}
     stated.update((key, settings[key]) for key in stated if key in settings)
     # Longer than its window; where blocks are compared, two of them.
     T, D = stated.get("window", 1) + 8, 2

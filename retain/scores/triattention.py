@@ -4,15 +4,28 @@ Before RoPE the queries of a head lie close to one centre, which changes little 
 attention logit is a trigonometric series of the distance; where queries scatter, the key's length counts.
 """
 
+import re
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from retain.attention.rotary import Rotary, turn
 from retain.evidence import Evidence, Score, masked_score
+from retain.gone import hint_of
 from retain.registry import check_choice
 from retain.scores.family import family
 from retain.scores.window import group_heads
+
+_HEAD = re.compile(r"layer(\d+)_head(\d+)")
+_PARTS = ("q_mean_real", "q_mean_imag", "q_abs_mean")
+_STEP = (
+    "make them for this model with scripts/calibrate.py of github.com/WeianMao/triattention, or leave "
+    "centres out"
+)
 
 
 @family(
@@ -20,10 +33,12 @@ from retain.scores.window import group_heads
     needs=("queries", "rotary"),
     paper="TriAttention: Efficient Long Reasoning with Trigonometric KV Compression, arXiv 2604.04921",
     cost="one product of the keys with the centre of each query head (Q T D), and their lengths (H T D)",
+    needs_where={("centres", str): ("rotary",)},
 )
 def triattention(
     evidence: Evidence,
     *,
+    centres: str | None = None,
     furthest: int = 65536,
     over: str = "mean",
     normalise: bool = True,
@@ -39,11 +54,18 @@ def triattention(
 
     TriAttention: Efficient Long Reasoning with Trigonometric KV Compression, arXiv 2604.04921; as in its
     released code (github.com/WeianMao/triattention, each head of each layer by itself), which keeps all of
-    the prompt and scores generated tokens. Its centres are measured once a model, on a corpus; here they are
-    those of the queries that the evidence holds (at a later eviction those since the last).
+    the prompt and scores generated tokens.
+
+    Its file of statistics is a mapping: `metadata`, of which `rope_style` is read, and `stats`, where
+    `layer07_head03` has `q_mean_real`, `q_mean_imag` (of `c`) and `q_abs_mean` (`m`), `[D / 2]` each. Its
+    script measures queries before a norm of queries (Qwen3), and larger by YaRN's factor, which `normalise`
+    takes off again.
 
     Args:
-        evidence: the layer, with `rotary` and queries.
+        evidence: the layer, with `rotary`; and with queries, where there is no file.
+        centres: a `.pt` file of statistics, as the released code publishes them for its models and writes
+            them for others (`scripts/calibrate.py` there); None: centres of the queries that the evidence
+            holds (at a later eviction those since the last).
         furthest: largest distance to come, at least 1.
         over: `mean` or `max`, over distances.
         normalise: whether query heads count alike.
@@ -52,7 +74,9 @@ def triattention(
         score in `rank`.
 
     Raises:
-        ValueError: no rotary embedding, a sequence without queries, or settings out of range.
+        ValueError: no rotary embedding, a sequence without queries, settings out of range, or a file of
+            another format, or of a model of another shape.
+        FileNotFoundError: no such file.
     """
     check_choice("triattention over", over, ("mean", "max"))
     if not isinstance(furthest, int) or furthest < 1:
@@ -64,7 +88,11 @@ def triattention(
             "a score that needs none, such as keydiff."
         )
     keys_BHTD = evidence.keys_BHTD.to(torch.promote_types(evidence.keys_BHTD.dtype, torch.float32))
-    centre_BQD, length_BQF = centres_of(evidence)
+    if centres is None:
+        centre_BQD, length_BQF = centres_of(evidence)
+    else:
+        stored = (own.to(keys_BHTD) for own in _stored(centres, evidence))
+        centre_BQD, length_BQF = (own.expand(len(keys_BHTD), -1, -1) for own in stored)
     # Turned by where the query will be, the centre's product with a key as cached is the series.
     distances = 2 ** torch.arange(furthest.bit_length(), device=keys_BHTD.device)
     ahead_BN = evidence.positions_BT[:, -1:] + 1 + distances
@@ -94,7 +122,8 @@ def centres_of(evidence: Evidence) -> tuple[Float[Tensor, "B Q D"], Float[Tensor
     number_B11 = asked_B1S1.sum(2)
     if not bool((number_B11 > 0).all()):
         raise ValueError(
-            "triattention takes centres of the queries, and a sequence has none: record queries."
+            "triattention takes centres of the queries, and a sequence has none: name a file of centres, or "
+            "record queries."
         )
     plain_BQSD = rotary.unrotate(evidence.queries_BQSD, evidence.positions_BT[:, evidence.num_seen - S :])
     plain_BQSD = plain_BQSD.masked_fill(~asked_B1S1, 0.0)
@@ -115,3 +144,68 @@ def _standardised(values_BHGT: Tensor, exists_BH1T: Tensor) -> Tensor:
     centred = values_BHGT - mean
     variance = centred.masked_fill(~exists_BH1T, 0.0).square().sum(-1, keepdim=True) / count
     return centred / variance.sqrt().clamp_min(1e-6)
+
+
+def _stored(path: str, evidence: Evidence) -> tuple[Tensor, Tensor]:
+    """Centre `[1, Q, D]` and lengths `[1, Q, F]` of the heads shown, of a file."""
+    Q, first = evidence.queries_BQSD.shape[1], evidence.first_head * evidence.group
+    D, idx = evidence.keys_BHTD.shape[-1], evidence.layer_idx
+    stored_Q3F = _read(path).get(idx)
+    assert evidence.rotary is not None
+    fits = stored_Q3F is not None and len(stored_Q3F) >= first + Q and 2 * stored_Q3F.shape[-1] == D
+    if stored_Q3F is None or not fits or 2 * len(evidence.rotary.inverse_frequencies_F) != D:
+        raise ValueError(_another(path, idx, stored_Q3F, f"{first + Q} query heads of {D} turned numbers"))
+    real_1QF, imaginary_1QF, length_1QF = stored_Q3F[None, first : first + Q].unbind(2)
+    return torch.cat([real_1QF, imaginary_1QF], dim=-1), length_1QF
+
+
+def check_centres(path: str, layers: Iterable[tuple[int, int, int]]) -> None:
+    """Refuse a file that does not hold centres of these layers: (index, query heads, width of a head).
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: it is not of the published format, or that of a model of another shape.
+    """
+    stored = _read(path)
+    for idx, heads, width in layers:
+        own = stored.get(idx)
+        if own is None or len(own) != heads or 2 * own.shape[-1] != width:
+            raise ValueError(_another(path, idx, own, f"{heads} query heads of {width} numbers"))
+
+
+def _another(path: str, idx: int, stored_Q3F: Tensor | None, wanted: str) -> str:
+    got = "nothing" if stored_Q3F is None else f"{len(stored_Q3F)} of {2 * stored_Q3F.shape[-1]}"
+    return f"query centres {path!r} hold {got} for layer {idx}, wanted {wanted}: {_STEP}."
+
+
+def _read(path: str) -> dict[int, Tensor]:
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"query centres {path!r} do not exist: {_STEP}.")
+    return _loaded(path, Path(path).stat().st_mtime_ns)
+
+
+@cache
+def _loaded(path: str, changed_ns: int) -> dict[int, Float[Tensor, "Q 3 F"]]:
+    """Layer -> real and imaginary part of `c` and `m`, of every query head; cached until the file changes,
+    since every layer of every prefill needs it."""
+    try:
+        stored = torch.load(path, map_location="cpu", weights_only=True)
+        if (style := stored["metadata"].get("rope_style", "half")) != "half":
+            raise ValueError(f"rope_style is {style!r}, and 'half' is read")
+        heads = {
+            _HEAD.fullmatch(name).groups(): torch.stack([own[part].float() for part in _PARTS])  # type: ignore[union-attr]
+            for name, own in stored["stats"].items()
+        }
+        found: dict[int, dict[int, Tensor]] = {}
+        for (layer, head), own_3F in heads.items():
+            found.setdefault(int(layer), {})[int(head)] = own_3F
+        made = {layer: torch.stack([own[head] for head in range(len(own))]) for layer, own in found.items()}
+        if any(own.ndim != 3 or not bool(own.isfinite().all()) for own in made.values()):
+            raise ValueError("they are not finite numbers, one for each pair of dimensions")
+    except Exception as error:  # the unpickler raises whatever a broken file leads it to
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(
+            f"query centres {path!r} could not be read as TriAttention's statistics ({type(error).__name__}: "
+            f"{reason}){hint_of('query_centres') if path.endswith('.safetensors') else ''}: {_STEP}."
+        ) from None
+    return made

@@ -36,6 +36,8 @@ PADS, TOKENS, NEW, EVERY = (0, 7), 45, 9, 4
 POLICIES = {"fused": {"scope": "model"}, "defensivekv": {}, "layer_defensivekv": {}, "lava": {}}
 # Whose observed score takes no value norm, and those that run on a device only, where a run is cheap.
 NO_NORM = ("adakv", "lava", "snapkv")
+# All their statistics of attention are of pooled windows, which are plain PyTorch.
+POOLED = ("defensivekv", "layer_defensivekv", "snapkv", "adakv", "criticalkv")
 ON_A_GPU = ("snapkv", "adakv", "criticalkv")
 BUDGET = {"keep_ratio": 0.4}
 # Evicting while decoding goes through all that a prefill's eviction does; sinks and sliding windows.
@@ -165,7 +167,7 @@ def launched() -> Iterator[set[str]]:
 
 def expected_ops(policy: Policy) -> set[str]:
     """All that such a generation goes through."""
-    names = {"attention_stats", "ragged_attention"}
+    names = {"ragged_attention"} | (set() if policy.name in POOLED else {"attention_stats"})
     return names | (set() if policy.name in NO_NORM else {"value_norm"})
 
 

@@ -1,4 +1,6 @@
-"""Decoding steps as written, on a CPU: how much Python stands between a query and its attention."""
+"""Decoding steps as written, on a CPU: how much Python stands between a query and its attention; and how much
+between a hidden state and what is kept.
+"""
 
 import sys
 from collections import Counter
@@ -7,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import DynamicCache
 
 import retain
@@ -74,6 +77,53 @@ def test_three_frames_stand_between_a_query_and_its_attention(
     assert frames.calls["update"] == frames.calls["attend"] == layers
     assert frames.calls["attend_runs"] == layers or there and policy != "snapkv"
     assert not {"expect", "append_", "_before_layer"} & {*frames.calls}
+
+
+def files_of(frame: Any) -> set[str]:
+    """Files of ours on the stack."""
+    found = set()
+    while frame is not None:
+        found.add(frame.f_code.co_filename)
+        frame = frame.f_back
+    return {name for name in found if name.startswith((OURS, KERNELS))}
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "layer_defensivekv", "fused", "merge"])
+def test_a_hidden_state_reaches_a_keep_set_through_six_files(policy: str) -> None:
+    model, (ids, mask) = attached("llama"), tiny_batch((0,), 60)
+    cache, found = cache_of(model, policy), set()
+
+    def profile(frame: Any, event: str, arg: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(f"{OURS}/budget/") and "keep" in code.co_name:
+            found.add(frozenset(files_of(frame)))
+
+    sys.setprofile(profile)
+    try:
+        with torch.no_grad():
+            model(ids, attention_mask=mask, **{CACHE: cache})
+    finally:
+        sys.setprofile(None)
+    assert cache.entries_evicted and 3 <= max(map(len, found)) <= 6
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("there", [False, True], ids=["plain", "C++"])
+@pytest.mark.parametrize("policy", ["snapkv", "layer_defensivekv", "merge"])
+def test_a_step_asks_for_no_number_of_a_tensor(monkeypatch: Any, policy: str, there: bool) -> None:
+    """Of tensors without data a number is an exception."""
+    monkeypatch.setattr(build, "is_there", lambda: there and build.load())
+    model, (ids, mask) = attached("llama"), tiny_batch((0, 3), 60)
+    cache = cache_of(model, policy).prefill(ids, mask)
+    for _ in range(3):
+        mask = torch.cat([mask, mask.new_ones(2, 1)], 1)
+        where = positions_of(mask)[:, -1:]
+        step(cache, model, mask)
+    mask = torch.cat([mask, mask.new_ones(2, 1)], 1)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        given = {"attention_mask": mode.from_tensor(mask), "position_ids": mode.from_tensor(where + 1)}
+        out = model(torch.full((2, 1), 5), **given, **{CACHE: cache})
+    assert out.logits.shape == (2, 1, model.config.vocab_size)
 
 
 def test_two_frames_a_layer_stand_before_a_cache_of_transformers() -> None:

@@ -10,11 +10,12 @@ import torch
 from retain.evidence import RunningStatistics
 from retain.hf.intercept.observe import observe
 from retain.hf.intercept.press import press_score
-from retain.policy import Policy, score_entries
+from retain.policy import score_entries
 from retain.scores import SCORES, random, recency, tova
 from retain.scores.trial import entries_read
 from retain.scores.window import pool_entries
 from tests.close import assert_close
+from tests.evictions import policy_of
 from tests.held import ASKED, compacted, filled, held_evidence, naive_held_attention
 from tests.naive import LAYERS, assert_heads_close, random_evidence, special_layer
 from tests.scores.test_scores import IN_LAYERS, VARIANTS, WINDOW, both, score_of
@@ -287,7 +288,7 @@ def test_which_columns_are_shown_changes_no_pool(kind, size, dtype):
 
 def test_without_a_score_what_a_head_does_not_hold_is_no_candidate():
     evidence = held_evidence()
-    score = score_entries(Policy("nothing"), filled(evidence, float("nan")))
+    score = score_entries(policy_of("nothing"), filled(evidence, float("nan")))
     assert torch.equal(score.values_BHT == 0, evidence.exists_BHT)
     assert torch.equal(score.values_BHT == -math.inf, ~evidence.exists_BHT)
 

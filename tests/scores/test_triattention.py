@@ -1,16 +1,31 @@
-"""TriAttention against its published series, complex number by complex number."""
+"""TriAttention against its published series, complex number by complex number;
+and statistics of a file as its code publishes it."""
 
 import cmath
 import itertools
 import math
+import pickle
+from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
+import retain
 from retain.attention.rotary import Rotary
-from retain.scores import triattention
+from retain.budget.statement import Budget
+from retain.hf.intercept.observe import observe
+from retain.policy import decide_layers
+from retain.scores import SCORES, triattention
+from retain.scores.triattention import centres_of
 from tests.naive import assert_heads_close, existing, naive_scores, query_heads, random_evidence
 from tests.refused import refused
+from tests.tiny import tiny_batch, tiny_model
+
+PROTECTED = [
+    *("protection.sinks=1", "protection.prefix_fraction=0", "protection.suffix_fraction=0"),
+    *("protection.minimum=0", "protection.recent=2"),
+]
 
 
 def pairs(vector, F):
@@ -60,7 +75,87 @@ def test_the_series_of_the_centre_and_the_length_of_what_scatters(over, normalis
     assert_heads_close(got.values_BHT, naive, ops=4)
 
 
-def test_what_is_missing_is_refused():
-    rotary = Rotary(torch.tensor([0.3]))
-    refused("no rotary embedding", triattention, random_evidence())
+def publish(path, layers, **metadata):
+    """A file of statistics as the released code writes it, of `centres_of` each layer."""
+    stats = {}
+    for layer, (centre_QD, length_QF) in layers.items():
+        real_QF, imaginary_QF = centre_QD.chunk(2, -1)
+        for head, parts in enumerate(zip(real_QF, imaginary_QF, length_QF, strict=True)):
+            names = ("q_mean_real", "q_mean_imag", "q_abs_mean")
+            stats[f"layer{layer:02d}_head{head:02d}"] = dict(zip(names, parts, strict=True))
+    sampled = [[layer, head] for layer, own in layers.items() for head in range(len(own[0]))]
+    torch.save(
+        {"metadata": {"rope_style": "half", "sampled_heads": sampled, **metadata}, "stats": stats}, path
+    )
+    return str(path)
+
+
+def test_statistics_of_a_file_stand_in_for_the_queries(tmp_path):
+    rotary = Rotary(torch.tensor([0.3, 0.05]))
+    evidence = random_evidence((0,), rotary=rotary, head_width=4)
+    own = {3: tuple(part[0] for part in centres_of(evidence))}
+    path = publish(tmp_path / "stats.pt", own)
+    blank = replace(evidence, queries_BQSD=torch.full_like(evidence.queries_BQSD[:, :, -1:], float("nan")))
+    want = triattention(evidence).values_BHT
+    assert torch.equal(triattention(blank, centres=path).values_BHT, want)
+    family = SCORES["triattention"]
+    assert family.needs_with({"centres": path}) == {"rotary"} and "queries" in family.needs_with({})
+    # A rank of tensor parallelism has the last heads.
+    part = replace(
+        blank,
+        first_head=1,
+        queries_BQSD=blank.queries_BQSD[:, 2:],
+        keys_BHTD=blank.keys_BHTD[:, 1:],
+        values_BHTD=blank.values_BHTD[:, 1:],
+        output_weight_QDE=blank.output_weight_QDE[2:],
+    )
+    assert torch.equal(triattention(part, centres=path).values_BHT, want[:, 1:])
+    two = random_evidence((0, 3), rotary=rotary, head_width=4)
+    alone = two.select_batch(slice(1, 2))
+    in_two, by_itself = (triattention(own, centres=path).values_BHT for own in (two, alone))
+    torch.testing.assert_close(in_two[1:], by_itself)
+    refused("hold nothing for layer 4", triattention, replace(blank, layer_idx=4), centres=path)
+    half = replace(blank, rotary=Rotary(torch.tensor([0.3])))
+    refused("hold 4 of 4 for layer 3, wanted 4 .* turned numbers", triattention, half, centres=path)
+    with pytest.raises(FileNotFoundError, match=r"scripts/calibrate.py .*, or leave centres out"):
+        triattention(blank, centres="none.pt")
+    refused("no rotary embedding", triattention, replace(evidence, rotary=None))
     refused("a sequence has none", triattention, random_evidence((0, 14), rotary=rotary))
+    other = publish(tmp_path / "other.pt", own, rope_style="interleaved")
+    refused("rope_style is 'interleaved', and 'half' is read", triattention, blank, centres=other)
+    earlier = str(tmp_path / "centres.safetensors")
+    save_file({"centre.3": own[3][0]}, earlier)
+    refused("could not be read .*gone since .*use a .pt file", triattention, blank, centres=earlier)
+    (tmp_path / "code.pt").write_bytes(pickle.dumps(print, protocol=2))
+    refused(
+        "could not be read as TriAttention's statistics .Unpickl",
+        triattention,
+        blank,
+        centres=str(tmp_path / "code.pt"),
+    )
+
+
+def test_a_cache_reads_the_statistics_of_its_model(tmp_path):
+    model = tiny_model("llama")
+    retain.attach(model)
+    ids, _ = tiny_batch((0,), 60)
+    shown = observe(model, ids)
+    found = {own.layer_idx: tuple(part[0] for part in centres_of(own)) for own in shown}
+    path = publish(tmp_path / "stats.pt", found)
+    few = {"sinks": 1, "prefix_fraction": 0.0, "suffix_fraction": 0.0, "minimum": 0, "recent": 2}
+    settings = {"keep_ratio": 0.3, "protection": few, "observed_settings": {"centres": path}}
+    cache = retain.Cache(model, "triattention", regime="prefill+decode", every=4, **settings)
+    model.generate(ids, past_key_values=cache, max_new_tokens=10)
+    assert cache.entries_evicted > 0
+    kept = retain.Cache(model, "triattention", **settings).prefill(ids).state.stores[1]
+    (decided,) = decide_layers(
+        retain.load_policy("triattention", [f"observed_settings.centres={path}", *PROTECTED]),
+        [shown[1]],
+        Budget(keep_ratio=0.3),
+    )
+    places = decided.keep_BHT.nonzero()[:, 2]
+    assert kept.positions_C[kept.index_N()].tolist() == places.tolist()
+    publish(path, {0: found[0]})
+    refused("hold nothing for layer 1.*for this model", retain.Cache, model, "triattention", **settings)
+    changes = ["observed_settings.centres=3"]
+    refused("path of a file, or null, got 3", retain.load_policy, "triattention", changes)

@@ -22,7 +22,7 @@ SERVED = tuple(
     name
     for name in PRESETS
     if name != "full"
-    and load_policy(name).allocation.weights is None
+    and load_policy(name).weights is None
     and not load_policy(name).learned
     and not problems(load_policy(name), ("vllm",))
 )
@@ -57,11 +57,12 @@ def decided(rules, evidence, gates, budget, seed=3):
 
 
 def expected(rules, evidence, gates, budget, seed=3):
+    """Masks `[B, H, T]` of each layer, decided from all tensors of a prompt."""
     plan, policy = rules.plan(evidence[0].num_seen, budget), rules.policy
     learned = [gates.score(one) if gates else None for one in evidence]
     pairs = zip(evidence, learned, strict=True)
     scores = [score_entries(policy, one, learned=score, seeds_B=[seed]) for one, score in pairs]
-    return keep_pages(plan, [candidates_of(plan, score) for score in scores], PAGE)
+    return keep_pages(plan, [candidates_of(plan, score) for score in scores], rules.page)
 
 
 @pytest.mark.parametrize("name", SERVED)

@@ -224,14 +224,6 @@ def test_each_request_has_its_budget(run, oracle, reference):
     run.check_empty()
 
 
-def test_lengths_about_a_page(run, oracle, reference):
-    lengths = [1, 2, *(count * PAGE + more for count in (1, 8, 9) for more in (-1, 0, 1))]
-    prompts = [LONGEST[-length:] for length in lengths]
-    run.answer(prompts, PAGE + 2)
-    check_all(run, oracle, [case_of(reference, SNAPKV, prompt, PAGE + 2) for prompt in prompts], "lengths")
-    run.check_empty()
-
-
 def test_all_of_several_answers_evict_and_are_those_of_single_requests(engines, reference):
     """vLLM asks the i-th of n answers under the request's seed + i.
 

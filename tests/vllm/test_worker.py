@@ -8,15 +8,15 @@ import torch
 from retain.budget.statement import Budget
 from retain.evidence import Evidence
 from retain.gates import build_gates
-from retain.policy import candidates_of, load_policy, score_entries
+from retain.policy import load_policy
 from retain.vllm.packing.eviction import with_tokens
 from retain.vllm.packing.progress import Arrival
 from retain.vllm.packing.tables import Layout
-from retain.vllm.packing.whole_pages import keep_pages
 from retain.vllm.packing.worker import Worker
 from retain.vllm.settings import Rules
 from tests.vllm.engine import places_of
 from tests.vllm.memory import Steps, make_store
+from tests.vllm.test_decide import expected
 
 PAGE = 4
 LAYOUT = Layout(2, 60, 2, PAGE)
@@ -57,7 +57,7 @@ def arrival(steps: Steps, request_id: str, length: int, seed: int = 0, budget: B
 def wanted(steps: Steps, request_id: str) -> list[list[list[int]]]:
     """Places that each head of each layer keeps of a prompt, decided from all its tensors."""
     request, worker, given = steps.requests[request_id], steps.worker, steps.requests[request_id].arrival
-    T, gates = given.length, worker.gates
+    T = given.length
     evidence = [
         with_tokens(
             layer,
@@ -68,11 +68,7 @@ def wanted(steps: Steps, request_id: str) -> list[list[list[int]]]:
         )
         for place, layer in enumerate(worker.layers)
     ]
-    plan, policy, seeds = worker.rules.plan(T, given.budget), worker.rules.policy, [given.seed]
-    learned = [gates.score(one) if gates else None for one in evidence]
-    pairs = zip(evidence, learned, strict=True)
-    scores = [score_entries(policy, one, learned=score, seeds_B=seeds) for one, score in pairs]
-    masks = keep_pages(plan, [candidates_of(plan, score) for score in scores], PAGE)
+    masks = expected(worker.rules, evidence, worker.gates, given.budget, given.seed)
     return places_of([mask[0] for mask in masks])
 
 

@@ -25,6 +25,7 @@ from retain.precision import Precision
 from retain.presets import Policy, load_policy
 from retain.protection import spans_by_sequence
 from retain.registry import lookup, suggest
+from retain.scores.triattention import check_centres
 
 # Settings of `Cache` itself, near which a misspelt one may lie.
 KEYWORDS = (
@@ -148,7 +149,9 @@ def check_precision(precision: Precision | None, layers: Sequence[LayerSpec]) ->
 
 def _check_files(policy: Policy, layers: Sequence[LayerSpec]) -> None:
     """Refuse weights of heads and centres of another model."""
-    if (weights := policy.allocation.weights) is not None:
+    if (centres := policy.observed_settings.get("centres")) is not None:
+        check_centres(centres, [(layer.layer_idx, layer.num_heads, layer.head_dim) for layer in layers])
+    if (weights := policy.weights) is not None:
         check_weights(weights, [own.num_kv_heads for own in layers], [own.layer_idx for own in layers])
 
 
@@ -193,7 +196,8 @@ def _overridden(policy: Policy, overrides: dict[str, Any]) -> Policy:
 
     Settings belong to a score: where the override names another score, the policy's own are left behind.
     """
-    mapping, overrides = config.to_mapping(policy), config.plain_numbers(overrides)
+    mapping = config.stated_of(policy) | {"scope": policy.scope}
+    overrides = config.plain_numbers(overrides)
     if overrides.get("observed", policy.observed) != policy.observed:
         mapping["observed_settings"] = {}
     for name, value in overrides.items():

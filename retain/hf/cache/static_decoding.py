@@ -6,21 +6,21 @@ masks and Python between a query and its attention fall away. `leave` counts wha
 as before.
 """
 
-import operator
 from typing import Any
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from retain.cache.static_rows import StaticRows, pool_of, rounded
-from retain.cache.store import RaggedStore, normal_tensors
+from retain.cache.layout import normal_tensors
+from retain.cache.static_rows import Pool, StaticRows, packed_of, pool_of, rounded
+from retain.cache.store import LOG_WEIGHT, RaggedStore
 from retain.hf.cache.layer import MOST_UNNOTED, Layer
 from retain.hf.cache.state import State
 from retain.hf.model.families import SLIDING
 from retain.hf.model.layout import LayerSpec
 from retain.kernels.decode_step import build, path_of
-from retain.kernels.ragged_attention.pages import PAGE
+from retain.precision import GROUP
 
 # Tokens to come for which rows are given places at once, at most.
 MOST_ROOM = 1024
@@ -30,16 +30,17 @@ def refused(state: State) -> str | None:
     """Why a cache decodes as written, in words; None: it may be static."""
     if kinds := {left.kind for left in state.layout.alone.values()} - {SLIDING}:
         return f"the model has layers of another kind ({', '.join(sorted(kinds))})"
-    if state.bound_policy.precision is not None or any(store.packed is not None for store in state.stores):
-        return "entries are held in fewer bits"
     return None
 
 
 def unlike(state: State) -> str | None:
     """Why the layers of a cache that has read its prompt share no pool, in words; None: they may."""
-    alone = [state.layers[idx] for idx in state.layout.alone]
+    stores = [layer.store for layer in state.ragged]
+    if len({store is not None and store.packed is not None for store in stores}) > 1:
+        return "some of its layers hold entries in fewer bits, and others none yet"
     own = [layer.dense()[0] if layer.store is None else layer.store.plain.keys_CD for layer in state.ragged]
-    kinds = {(one.shape[-1], one.dtype, one.device) for one in [*own, *(layer.keys for layer in alone)]}
+    own += [state.layers[idx].keys for idx in state.layout.alone]
+    kinds = {(one.shape[-1], one.dtype, one.device) for one in own}
     return "its layers differ in width, precision or device" if len(kinds) > 1 else None
 
 
@@ -53,14 +54,15 @@ def _looked_at(state: State) -> list[str]:
 
 
 def steps_unseen(state: State, most: int) -> int:
-    """Steps until one as written is due, at most so many: behind it an eviction runs, or what later ones want
-    to know is noted."""
-    if state.bound_policy.keeps_all:
-        return most
-    if "decode" in state.regime.parts:
+    """Steps until one as written is due, at most so many: behind it an eviction runs, entries are packed, or
+    what later evictions want to know is noted."""
+    evicts = not state.bound_policy.keeps_all
+    if evicts and "decode" in state.regime.parts:
         most = min(most, state.regime.every - 1 - (state.num_seen - (state.moments or [0])[-1]))
-    if state.regime.again:
+    if evicts and state.regime.again:
         most = min(most, MOST_UNNOTED - 1 - (state.num_seen - state.noted))
+    elif state.bound_policy.precision is not None:
+        most = min(most, GROUP - 1 - (state.num_seen - state.packed_at))
     return most
 
 
@@ -88,8 +90,11 @@ def _put_back(layer: Any, store: RaggedStore, came: int) -> None:
         setattr(layer, name, dense.view(B, H, held, -1))
 
 
-def _columns_of(store: RaggedStore) -> tuple[Tensor | None, ...]:
-    return store.keys_CD, store.values_CD, store.positions_C, store.log_weight_C
+def _columns_of(store: Any) -> list[Tensor | None]:
+    """What a store holds, by which one that was laid out anew is told."""
+    columns = [*store.plain.columns.values(), store.plain.log_weight_C]
+    codes = store.packed
+    return columns if codes is None else [*columns, *codes.columns.values(), codes.key_scales_G2D]
 
 
 @normal_tensors()
@@ -120,38 +125,60 @@ class StaticDecoding:
         self.windowed = {idx: state.layers[idx] for idx in state.layout.alone}
         stores: list[Any] = [store.plain for store in state.stores]
         stores += [_windowed(layer, state) for layer in self.windowed.values()]
+        coded: list[Any] = [store.packed for store in state.stores]
+        weighted = any(part is not None and part.log_weight_C is not None for part in (*stores, *coded))
         if stores[0].device.type == "cpu":
             build.load()
-        room = max(1, min(room, MOST_ROOM, *self._until_eviction()))
+        room = max(1, min(room, MOST_ROOM))
         with state.changing():
-            self.pool, offsets = pool_of(stores, room, state.num_seen, state.history.last_B)
-        work: list[tuple[Tensor | None, ...]] = [(None, None, None, None)] * len(stores)
-        if path_of(self.pool.keys_PD, self.pool.values_PV) == "triton":
-            from retain.kernels.decode_step.launch import tables
-
-            rooms = [[PAGE * count for count in store.pages.counts] for store in stores]
-            group = max(spec.num_heads // spec.num_kv_heads for spec in state.specs)
-            width = self.pool.values_PV.shape[1]
-            work = [own.tensors() for own in tables(rooms, group, width, stores[0].device, rounded)]
+            columns, offsets = pool_of(stores, self._until_written(room), weighted)
+            packed: list[Any] = packed_of(coded, room, weighted) if coded[0] is not None else []
+        with normal_tensors():
+            clock_1, seen_1 = torch.zeros(2, 1, dtype=torch.int64, device=stores[0].device)
+            last_B = torch.zeros(state.batch_size, dtype=torch.int64, device=stores[0].device)
+        entries = columns["keys"], columns["values"], columns["positions"]
+        self.pool = Pool(*entries, clock_1, seen_1, last_B, columns.get(LOG_WEIGHT))
         specs: dict[int, tuple[float | None, int | None]]
         specs = {spec.layer_idx: (spec.scaling, spec.window) for spec in state.specs}
         specs |= {idx: (None, layer.sliding_window) for idx, layer in self.windowed.items()}
         self.stores = dict(zip(specs, stores, strict=True))
-        self.columns = {idx: _columns_of(store) for idx, store in self.stores.items()}
+        self.columns = [_columns_of(store) for store in state.stores]
         self.rows: dict[int, StaticRows] = {}
-        for (idx, (scaling, window)), offsets_R1, own in zip(specs.items(), offsets, work, strict=True):
+        for (idx, (scaling, window)), offsets_R1 in zip(specs.items(), offsets, strict=True):
             base_R = self.stores[idx].lengths_R.clone()
-            self.rows[idx] = StaticRows(self.pool, offsets_R1, base_R, idx == 0, scaling, window, own)
+            self.rows[idx] = StaticRows(self.pool, offsets_R1, base_R, idx == 0, scaling, window)
+        for spec, own, part in zip(state.specs, packed, coded, strict=False):
+            rows = self.rows[spec.layer_idx]
+            rows.packed, rows.bits, rows.span = own, part.codec.bits, part.codec.span
         for spec in state.specs:
             self.rows[spec.layer_idx].shown = _to_show(state, spec)
+        if path_of(self.pool.keys_PD, self.pool.values_PV) == "triton":
+            self._plan_work()
         for tensor in self._tensors():
             torch._dynamo.mark_static_address(tensor, guard=False)
 
-    def _until_eviction(self) -> list[int]:
-        """Tokens that rows grow by until they are evicted from."""
-        state = self.state
-        decoding = "decode" in state.regime.parts and not state.bound_policy.keeps_all
-        return [state.regime.every + 1] if decoding else []
+    def _plan_work(self) -> None:
+        """Cut the work of each layer for a GPU."""
+        from retain.kernels.decode_step.launch import tables
+
+        rooms = [
+            [offsets_R1.diff().tolist() for offsets_R1 in (*rows.packed[6:7], rows.offsets_R1)]
+            for rows in self.rows.values()
+        ]
+        group = max(spec.num_heads // spec.num_kv_heads for spec in self.state.specs)
+        work = tables(rooms, group, self.pool.values_PV.shape[1], self.pool.keys_PD.device, rounded)
+        for rows, own in zip(self.rows.values(), work, strict=True):
+            rows.work = own.tensors()
+
+    def _until_written(self, room: int) -> int:
+        """Tokens by which rows grow, of so many to come, until they are laid out anew or evicted from."""
+        state, evicts = self.state, not self.state.bound_policy.keeps_all
+        if evicts and "decode" in state.regime.parts:
+            room = min(room, state.regime.every)
+        if state.bound_policy.precision is not None:
+            # Packed entries leave these rows. As many whatever is to come, so that the size stays.
+            room = MOST_UNNOTED + GROUP if evicts and state.regime.again else GROUP
+        return room
 
     def enter(self, steps: int, before: int) -> None:
         """Let steps run in the graph.
@@ -169,6 +196,8 @@ class StaticDecoding:
             pool.last_B.copy_(state.history.last_B)
             for idx, rows in self.rows.items():
                 rows.base_R.copy_(self.stores[idx].lengths_R)
+                if rows.packed:
+                    rows.packed[7].copy_(state.layers[idx].store.packed.lengths_R)
         for idx, layer in self.windowed.items():
             state.layers[idx] = Layer(layer.sliding_window)
             state.layers[idx].is_sliding = True
@@ -178,15 +207,12 @@ class StaticDecoding:
     def is_whole(self) -> bool:
         """Whether the layers still live in the pool, with a free place in each row, so that it can be entered
         again."""
-        return not self.windowed and all(
-            layer.store is store and store.free and all(map(operator.is_, _columns_of(store), columns))
-            for layer, (idx, store) in zip(self.state.ragged, self.stores.items(), strict=True)
-            for columns in [self.columns[idx]]
-        )
+        now = [_columns_of(store) for store in self.state.stores]
+        same = [[*map(id, columns)] for columns in now] == [[*map(id, columns)] for columns in self.columns]
+        return not self.windowed and same and all(store.free for store in self.stores.values())
 
     def _tensors(self) -> list[Tensor]:
-        own = [(one.offsets_R1, one.base_R, *one.work, *one.shown.values()) for one in self.rows.values()]
-        return [*self.pool.tensors(), *(tensor for one in own for tensor in one if tensor is not None)]
+        return [*self.pool.tensors(), *(tensor for rows in self.rows.values() for tensor in rows.tensors())]
 
     def is_full(self, sampled: int) -> bool:
         """Whether the next step is not one of the graph, once a `generate` has sampled so many tokens, of

@@ -244,7 +244,7 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     before, criteria = engine.num_seen, given.get("stopping_criteria")
     room = _room(model, given, configs, ids)
     with engine.generating(None if chunk_size is None else ids.shape[1], mask, room) as hear:
-        if room is not None:
+        if room:
             given["stopping_criteria"] = StoppingCriteriaList([*(criteria or ()), _Heard(hear)])
         by_place = [given.pop(name) for name in names[: len(args)]]
         output = own(model, *by_place, **renamed(given))
@@ -257,17 +257,20 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _room(model: Any, given: Mapping[str, Any], configs: Mapping[str, Any], ids: Any) -> int | None:
-    """Tokens that a `generate` may add, where its steps are to be compiled; None: they are not."""
+    """Tokens that a `generate` may add, where its steps are to be compiled, 0 where that was asked for and
+    beams stand against it; None: they are not."""
 
     def stated(name: str) -> Any:
         return _stated(name, given, configs)[1]
 
     # On a GPU transformers would compile without being asked to: not until the kernel has met one.
     config = stated("compile_config")
-    if config is None or stated("disable_compile") or (stated("num_beams") or 1) > 1:
+    if config is None or stated("disable_compile"):
         return None
     if not (config._compile_all_devices or model.device.type == "cuda"):
         return None
+    if (stated("num_beams") or 1) > 1:
+        return 0
     if (most := stated("max_new_tokens")) is not None:
         return int(most)
     seen = ids.shape[1] if isinstance(ids, Tensor) else 0
