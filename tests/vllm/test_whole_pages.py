@@ -120,7 +120,7 @@ def best_by_hand(policy, layer, h: int, count: int) -> set[int]:
     """The entries of a head that stay: in two stages, or by score."""
     kept = set(layer.kept_BHT[0, h].nonzero().flatten().tolist())
     stages = [(layer.score_BHT, count)]
-    if policy.split.two_stages:
+    if policy.two_stages:
         stages.insert(0, (layer.first_BHT, math.floor(exact(policy.first_stage.share) * count)))
     exists = (layer.score_BHT[0, h] > float("-inf")).nonzero().flatten().tolist()
     for score_BHT, number in stages:
