@@ -97,10 +97,9 @@ class Policy(Split):
         by_mass = self.first_stage is not None and self.first_stage.by == "mass"
         if self.draw is not None and self.first_stage is not None:
             problems.append("draw stands beside one stage by score: take first_stage null")
-        if self.draw is not None and (self.floor is not None or self.guard.compete_by != "score"):
+        if self.draw is not None and self.guard.compete_by != "score":
             problems.append(
-                "draw wants heads to compete by what orders each of them: take floor null, and "
-                "allocation.compete_by 'score'"
+                "draw wants heads to compete by what orders each of them: take compete_by 'score'"
             )
         if by_mass and isinstance(self.allocation, Pyramid | ByHead):
             problems.append(
@@ -206,7 +205,6 @@ class HeadPolicy(Policy):
 
     scope: Literal["head"] = "head"
     allocation: Uniform | Pyramid | ByScore | ByHead = Uniform()
-    floor: None = None
     draw: None = None
 
 
@@ -313,10 +311,7 @@ def rescoped(policy: Policy, scope: Scope) -> Policy:
     Raises:
         ValueError: one of its settings would not be read then.
     """
-    stated = config.stated_of(policy) | {"scope": scope}
-    if scope == "head":  # a floor changes what heads bid, and these bid nothing
-        stated.pop("floor", None)
-    return config.build(stated, Policy)
+    return config.build(config.stated_of(policy) | {"scope": scope}, Policy)
 
 
 def _preset_files() -> dict[str, Path]:

@@ -127,17 +127,14 @@ class Stock:
         lengths_B: tokens that a ratio is a ratio of: seen by each sequence, padding apart, or announced.
         intact_BT: tokens seen, padding included, that every head of every layer still holds: only these can
             be protected.
-        prompt_lengths_B: tokens of each sequence's prompt, for a static suffix; None for all that were seen.
     """
 
     held_BL: tuple[tuple[int, ...], ...]
     lengths_B: tuple[int, ...]
     intact_BT: Bool[Tensor, "B T"]
-    prompt_lengths_B: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        names = ("held_BL", "lengths_B", "intact_BT", "prompt_lengths_B")
-        rows = {name: len(getattr(self, name)) for name in names if getattr(self, name) is not None}
+        rows = {name: len(getattr(self, name)) for name in ("held_BL", "lengths_B", "intact_BT")}
         if len({*rows.values()}) != 1 or len({len(row) for row in self.held_BL}) > 1:
             raise ValueError(
                 f"a stock speaks of every sequence and of every layer of each; got {rows} sequences, of "
