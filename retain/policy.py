@@ -23,7 +23,7 @@ from retain.budget.statement import Budget, LayerShape, Stock, spread
 from retain.config import stated_of
 from retain.evidence import Evidence
 from retain.fusion import fuse
-from retain.presets import Policy, load_policy, policies, rescoped
+from retain.presets import Policy, load_policy, policies
 from retain.protection import protected_mask
 from retain.scores import SCORES, Score, masked_score
 from retain.scores.lava import entropy_weight
@@ -247,8 +247,6 @@ def plan_of(
             is a threshold and does not go with the policy.
     """
     check_budget(policy, budget)
-    scope = "head" if budget.threshold is not None else budget.scope
-    policy = rescoped(policy, scope) if scope is not None and scope != policy.scope else policy
     seen_B = valid_BT.sum(-1).tolist()
     lengths_B, held_BL = (seen_B, None) if stock is None else (stock.lengths_B, stock.held_BL)
     shapes = [policy.shape_held(shape) for shape in shapes]
@@ -344,7 +342,7 @@ def candidates_of(
         least_BH = torch.minimum(held_BH, kept_BHT.sum(-1).amax(1, keepdim=True).clamp_min(1))
     bids, free_BHT = None, None
     weight_B: tuple[Fraction, ...] = ()
-    if policy.scope != "head":
+    if policy.scope != "head" and shares.threshold is None:
         compete = score if policy.guard.compete_by == "score" else Score(_first_of(policy, score), score.unit)
         if policy.draw is not None and score.draw_BHT is None:
             raise ValueError(

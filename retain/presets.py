@@ -25,7 +25,6 @@ from retain.split import (
     ByHead,
     ByScore,
     Pyramid,
-    Scope,
     SharedByScore,
     SharedPyramid,
     SharedUniform,
@@ -99,7 +98,7 @@ class Policy(Split):
             problems.append("draw stands beside one stage by score: take first_stage null")
         if self.draw is not None and self.guard.compete_by != "score":
             problems.append(
-                "draw wants heads to compete by what orders each of them: take compete_by 'score'"
+                "draw wants heads to compete by what orders each of them: take allocation.compete_by 'score'"
             )
         if by_mass and isinstance(self.allocation, Pyramid | ByHead):
             problems.append(
@@ -303,15 +302,6 @@ def load_policy(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Poli
         changes = lookup(text, variants, what="variant")
         overrides = [*changes, f"name={text}", "variants={}", *overrides]
     return config.load(path, Policy, overrides)
-
-
-def rescoped(policy: Policy, scope: Scope) -> Policy:
-    """The policy with another scope.
-
-    Raises:
-        ValueError: one of its settings would not be read then.
-    """
-    return config.build(config.stated_of(policy) | {"scope": scope}, Policy)
 
 
 def _preset_files() -> dict[str, Path]:

@@ -44,9 +44,7 @@ def policy(name: str, observed: str | None = None, **settings) -> Policy:
 BUDGETS = {"ratio": {"keep_ratio": 0.3}, "tokens": {"tokens_per_head": 9}, "bytes": {"bytes": 60 * 256}}
 SCOPES = {
     # All that is below a head's mean is equal: of equal bids of layers, the later place wins.
-    "model, floored": policy(
-        "a", "observed_risk", observed_settings={"window": 4}, scope="model", floor="mean"
-    ),
+    "model": policy("a", "observed_risk", observed_settings={"window": 4}, scope="model"),
     # Places of last accesses, which are equal in many heads.
     "model, ties": policy("h", "lru", scope="model"),
     "layer, by a gate": policy("b", learned=True, scope="layer"),
@@ -153,8 +151,7 @@ def fused(how: str = "max", **settings) -> Policy:
     """The preset with a short window and little protection, its heads sharing over layers."""
     policy = small("fused", "")
     protection = replace(policy.protection, prefix_fraction=0.0, suffix_fraction=0.0)
-    lift = None if settings.get("draw") else "mean"
-    changes = {"fusion": how, "floor": lift, "draw": None, "scope": "model", "protection": protection}
+    changes = {"fusion": how, "draw": None, "scope": "model", "protection": protection}
     return build(stated_of(policy) | changes | settings, Policy)
 
 
