@@ -92,8 +92,8 @@ def protected_mask(
                 f"sequence {row} has a budget of {float(budget):g} entries per head, "
                 f"{math.ceil(count - budget)} fewer than the {count} protected ({ends} at the ends: "
                 f"{parts[0]} first and {parts[1]} last of {length}{pinned}): raise the budget (keep_ratio, "
-                "tokens_per_head or bytes), or protect less (sinks, prefix_fraction, suffix_fraction, minimum, "
-                "recent; pinned spans)."
+                "tokens_per_head or bytes), or protect less (sinks, prefix_fraction, suffix_fraction, "
+                "minimum, recent; pinned spans)."
             )
     return mask_BT
 

@@ -43,7 +43,6 @@ def policy(name: str, observed: str | None = None, **settings) -> Policy:
 # Entries of 2 * 16 float64 numbers, over 3 layers of 2 heads.
 BUDGETS = {"ratio": {"keep_ratio": 0.3}, "tokens": {"tokens_per_head": 9}, "bytes": {"bytes": 60 * 256}}
 SCOPES = {
-    # All that is below a head's mean is equal: of equal bids of layers, the later place wins.
     "model": policy("a", "observed_risk", observed_settings={"window": 4}, scope="model"),
     # Places of last accesses, which are equal in many heads.
     "model, ties": policy("h", "lru", scope="model"),
