@@ -82,7 +82,8 @@ class Policy(Split):
     KINDS: ClassVar[Any]
 
     def __post_init__(self) -> None:
-        score, problems = None, []
+        score: Score | None = None
+        problems: list[str] = []
         if self.observed is not None:
             score, problems = try_settings(self.observed, self.observed_settings)
         elif self.observed_settings:
