@@ -101,22 +101,45 @@ def load(path: str | os.PathLike[str], cls: type[X], overrides: Sequence[str] = 
         FileNotFoundError: there is no such file.
         ValueError: the file or an override does not fit `cls`; lists all problems at once.
     """
-    path = Path(path)
-    if not path.is_file():
-        found = what_is_at(path)
-        neighbours = [str(other) for other in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
-        raise FileNotFoundError(
-            f"config file {str(path)!r} "
-            f"{found or 'does not exist' + suggest(str(path), neighbours)}. "
-            f"Pass the path of a YAML file for {cls.__name__}; relative paths start at {str(Path.cwd())!r}."
-        )
-    problems: list[str] = []
-    mapping = read_mapping(path)
-    for override in overrides:
-        _override_(mapping, override, problems)
+    mapping, problems = read_overridden(path, overrides, cls.__name__)
     value = _Builder(problems).section(mapping, cls, "", MISSING)
     _raise(problems, f"{path} does not fit {cls.__name__}")
     return value
+
+
+def read_overridden(
+    path: str | os.PathLike[str] | None, overrides: Sequence[str], what: str
+) -> tuple[dict[str, Any], list[str]]:
+    """Read a YAML file (None: an empty one), and set `section.key=value` in it, in order.
+
+    Args:
+        path: the file. Relative paths inside it are left as written.
+        overrides: values are read as YAML.
+        what: the file is to hold, for errors.
+
+    Returns:
+        the mapping, and the problems of overrides.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it cannot be read, or is no YAML.
+    """
+    mapping: dict[str, Any] = {}
+    if path is not None:
+        path = Path(path)
+        if not path.is_file():
+            found = what_is_at(path)
+            neighbours = [str(other) for other in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
+            raise FileNotFoundError(
+                f"config file {str(path)!r} "
+                f"{found or 'does not exist' + suggest(str(path), neighbours)}. "
+                f"Pass the path of a YAML file for {what}; relative paths start at {str(Path.cwd())!r}."
+            )
+        mapping = read_mapping(path)
+    problems: list[str] = []
+    for override in overrides:
+        _override_(mapping, override, problems)
+    return mapping, problems
 
 
 def read_mapping(path: Path) -> dict[str, Any]:

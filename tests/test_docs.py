@@ -12,7 +12,6 @@ import torch
 
 import retain
 from retain.budget.priority_sampling import Draw
-from retain.config import load
 from retain.correction.merge import Merge
 from retain.gates import GATES, Gate
 from retain.gates.artifact import save_gates
@@ -21,6 +20,7 @@ from retain.hf.model.identity import fingerprint
 from retain.reference import load_model
 from retain.train.distill import distill
 from retain.train.recipe import DistillConfig
+from retain.train.settings import read_settings
 from tests.chat import SENTENCES, chat_tokenizer
 from tests.tiny import FAMILIES, tiny_batch, tiny_model
 
@@ -91,7 +91,9 @@ def trained(folders, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., 
     def train(output: str, *more: str) -> str:
         small = ["data.documents=8", "data.held_out=4", "data.max_tokens=300", f"output={root / output}"]
         small += [f"model={folders['name']}", "training.steps=2", "training.batch_documents=2", *more]
-        return str(distill(load(ROOT / "configs" / "distill" / "reference.yaml", DistillConfig, small)))
+        return str(
+            distill(read_settings(ROOT / "configs" / "distill" / "reference.yaml", DistillConfig, small))
+        )
 
     return functools.cache(train)
 

@@ -11,6 +11,7 @@ from retain.eval import cli
 from retain.eval.config import CompareConfig
 from retain.gone import GONE, hint_of
 from retain.train.recipe import DistillConfig
+from retain.train.settings import read_settings
 from tests.tiny import tiny_model
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,7 +32,10 @@ CALLS = [
     (lambda: retain.Cache(tiny_model(), "snapkv", bytes_total=9999), "use bytes, of each sequence"),
     (lambda: retain.Cache(tiny_model(), "snapkv", keep_ratio=0.5, page=16), "use the budget alone,"),
     (lambda: load(COMPARE, CompareConfig, ["engine=vllm"]), "'engine' (gone since 2026-11-29: use regimes"),
-    (lambda: load(DISTILL, DistillConfig, ["calibration.quotas=true"]), "'calibration.quotas' (gone since"),
+    (
+        lambda: read_settings(DISTILL, DistillConfig, ["calibration.quotas=true"]),
+        "'calibration.quotas' (gone since",
+    ),
 ]
 
 

@@ -14,6 +14,7 @@ from retain.eval.config import CompareConfig
 from retain.presets import Policy
 from retain.protection import Protection
 from retain.train.recipe import DistillConfig
+from retain.train.settings import build_settings
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = {
@@ -93,7 +94,8 @@ def test_what_is_no_number_is_refused_by_its_key(cls: type) -> None:
         beyond: tuple[Any, ...] = (math.nan, math.inf, -math.inf) if kind is float else (2**70, -(2**70), 1.5)
         for value in beyond:
             with pytest.raises(ValueError) as caught:
-                build({**CONFIGS[cls], **wrapped(path, value)}, cls)
+                builder = build_settings if cls is DistillConfig else build
+                builder({**CONFIGS[cls], **wrapped(path, value)}, cls)
             key = ".".join(name for name in path if name.isidentifier())
             assert f"{key}" in str(caught.value), f"{cls.__name__} {key}={value}: {caught.value}"
 
@@ -102,7 +104,7 @@ def test_what_is_no_number_is_refused_by_its_key(cls: type) -> None:
 def test_what_is_outside_is_refused_by_its_key(key: str) -> None:
     mapping: dict[str, Any] = {"output": "o"} | wrapped(tuple(key.split(".")), OUTSIDE[key])
     with pytest.raises(ValueError, match="problem") as caught:
-        build(mapping, DistillConfig)
+        build_settings(mapping, DistillConfig)
     assert f"- {key}" in str(caught.value)
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,14 +15,15 @@ import torch
 import yaml
 
 import retain
-from retain.config import load
 from retain.gates import GATES
 from retain.hf.intercept.observe import observe
 from retain.policy import load_policy
 from retain.train import local_stage as local
+from retain.train.arguments import distill_parser, recipe_of
 from retain.train.distill import distill, main
 from retain.train.recipe import DistillConfig, check
 from retain.train.run.checkpoint import latest, read_log
+from retain.train.settings import read_settings
 from retain.train.teacher import load_frozen
 from tests.tiny import tiny_model
 from tests.train.runs import LAUNCH, ROOT, killed_at, python, same_gates, written
@@ -34,7 +36,7 @@ def test_a_run_writes_an_artifact_that_loads_and_scores(make_config: Make) -> No
     folder = distill(config)
     files = "README.md config.yaml curves.png gates.json gates.safetensors heads.png log.jsonl run.json"
     assert sorted(path.name for path in folder.iterdir()) == files.split()
-    assert load(folder / "config.yaml", DistillConfig) == config
+    assert read_settings(folder / "config.yaml", DistillConfig) == config
     log = read_log(folder)
     steps = [record for record in log if "loss" in record]
     assert [record["step"] for record in steps] == list(range(1, 9))
@@ -179,7 +181,10 @@ def test_a_loss_that_is_not_finite_stops_the_run(
     ("overrides", "message"),
     [
         (["gate.family=mpl", "data.lengths=[9]"], "(?s)did you mean 'mlp'.*data.lengths has 9"),
-        (["target.horizon=0", "training.lr=.nan"], "(?s)target.horizon: expected .*training.lr: expected"),
+        (
+            ["target.horizon=0", "training.lr=.nan"],
+            "(?s)target.horizon: input .*training.lr: input should be",
+        ),
         (["target.horizon=99"], "too short: .* more than 99 are needed"),
         (["target.horizon=500"], "data.max_tokens=100 and target.horizon=500: no context would be longer"),
         (["model=no/such-model"], "model='no/such-model' cannot be loaded"),
@@ -205,13 +210,15 @@ SHIPPED = sorted((ROOT / "configs" / "distill").rglob("*.yaml"))
 
 
 def test_every_family_has_a_recipe() -> None:
-    recipes = {load(path, DistillConfig).gate.family for path in SHIPPED if path.parent.name == "families"}
+    recipes = {
+        read_settings(path, DistillConfig).gate.family for path in SHIPPED if path.parent.name == "families"
+    }
     assert recipes == set(GATES) and len(SHIPPED) == len(GATES) + 5
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_shipped_configs_build(path: Path) -> None:
-    config = load(path, DistillConfig)
+    config = read_settings(path, DistillConfig)
     check(config, 1)
     assert config.output.startswith("runs/")
     # What is trained for the default policy can be used by it; published families are compared alone.
@@ -235,7 +242,7 @@ def test_each_familys_recipe_trains_the_reference_model_in_small(path: Path, tmp
         "training.warmup_steps=1",
         "soft.ramp_steps=1",
     ]
-    config = load(path, DistillConfig, small)
+    config = read_settings(path, DistillConfig, small)
     folder = distill(config)
     looks = [record["held_out"] for record in read_log(folder) if "held_out" in record]
     assert len(looks) == 2 and all(math.isfinite(found["loss"]) for found in looks)
@@ -253,7 +260,7 @@ def test_each_familys_recipe_trains_the_reference_model_in_small(path: Path, tmp
 
 
 def test_the_gates_that_are_trained_are_those_that_are_compared() -> None:
-    config = load(ROOT / "configs" / "distill" / "reference.yaml", DistillConfig)
+    config = read_settings(ROOT / "configs" / "distill" / "reference.yaml", DistillConfig)
     compared, demo = (
         yaml.safe_load((ROOT / "configs" / "compare" / f"{name}.yaml").read_text())
         for name in ("reference", "demo")
@@ -295,3 +302,41 @@ def test_processes_that_would_train_alone_are_refused(
         ValueError, match="started 2 processes, and accelerate sees 1: .*ACCELERATE_USE_CPU=true"
     ):
         distill(make_config())
+
+
+@pytest.mark.parametrize(
+    ("words", "path", "changes"),
+    [
+        (["m", "d.jsonl", "seed=3", "--dry-run", "chunk=9"], "laptop.yaml", ["seed=3", "chunk=9"]),
+        (["o/m", "o/data"], "laptop.yaml", ["data.source=hub"]),
+        (["o/m", "folder"], "laptop.yaml", ["data.source=parquet", "data.streaming=false"]),
+        (["reference:0", "reference"], None, ['model="reference:0"', 'output="runs/reference-0"']),
+        (["--config", "c.yaml", "seed=3"], "c.yaml", ["seed=3"]),
+    ],
+)
+def test_a_model_and_data_are_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], path: str | None, changes: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "a.parquet").write_bytes(b"PAR1")
+    found, overrides = recipe_of(distill_parser().parse_args(words))
+    assert (found and found.name) == path and {*changes} <= {*overrides}
+    if path != "c.yaml":
+        config = read_settings(found, DistillConfig, overrides)
+        check(config, 1)
+
+
+def test_help_lists_every_key_with_type_default_and_meaning(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    said = capsys.readouterr().out
+    lines = [line for line in said.partition("keys (")[2].splitlines()[1:] if line]
+    assert len(lines) > 80 and all(re.match(r"  [\w.]+ \(.+; .+\): \S.*\.$", line) for line in lines)
+    assert "  training.lr (float >= 1e-30; 0.005): Peak learning rate of AdamW." in lines
+
+
+@pytest.mark.parametrize("words", [[], ["model"], ["m", "d", "e"], ["m", "d", "--config", "c.yaml"]])
+def test_a_request_without_a_recipe_is_refused(words: list[str]) -> None:
+    with pytest.raises(SystemExit, match=r"wanted --config YAML, or MODEL and DATA; got"):
+        main(words)

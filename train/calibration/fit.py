@@ -14,10 +14,10 @@ from typing import Annotated, Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Float32
+from pydantic import Field
 from torch import Tensor, nn
 
 from retain.budget.largest_remainder import exact
-from retain.config import ProperShare, Range, check_fields
 from retain.evidence import Evidence
 from retain.gates import GateSet
 from retain.gates.base import UNITS
@@ -26,6 +26,7 @@ from retain.gates.calibrate import Calibrator
 from retain.ranking import order_entries, rank_entries
 from retain.train.calibration.isotonic import fit_shared, space_of
 from retain.train.objectives.case import keyed_generator
+from retain.train.settings import ProperShare, section
 
 # Of a document: layer -> one number for each entry that counts, `[H, counted]`.
 Rows = Mapping[int, Tensor]
@@ -36,26 +37,22 @@ MOST_ENTRIES = 4096
 ENTRIES = 0xCA11
 
 
-@dataclass(frozen=True)
+@section
 class CalibrationSettings:
-    """Settings of the calibration after training.
-
-    Args:
-        kind: `shared`: one monotone curve, with four numbers a head; `none`: scores stay as gates give them.
-        knots: of the curve.
-        curve: whether thresholds are stored for keep_ratios.
-        keep_ratios: at which the report is made.
-    """
+    """Settings of the calibration after training."""
 
     kind: Literal["none", "shared"] = "shared"
-    knots: Annotated[int, Range(least=2, most=1024)] = 16
+    """`shared`: one monotone curve, with four numbers a head; `none`: scores stay as gates give them."""
+    knots: Annotated[int, Field(ge=2, le=1024)] = 16
+    """Of the curve."""
     curve: bool = True
+    """Whether thresholds are stored for keep_ratios."""
     keep_ratios: tuple[ProperShare, ...] = (0.05, 0.1, 0.2, 0.3, 0.5)
+    """At which the report is made."""
 
     def __post_init__(self) -> None:
-        check_fields(self, "calibration")
         if not self.keep_ratios:
-            raise ValueError("calibration: keep_ratios is empty: name one at least.")
+            raise ValueError("keep_ratios is empty: name one at least.")
 
     @property
     def wanted(self) -> bool:
