@@ -24,7 +24,7 @@ from torch import Tensor
 from retain import config
 from retain.budget.statement import Budget
 from retain.cache.store import LOG_WEIGHT, SLACK, RaggedStore
-from retain.gates.artifact import save_beside
+from retain.process.disk import save_beside
 
 # Files of entries whose logits get something added have version 2: an older reader would add nothing. Those
 # with codes have version 3 (`retain.cache.tier_file`).
