@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 CONSTRAINTS ?= constraints.txt
-# What the default tier of tests needs, and what the site, notebooks, a release and the slow tests of these need beside it.
+# What the default tier of tests needs, and what the site, a release and the slow tests of these need beside it.
 TESTED := train,deepspeed,eval,lm-eval,chinese,kernels,dev
 MORE := docs,release
 WORKERS ?= 2
@@ -37,7 +37,7 @@ DISTILL := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_p
 
 # One recipe a family of gates.
 FAMILIES := $(notdir $(basename $(wildcard configs/distill/families/*.yaml)))
-.PHONY: help demo try demo-offline gates-smollm2 gates-gemma3 compare report golden test test-all test-lowest test-vllm size faults-draw faults gpu gpu-wheels bench builds sanitize quantised serve serve-demo lint format install docs notebooks release \
+.PHONY: help demo try demo-offline gates-smollm2 gates-gemma3 compare report golden test test-all test-lowest test-vllm size faults-draw faults gpu gpu-wheels bench builds sanitize quantised serve serve-demo lint format install docs release \
 	gates gates-seed0 $(addprefix family-,$(FAMILIES))
 
 # The targets that a newcomer wants.
@@ -55,6 +55,9 @@ help:
 	@echo "make docs           the site; make format: ruff"
 	@echo "The others are described in the Makefile."
 
+# Two processes on a CPU, of one thread each: they share out the work of a comparison.
+TWO := ACCELERATE_USE_CPU=true $(BIN)/accelerate launch --quiet --config_file configs/accelerate/two_cpu_processes.yaml
+
 # A real model of 135 million parameters: gates learn before your eyes, answer beside heuristics, and are tried on one text.
 # From a bare clone 5:04 of two quiet cores on 2026-11-29; the model is fetched once (93 MB).
 demo: $(READY) $(DOCUMENTS)
@@ -64,8 +67,7 @@ demo: $(READY) $(DOCUMENTS)
 		output=runs/gates-demo overwrite=true
 	@rm -rf results/smollm2_demo
 	@echo "Step 2 of 3: six policies answer the same questions from 10 and 20 % of the cache. About 1 minute of two cores."
-	@$(BIN)/python eval/compare.py --config configs/compare/smollm2_demo.yaml > /dev/null
-	@$(BIN)/python -m retain.eval.report.brief results/smollm2_demo
+	@$(TWO) eval/compare.py --config configs/compare/smollm2_demo.yaml
 	@echo "Step 3 of 3: one text, one question."
 	@$(BIN)/python -m retain.eval.tryout --gates runs/gates-demo --out results/smollm2_demo/try.html
 	@echo "Next, on a text of yours: $(BIN)/retain try --gates runs/gates-demo --text README.md --question 'What is the name of the package?'"
@@ -79,7 +81,7 @@ demo-offline: $(INSTALLED)
 	ACCELERATE_USE_CPU=true $(BIN)/accelerate launch --quiet --config_file configs/accelerate/two_cpu_processes.yaml train/distill.py \
 		--config configs/distill/reference.yaml data.documents=800 training.steps=100 output=runs/gates-demo-offline overwrite=true
 	rm -rf results/demo
-	$(BIN)/python eval/compare.py --config configs/compare/demo.yaml
+	$(TWO) eval/compare.py --config configs/compare/demo.yaml
 
 # The gates that ship: ten minutes of two cores. SEED=1 trains others beside them.
 gates-smollm2: $(READY) $(DOCUMENTS)
@@ -98,20 +100,11 @@ $(DOCUMENTS): train/data/texts/smollm2-135m.jsonl | $(READY)
 
 # All policies on the reference model, twenty minutes of two cores: results/reference/report.html.
 compare: gates-seed0
-	$(BIN)/python eval/compare.py --config configs/compare/reference.yaml
+	$(TWO) eval/compare.py --config configs/compare/reference.yaml
 
 # The grid that fits in twenty minutes of two cores, and its page: results/report/report.html.
-REPORT := results/report
-report: $(INSTALLED)
-	$(MAKE) gates-seed0
-	$(BIN)/python eval/compare.py --config configs/compare/report.yaml
-	rm -f $(REPORT)/diagnostics.json $(REPORT)/speed.json
-	$(BIN)/python -m retain.eval.diagnose --model reference:0 --gates runs/gates-seed0 --keep-ratio 0.2 --documents 8 --steps 32 \
-		--policies random recency snapkv h2o defensivekv gate fused oracle --out $(REPORT)
-	$(BIN)/python -m retain.eval.speed --model reference:0 --gates runs/gates-seed0 --policies random,snapkv,defensivekv,gate,fused \
-		--keep-ratios 0.1,0.2,0.4 --tokens 1024 --threads 1 --output $(REPORT)/speed.json
-	$(BIN)/python -m retain.eval.report.kept --config configs/compare/report.yaml
-	$(BIN)/python -m retain.eval.report.render $(REPORT)
+report: gates-seed0
+	$(TWO) eval/compare.py --config configs/compare/report.yaml
 
 # What a rebuilding of the tree must not change: kept entries, report, commands and names, gates of `make gates-seed0` (six minutes of one core).
 golden: $(INSTALLED)
@@ -137,8 +130,8 @@ test-all: lint $(INSTALLED_MORE)
 	$(PYTEST) --all --junitxml results/tests-all.xml
 	$(BIN)/python -m tests.tiers results/tests-all.xml
 
-# The plug-in for vLLM beside an engine: engines in the tests' own process, `retain.Cache` in another. `RETAIN_VLLM_PROMPTS=200 make test-vllm`
-# asks each policy 200 prompts in place of 8 (hours); `make test-vllm VLLM_TESTS="-k preempted"` runs some.
+# The plug-in for vLLM beside an engine: engines in the tests' own process, `retain.Cache` in another.
+# `make test-vllm VLLM_TESTS="-k preempted"` runs some.
 VLLM_TESTS :=
 test-vllm: $(INSTALLED_VLLM)
 	$(BIN_VLLM)/python -m pytest tests/vllm --all --timeout 1800 --junitxml results/tests-vllm.xml $(VLLM_TESTS)
@@ -170,6 +163,7 @@ gpu:
 
 gpu-wheels: $(INSTALLED)
 	$(BIN)/pip download --no-deps --only-binary=:all: --implementation py --abi none --platform any -d wheels hypothesis beartype jaxtyping pytest-timeout sortedcontainers
+	$(BIN)/pip download --only-binary=:all: --python-version 3.12 --implementation cp --platform manylinux_2_17_x86_64 -d wheels pydantic
 
 # The ops beside the machine's ceilings, on its GPU if it has one; `make bench OUT=FILE` keeps the report.
 bench: $(INSTALLED)
@@ -222,15 +216,9 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# The site, with warnings as errors: results/site/index.html. Notebooks are shown as they were committed. `--quiet` would hide warnings from
-# `--strict`, and the build would pass.
+# The site, with warnings as errors: results/site/index.html. `--quiet` would hide warnings from `--strict`, and the build would pass.
 docs: $(INSTALLED_MORE)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
-
-# Runs the notebooks and writes their outputs into them, to be committed. `make notebooks NOTEBOOKS=docs/notebooks/chat.ipynb` runs one.
-NOTEBOOKS :=
-notebooks: $(INSTALLED_MORE)
-	$(BIN)/python docs/site/notebooks.py $(NOTEBOOKS)
 
 # What would be uploaded, in dist/: the sources, and the wheel that is made from them, checked, and imported where there is nothing else.
 # CONTRIBUTING.md has the steps around it.

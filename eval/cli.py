@@ -1,13 +1,6 @@
 """The command `retain`: finds the command that is typed first, and calls it.
 
-    retain policies                              what there is to choose from, and what each needs
-    retain doctor                                versions, devices, kernels, free memory, the hub
-    retain describe MODEL [--tokens 8192,131072]  what a model would evict and keep, from its config alone
-    retain try [--text FILE --question TEXT]     one question, answered from a full cache and a tenth of it
-    retain compare --config FILE [key=value ...] compare policies at equal achieved memory
-    retain lm-eval -- ARGUMENTS                  lm-evaluation-harness, with the model class `retain`
-
-The exit status is the command's; 2, with one line on stderr, where something that the user typed is wrong. A
+The exit status is the command's; 2, with one line on stderr, if something that the user typed is wrong. A
 command is a row of `COMMANDS`, and its module is imported only when it is called, so that `retain --help`
 needs none of the extras.
 """
@@ -23,8 +16,28 @@ from retain.registry import lookup
 
 __all__ = ["COMMANDS", "main"]
 
+# name -> meaning, in a line; `module:function` that it calls with the arguments behind it.
+COMMANDS: dict[str, tuple[str, str]] = {
+    "policies": ("list the policies that ship, and what each needs", "retain.eval.cli:list_policies"),
+    "doctor": ("report versions, devices, kernels, free memory and the hub", "retain.eval.describe:doctor"),
+    "describe": (
+        "say what a model would evict and keep, from its config alone",
+        "retain.eval.describe:main",
+    ),
+    "try": ("answer one question from a full cache and from a tenth of it", "retain.eval.tryout:main"),
+    "compare": ("compare policies at equal achieved memory", "retain.eval.cli:compare"),
+    "train": ("train retention gates for a model on documents", "retain.train.distill:main"),
+    "report": ("write the report of a comparison again", "retain.eval.report.render:main"),
+    "diagnose": ("measure how eviction changes a model's predictions", "retain.eval.diagnose:main"),
+    "speed": ("measure decoding speed and memory", "retain.eval.speed:main"),
+    "lm-eval": (
+        "run lm-evaluation-harness with an evicting cache: retain lm-eval -- ...",
+        "retain.eval.cli:lm_eval",
+    ),
+}
 
-def _policies(arguments: Sequence[str]) -> int:
+
+def list_policies(arguments: Sequence[str]) -> int:
     """Prints the table of presets."""
     if [*arguments] in (["-h"], ["--help"]):
         print("usage: retain policies\n\nList the policies that ship, and what each needs.")
@@ -37,10 +50,18 @@ def _policies(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _lm_eval(arguments: Sequence[str]) -> int:
-    """lm-eval's own command line, in a process that knows the model class `retain`.
+def compare(arguments: Sequence[str]) -> int:
+    """Runs a comparison; `--help` and wrong options end before transformers is imported."""
+    from retain.eval.config import compare_parser
 
-    lm_eval 0.4.13 looks for no plug-ins, so the class is imported first. Where no model is named, `retain` is
+    compare_parser().parse_args(arguments)
+    return int(import_module("retain.eval.compare").main(arguments))
+
+
+def lm_eval(arguments: Sequence[str]) -> int:
+    """Runs lm-eval's own command line, in a process that knows the model class `retain`.
+
+    lm_eval 0.4.13 looks for no plug-ins, so the class is imported first. If no model is named, `retain` is
     meant: lm-eval's own default would be the full cache.
     """
     try:
@@ -67,58 +88,12 @@ def _lm_eval(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _compare(arguments: Sequence[str]) -> int:
-    """Runs a comparison; `--help` and wrong options end before transformers is imported."""
-    from retain.eval.config import compare_parser
-
-    compare_parser().parse_args(arguments)
-    return _main_of("retain.eval.compare")(arguments)
-
-
-def _try(arguments: Sequence[str]) -> int:
-    """Answers one question; `--help` and wrong options end before torch is imported."""
-    from retain.eval.tryout_arguments import parser
-
-    parser().parse_args(arguments)
-    return _main_of("retain.eval.tryout")(arguments)
-
-
-def _main_of(module: str) -> Callable[[Sequence[str]], int]:
-    """A module's `main`, imported when it is called."""
-
-    def call(arguments: Sequence[str]) -> int:
-        # Without a status it went well: what is wrong is raised.
-        return int(import_module(module).main(arguments) or 0)
-
-    return call
-
-
-# name -> what it does, in a line; what it calls.
-COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
-    "policies": ("list the policies that ship, and what each needs", _policies),
-    "doctor": (
-        "report versions, devices, kernels, free memory and the hub",
-        _main_of("retain.eval.inspection.doctor"),
-    ),
-    "describe": (
-        "say what a model would evict and keep, from its config alone",
-        _main_of("retain.eval.inspection.model"),
-    ),
-    "try": ("answer one question from a full cache and from a tenth of it", _try),
-    "compare": ("compare policies at equal achieved memory", _compare),
-    "lm-eval": ("run lm-evaluation-harness with an evicting cache: retain lm-eval -- ...", _lm_eval),
-}
-
-
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command.
+    """Runs a command, and returns its exit status.
 
     Args:
-        arguments: as typed behind `retain`; None: of this process.
-
-    Returns:
-        the exit status.
+        arguments: As typed behind `retain`; None: of this process.
     """
     typed = list(sys.argv[1:] if arguments is None else arguments)
     if typed == ["--version"]:
@@ -126,24 +101,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if not typed or typed[0] in ("-h", "--help"):
         width = max(map(len, COMMANDS))
-        rows = [f"  {name.ljust(width)}  {line}" for name, (line, _) in COMMANDS.items()]
-        print(
-            "\n".join(
-                [
-                    "usage: retain COMMAND ...",
-                    "",
-                    *rows,
-                    "",
-                    "retain COMMAND --help says more; retain --version.",
-                ]
-            )
-        )
+        rows = "\n".join(f"  {name.ljust(width)}  {meaning}" for name, (meaning, _) in COMMANDS.items())
+        print(f"usage: retain COMMAND ...\n\n{rows}\n\nretain COMMAND --help says more; retain --version.")
         return 0 if typed else 2
-    _, call = lookup(typed[0], COMMANDS, what="command")
-    # What argparse calls the command in its usage line.
+    _, place = lookup(typed[0], COMMANDS, what="command")
+    module, _, function = place.partition(":")
+    # Name of the command in argparse's usage line.
     before, sys.argv = sys.argv, [f"retain {typed[0]}", *typed[1:]]
     try:
-        return call(typed[1:])
+        return int(getattr(import_module(module), function)(typed[1:]) or 0)
     finally:
         sys.argv = before
 

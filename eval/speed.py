@@ -42,10 +42,10 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTrainedModel
 
 import retain
-from retain.eval.report.grid import Column, grid
+from retain.eval.text_table import Column, text_table
 from retain.hf.model.gates import load_gates, new_gates
-from retain.hf.model.named import load_named_model
 from retain.hf.version_names import CACHE
+from retain.models.named import load_named_model
 from retain.process.command import command
 from retain.process.provenance import code_state, environment, now, write_json
 
@@ -439,7 +439,7 @@ def table(record: Mapping[str, Any]) -> str:
         f"{'' if code['clean'] else ', NOT clean: scratch, no evidence'}",
         f"command: {record['command']}",
         "",
-        *grid(COLUMNS, record["rows"]),
+        *text_table(COLUMNS, record["rows"]),
         "median (20 % .. 80 %) over lives; ratios are medians of ratios within a round.",
         f"peak: up to the first token; {record['peak_of']}.",
     ]

@@ -1,6 +1,6 @@
 """Compiles kernels ahead of time, for GPUs that need not be present.
 
-    python -m retain.kernels.build [--op NAME ...] [--arch 80 90]
+    python -m retain.kernels.build [--op NAME ...] [--arch 80 90 100]
 
 Each op's launcher lists its `builds()`: every kernel with every tile that the launcher can choose, read from
 the launcher's own tile tables. Printed is a table of shared memory, registers and spilled bytes. The exit
@@ -24,11 +24,12 @@ from typing import Any
 
 from tqdm import tqdm
 
-OPS = ("attention_stats", "value_norm", "gated_attention", "ragged_attention", "compact", "decode_step")
+OPS = ("attention_stats", "value_norm", "gated_attention", "ragged_attention", "decode_step")
 # Bytes of shared memory that one block may take (CUDA programming guide, by compute capability). A build for
 # 8.0 also runs on 8.6, 8.9 and 12.0, whose blocks have the least: 99 KiB, of the 163 of 8.0 itself.
-SHARED_LIMIT = {80: 99 * 1024, 90: 227 * 1024}
-ARCHS = tuple(SHARED_LIMIT)
+SHARED_LIMIT = {80: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+# What kernels are compiled for, unless a build says more.
+ARCHS = (80, 90)
 
 
 @dataclass(frozen=True)
@@ -198,7 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m retain.kernels.build", description=__doc__)
     parser.add_argument("--op", nargs="+", choices=OPS, default=OPS, help="default: all")
-    parser.add_argument("--arch", nargs="+", type=int, choices=ARCHS, default=ARCHS)
+    parser.add_argument("--arch", nargs="+", type=int, choices=SHARED_LIMIT, default=SHARED_LIMIT)
     options = parser.parse_args(arguments)
     if importlib.util.find_spec("triton") is None:
         parser.error("Triton is not installed (pip install 'retain-kv[kernels]')")

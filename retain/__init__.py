@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from retain.hf.cache.cache import Cache
     from retain.hf.intercept.attach import attach, detach
     from retain.hf.model.gates import load_gates, new_gates
-    from retain.hf.model.named import load
+    from retain.models.named import load
     from retain.policy import load_policy, policies
 
 __version__ = "0.1.0"
@@ -31,7 +31,7 @@ __all__ = ["Cache", "attach", "detach", "load", "load_gates", "load_policy", "ne
 _HOMES = {
     "Cache": "retain.hf.cache.cache",
     "attach": "retain.hf.intercept.attach",
-    "load": "retain.hf.model.named",
+    "load": "retain.models.named",
     "detach": "retain.hf.intercept.attach",
     "load_gates": "retain.hf.model.gates",
     "load_policy": "retain.policy",

@@ -315,7 +315,7 @@ class Score:
         first_BHT: score of the first of two stages (`retain.two_stage`), float32; None with one stage.
         window: number of last entries that are the observation window of the score.
         layer_weight_B: float64, weight of this layer in a budget that layers share (CAKE); None without.
-        draw_BHT: keys of a drawn share of a budget (`retain.budget.priority_sampling`), float32; None
+        draw_BHT: keys of a drawn share of a budget (`retain.budget.joint`), float32; None
             without.
     """
 

@@ -55,12 +55,9 @@ def check_gates(policy: Policy, budget: Budget, gates: Any, *, scored_elsewhere:
             "'learned', which take any unit"
         )
     made = "rank" if how == "rank_blend" else unit if how == "learned" else wanted
-    own = policy.allocation
-    by_value = ["allocation.layers 'entropy'"] if own.layers == "entropy" else []
-    by_value += ["allocation.normalise"] if own.normalise is not None else []
-    if made == "rank" and by_value and how != "observed":
+    if made == "rank" and policy.layers == "entropy" and how != "observed":
         problems.append(
-            f"{' and '.join(by_value)} want numbers, and the score is in 'rank', of which only the order "
+            "allocation.layers 'entropy' wants numbers, and the score is in 'rank', of which only the order "
             "means something: calibrate the gates to risk, or leave it out"
         )
     if problems:

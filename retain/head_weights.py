@@ -1,8 +1,8 @@
 """Reads a number for each KV head of a model, by which the heads share a budget.
 
 The file is JSON, by the index of each layer that evicts: `{"0": [1, 0], "1": [0.5, 0.25]}`. Numbers are at
-least 0, and count in proportion. `python -m retain.eval.diagnose.head_weights` measures those of DuoAttention
-and of HeadKV (`retain.budget.head_budgets`).
+least 0, and count in proportion. `python -m retain.eval.head_weights` measures those of DuoAttention
+and of HeadKV (`retain.budget.allocation`).
 """
 
 import json
@@ -24,7 +24,7 @@ def read_weights(path: str) -> Weights:
     if not Path(path).is_file():
         raise FileNotFoundError(
             f"head weights {path!r} do not exist: pass allocation={{'weights': path}}, JSON of a number for "
-            "each KV head, by layer (python -m retain.eval.diagnose.head_weights measures them)."
+            "each KV head, by layer (python -m retain.eval.head_weights measures them)."
         )
     return _parsed(path, Path(path).stat().st_mtime_ns)
 

@@ -6,7 +6,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from retain.cache.attend import attend
 from retain.cache.equal_rows import find_runs
+from retain.cache.step_rows import step_rows_of
 from retain.cache.store import LOG_WEIGHT, RaggedStore
+from retain.kernels.decode_step import build
 from retain.kernels.ragged_attention import ragged_attention, reference
 from retain.kernels.ragged_attention.pages import PAGE, Pages, read_pages
 from tests.close import assert_close
@@ -253,27 +255,38 @@ def test_unwritten_room_does_not_matter(monkeypatch, case, few):
 @pytest.mark.parametrize("lengths", [(9, 9, 9, 9), (9, 8, 9, 7), (9, 9, 200, 3), (0, 5, 0, 0)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("counted", [False, True])
-def test_steps_over_runs_equal_the_op(lengths, dtype, counted):
+@pytest.mark.parametrize("there", [False, True], ids=["plain", "C++"])
+def test_steps_in_one_call_equal_the_op(monkeypatch, lengths, dtype, counted, there):
     """Steps of decoding that build on one another, in place, then an eviction, and steps behind it."""
+    monkeypatch.setattr(build, "is_there", lambda: there and build.load())
     B, H, G, D, T = 2, 2, 3, 16, max(lengths) + 1
     draw = torch.Generator().manual_seed(0)
     keep = (torch.arange(T) < torch.tensor(lengths)[:, None]).view(B, H, T)
     dense = torch.randn(2, B, H, T, D, generator=draw).to(dtype)
     beside = {LOG_WEIGHT: torch.randint(1, 9, (B, H, T), generator=draw).float().log()} if counted else None
     store = RaggedStore.from_dense(*dense, torch.arange(T).expand(B, T), keep, slack=3, beside=beside)
+    other = store.fork()
     for step in range(90):  # through a growth of the store
+        if store.free < 1:
+            store.make_room_(1)
+        if store.step_rows is None:
+            how = {"scaling": 0.3, "soft_cap": None, "window": None, "sinks": False}
+            store.step_rows = step_rows_of(store, **how)
         keys, values = torch.randn(2, B, H, 1, D, generator=draw).to(dtype)
-        seen = store.append_(keys, values, torch.full((B, 1), T + step))
         queries = torch.randn(B, H * G, 1, D, generator=draw).to(dtype)
-        want = query(store, seen.long(), queries, T + step, run=ragged_attention)
-        options = {"scaling": 0.3, "pages": store.pages, "runs": store.runs}
-        options["log_weight_C"] = store.log_weight_C
-        tensors = (store.keys_CD, store.values_CD, store.offsets_R1, store.lengths_R, seen)
-        assert store.runs is not None and seen.flatten().tolist() == store.lengths_R.tolist()
-        assert_close(attend(queries, *tensors, **options), want.float(), want)
+        rows, last_B = store.step_rows, torch.full((B,), T + step)
+        rows.last_B, rows.positions_R = last_B, last_B.repeat_interleave(H).int()
+        got, _ = rows.attend(queries, keys, values, None, {})
+        store.free -= 1
+        seen = other.append_(keys, values, last_B[:, None])
+        want = query(other, seen.long(), queries, T + step, run=ragged_attention)
+        assert_close(got.transpose(1, 2), want.float(), want)
+        assert all(map(torch.equal, store.flat(), other.flat()))
         if step == 40:
-            store.compact_(torch.rand(store.entries_held, generator=draw) < 0.7)
-            assert store.runs is None  # rows may have become unequal
+            keep_N = torch.rand(store.entries_held, generator=draw) < 0.7
+            for own in (store, other):
+                own.compact_(keep_N)
+            assert store.step_rows is None  # rows may have become unequal
 
 
 def test_equal_rows_are_one_run():

@@ -6,10 +6,10 @@ import torch
 from retain.budget.statement import Budget
 from retain.fusion import FUSIONS, floor, fuse
 from retain.policy import decide_layers
-from retain.presets import Policy, load_policy
+from retain.presets import load_policy
 from retain.scores import Score, masked_score
 from tests.close import assert_close
-from tests.evictions import learned_scores, make_evidence
+from tests.evictions import learned_scores, make_evidence, policy_of
 from tests.refused import refused
 
 VALID = torch.arange(9) >= torch.tensor([[0], [3]])
@@ -129,7 +129,11 @@ def test_missing_scores_unknown_fusions_and_other_shapes_are_refused():
 
 
 REFUSED = [
-    ("observed_risk", {"fusion_weight": 1.5}, "fusion_weight: expected float .* at most 1, got 1.5"),
+    (
+        "observed_risk",
+        {"fusion_weight": 1.5},
+        "fusion_weight: input should be .* to 1, got 1.5",
+    ),
     ("keydiff", {"fusion": "sum"}, "fusion 'sum' adds numbers, and 'keydiff' is in 'rank'.*'risk' or 'mass'"),
     ("lru", {"fusion": "sum"}, "fusion 'sum' adds numbers, and 'lru' is in 'rank'.*'risk' or 'mass'"),
 ]
@@ -137,7 +141,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("observed", "settings", "message"), REFUSED)
 def test_policies_that_cannot_be_meant_are_refused_with_the_next_step(observed, settings, message):
-    refused(message, Policy, "own", observed, learned=True, **settings)
+    refused(message, policy_of, "own", observed, learned=True, **settings)
 
 
 def test_the_unit_of_a_fused_policy():
@@ -146,5 +150,5 @@ def test_the_unit_of_a_fused_policy():
         ("observed_risk", "sum", "risk"),
         ("snapkv", "rank_blend", "rank"),
     ):
-        assert Policy("own", name, learned=True, fusion=how).unit == unit
+        assert policy_of("own", name, learned=True, fusion=how).unit == unit
     assert load_policy("fused", ["fusion=sum"]).unit == "risk"

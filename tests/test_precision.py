@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from retain.budget.statement import Budget
+from retain.cache.layer_store import Store
 from retain.cache.store import RaggedStore
-from retain.cache.tiered_store import TieredStore
 from retain.policy import decide_layers, load_policy, shape_of
 from retain.precision import Precision
 from tests.evictions import EVICTING, make_evidence, small
@@ -32,7 +32,7 @@ def test_cost_is_that_of_a_store(name, D, length, dtype):
     draw = torch.Generator().manual_seed(0)
     keys, values = (torch.randn(1, H, length, D, generator=draw).to(dtype) for _ in range(2))
     exists = torch.ones(1, H, length, dtype=torch.bool)
-    store = TieredStore(RaggedStore.from_dense(keys, values, torch.arange(length)[None], exists), precision)
+    store = Store(RaggedStore.from_dense(keys, values, torch.arange(length)[None], exists), precision)
     store.pack_()
     each, head = precision.cost(D, D, dtype.itemsize)
     most = H * (length * each + head)

@@ -22,8 +22,8 @@ from hypothesis.stateful import (
 
 from retain.cache.attend import attend
 from retain.cache.file_format import store_of, tensors_of
-from retain.cache.store import RaggedStore, stacked, tail_index_RS
-from retain.cache.tiered_store import crop_, drop_
+from retain.cache.layer_store import Store, stacked
+from retain.cache.store import RaggedStore, tail_index_RS
 from tests.close import assert_close
 from tests.test_cache import assert_counts
 
@@ -73,7 +73,8 @@ class StoreMachine(RuleBasedStateMachine):
         ]
         self.seen = [num + b for b in range(batch)]
         beside = {name: column[tokens] for name, column in BESIDE.items()}
-        self.store = RaggedStore.from_dense(KEYS[tokens], VALUES[tokens], positions, keep, slack, beside)
+        plain = RaggedStore.from_dense(KEYS[tokens], VALUES[tokens], positions, keep, slack, beside)
+        self.store = Store(plain)
 
     @rule(num=st.sampled_from([1, 1, 1, 2, 5, 70]), padded=st.booleans(), seed=SEEDS)
     def append(self, num, padded, seed):
@@ -81,7 +82,7 @@ class StoreMachine(RuleBasedStateMachine):
         tokens = self.new_tokens(batch, num)
         valid = self.draw((batch, num), seed, 0.7) if padded else torch.ones(batch, num, dtype=torch.bool)
         positions = torch.tensor(self.seen)[:, None] + valid.cumsum(-1) - 1
-        sees = self.store.append_(KEYS[tokens], VALUES[tokens], positions, valid if padded else None)
+        sees = self.store.plain.append_(KEYS[tokens], VALUES[tokens], positions, valid if padded else None)
         for name, column in BESIDE.items():
             self.store.set_beside_(name, column[tokens], valid if padded else None)
         for b in range(batch):
@@ -91,7 +92,7 @@ class StoreMachine(RuleBasedStateMachine):
                         self.rows[b][h].append((int(tokens[b, h, s]), int(positions[b, s])))
                     assert int(sees[b * H + h, s]) == (len(self.rows[b][h]) if valid[b, s] else 0)
             self.seen[b] += int(valid[b].sum())
-        index, real = tail_index_RS(self.store, valid if padded else num)
+        index, real = tail_index_RS(self.store.plain, valid if padded else num)
         assert torch.equal(real, valid.repeat_interleave(H, 0))
         assert index.min() >= 0 and index.max() < max(1, len(self.store.keys_CD))
         assert torch.equal(self.store.beside["access"][index][real], tokens.flatten(0, 1)[real])
@@ -119,7 +120,7 @@ class StoreMachine(RuleBasedStateMachine):
             for b, heads in enumerate(self.rows)
         ]
         self.seen = before
-        crop_(self.store, torch.tensor(before))
+        self.store.crop_(torch.tensor(before))
 
     @rule(share=st.sampled_from([0.1, 0.9]), seed=SEEDS)
     def drop(self, share, seed):
@@ -128,7 +129,7 @@ class StoreMachine(RuleBasedStateMachine):
             [[entry for entry in row if not gone[b, entry[1]]] for row in heads]
             for b, heads in enumerate(self.rows)
         ]
-        drop_(self.store, gone)
+        self.store.drop_(gone)
 
     @rule(swap=st.booleans())
     def fork(self, swap):
@@ -155,29 +156,30 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule()
     def save_and_load(self):
-        tensors = {name: tensor.clone() for name, tensor in tensors_of(self.store).items()}
-        self.store = store_of(tensors, H, self.store.slack)
+        tensors = {name: tensor.clone() for name, tensor in tensors_of(self.store.plain).items()}
+        self.store = Store(store_of(tensors, H, self.store.plain.slack))
 
     @rule(num=st.sampled_from([1, 2, 9]), window=st.sampled_from([None, 10]), seed=SEEDS)
     def attend(self, num, window, seed):
         generator, batch = torch.Generator().manual_seed(seed), len(self.rows)
         queries = torch.randn(batch, H * G, num, D, generator=generator)
-        lengths = self.store.lengths_R.to(torch.int64)
+        plain = self.store.plain
+        lengths = plain.lengths_R.to(torch.int64)
         sees = (torch.rand(batch * H, num, generator=generator) * (lengths + 1)[:, None]).long()
         sees[:, -1] = lengths
         at = torch.tensor(self.seen)[:, None].expand(batch, num)
         out = attend(
             queries,
-            self.store.keys_CD,
-            self.store.values_CD,
-            self.store.offsets_R1,
-            self.store.lengths_R,
+            plain.keys_CD,
+            plain.values_CD,
+            plain.offsets_R1,
+            plain.lengths_R,
             sees,
             scaling=0.4,
             window=window,
-            positions_C=self.store.positions_C,
+            positions_C=plain.positions_C,
             query_positions_BS=at,
-            pages=self.store.pages,
+            pages=plain.pages,
         )
         assert_close(out, self.masked(queries.double(), sees, window))
 
@@ -222,7 +224,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert store.beside.keys() == BESIDE.keys()
         for name, column in BESIDE.items():
             assert torch.equal(store.beside[name][index], column[tokens])
-        assert_counts(store)
+        assert_counts(store.plain)
 
 
 # Nothing quicker holds what single changes of a store do to one another.

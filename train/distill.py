@@ -24,14 +24,14 @@ if __name__ == "__main__":
 from torch import nn
 from tqdm import tqdm
 
-from retain.config import leaves, to_mapping
+from retain.config import leaves, load, to_mapping
 from retain.gates import GateSet
 from retain.gates.artifact import save_gates
 from retain.hf.model.decoder import describe
 from retain.hf.model.gates import load_gates, new_gates
 from retain.hf.model.identity import fingerprint
-from retain.hf.model.named import commit_of
-from retain.hf.model.unloaded import Precision, named_config, precision_of
+from retain.models.named import commit_of
+from retain.models.unloaded import Precision, named_config, precision_of
 from retain.process.half_precision import multiplies
 from retain.train.data.branches import row_tokens
 from retain.train.data.corpus import AnyCorpus, load_corpus
@@ -58,7 +58,6 @@ from retain.train.run.dry_run import dry_run
 from retain.train.run.parallel import Accelerator, is_sharded, on_main_process
 from retain.train.run.progress import tracker_options
 from retain.train.run.signals import EXIT_INTERRUPTED, StopRequested, follow_launcher_, forget_
-from retain.train.settings import read_settings
 from retain.train.soft_stage import EndToEnd
 from retain.train.stage import Stage
 from retain.train.teacher import Frozen, load_frozen, load_unread
@@ -302,7 +301,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     follow_launcher_()
     try:
         path, overrides = recipe_of(parsed)
-        config = read_settings(path, DistillConfig, overrides)
+        config = load(path, DistillConfig, overrides)
         if parsed.dry_run:
             accelerator = make_accelerator("none")
             accelerator.print(try_step(config, accelerator))

@@ -12,11 +12,12 @@ from typing import Any, Literal
 
 import torch
 
+from retain.config import Count, Whole
 from retain.future import WEIGHTS
 from retain.gates import GATES, LookaheadGate, build_gates, dims_for
 from retain.gone import hint_of
 from retain.hf.intercept.lookahead_pass import lookahead_gates
-from retain.hf.model.unloaded import Precision
+from retain.models.unloaded import Precision
 from retain.registry import lookup, suggest
 from retain.train.calibration.fit import CalibrationSettings
 from retain.train.data.branches import check_document
@@ -28,7 +29,7 @@ from retain.train.objectives.losses import check_fit, check_losses
 from retain.train.objectives.targets import TargetSettings, check_targets
 from retain.train.rules import refuse
 from retain.train.run.schedule import TrainingSettings, check_training
-from retain.train.settings import Count, Whole, section
+from retain.train.settings import section
 from retain.train.soft_stage import SoftSettings, check_soft
 from retain.train.stage import StageName
 from retain.train.teacher import Frozen

@@ -19,6 +19,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from retain.config import Count, NotNegative, Positive, PositiveShare, Whole
 from retain.gates import GateInputs, GateSet, inputs_of
 from retain.hf.model.decoder import base_model
 from retain.hf.training.soft_attention import SoftGated
@@ -28,7 +29,7 @@ from retain.train.objectives import soft_losses
 from retain.train.objectives.soft_threshold import SoftThreshold, SoftThresholdStep, check_shift, shift_
 from retain.train.objectives.targets import Example, TargetSettings, baselines_of
 from retain.train.rules import refuse, unknown
-from retain.train.settings import Count, NotNegative, Positive, PositiveShare, Whole, section
+from retain.train.settings import section
 from retain.train.stage import HELD_OUT_STEP, Stage, Tally
 from retain.train.teacher import Frozen, View, walk
 
@@ -331,7 +332,7 @@ class EndToEnd(Stage):
                 with torch.no_grad():
                     full_BTE = self.base(**inputs, use_cache=False).last_hidden_state
                 output, log_gates = self.gated(
-                    **inputs, spared_BHT=valid_BT & (place_BT < self.soft.sinks), use_cache=False
+                    **inputs, ungated_BHT=valid_BT & (place_BT < self.soft.sinks), use_cache=False
                 )
                 terms = self._fidelity(output.last_hidden_state, full_BTE, batch, counted_BT)
             terms |= self._cost(list(log_gates.values()), valid_BT, keep)

@@ -15,9 +15,9 @@ from retain.evidence import Evidence
 from retain.gates.base import INPUTS
 from retain.hf.model.decoder import layout_of, rotary_of
 from retain.hf.model.layout import Layout
-from retain.hf.model.named import load_named, load_named_tokenizer
-from retain.hf.model.unloaded import named_config
 from retain.hf.training.block_reader import Shown, Text, forward_of, read_texts
+from retain.models.named import load_named, load_named_tokenizer
+from retain.models.unloaded import named_config
 from retain.train.data.chat import Chat, chat_of
 from retain.train.data.document import Encode, Reading
 from retain.train.run.parallel import loaded_whole
@@ -158,7 +158,7 @@ def walk(
 
 
 def load_frozen(name: str, *, chunk: int | None = CHUNK, **how: Any) -> Frozen:
-    """Loads a model by `retain.hf.model.named.load_named`, which takes `how` (dtype, revision,
+    """Loads a model by `retain.models.named.load_named`, which takes `how` (dtype, revision,
     trust_remote_code, device_map, quantization); without a device_map the caller moves it from the CPU;
     ValueError: the name cannot be resolved, or the model cannot be loaded like this; says why."""
     if chunk is not None and chunk < 1:

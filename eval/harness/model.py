@@ -1,15 +1,12 @@
 """lm-evaluation-harness with an evicting cache: the model class `retain`.
 
-A score of this class is a score under eviction, or there is none. Log-likelihoods, which lm-eval computes in
-one forward without a cache, are refused unless "evict the context, then score" is asked for; prompts are not
-cut unless that is asked for; an answer is never taken from another policy's cache of answers; and a run in
-which nothing was evicted warns.
-
     retain lm-eval -- --model retain --model_args pretrained=NAME,policy=snapkv,keep_ratio=0.25 --tasks ...
 
-lm-eval shows a model one prompt, question included, so these are `query_aware` numbers. With
-`context_marker`, a string after which the question begins, the prompt is split there: all up to it is read
-and evicted from, then the rest is read (`context_only`).
+A score of this class is a score under eviction, or there is none: log-likelihoods, which lm-eval computes in
+one forward without a cache, are refused unless `evict_context` is asked for; prompts are not cut unless that
+is asked for; answers of another policy are never taken from a cache of answers; and a run in which nothing
+was evicted warns. lm-eval shows a model one prompt, so its question is known when entries are evicted; with
+`context_marker`, all up to that string is read and evicted from first.
 
 Written for lm_eval 0.4.13 (EleutherAI/lm-evaluation-harness; it has no plug-ins, so `retain lm-eval` imports
 this file first) and its main branch, which finds the class through the entry point `lm_eval.models`.
@@ -32,16 +29,13 @@ from torch.nn.utils.rnn import pad_sequence
 
 import retain
 from retain.eval.harness.arguments import EVICT_CONTEXT, REPLACEABLE, check, sorted_out
-from retain.eval.run.answers import padded
-from retain.eval.run.results_store import gates_identity
-from retain.gates.artifact import METADATA_FILE
 from retain.hf.cache.cache import Cache
 from retain.hf.cache.regime import Regime
 from retain.hf.intercept.attach import attach
 from retain.hf.model.gates import load_gates
 from retain.hf.model.identity import identity_of
-from retain.hf.model.named import REFERENCE, load_named
 from retain.hf.version_names import CACHE
+from retain.models.named import REFERENCE, load_named
 from retain.presets import Policy
 from retain.process.extras import require
 from retain.process.provenance import code_state
@@ -57,12 +51,16 @@ OF_HARNESS = (
 )
 
 
+# Of gates' metadata: decides their scores.
+OF_GATES = ("sha256", "family", "layers", "inputs", "unit")
+
+
 @dataclass
 class Evicted:
     """Contents of a run's caches, summed over sequences when each was done with.
 
     An entry is a (layer, KV head, token) triple; generated tokens count, padding does not. Bytes are those of
-    keys and values; `largest_share` is the largest entries_held / entries_seen of a sequence.
+    keys and values.
     """
 
     sequences: int = 0
@@ -71,63 +69,43 @@ class Evicted:
     entries_held: int = 0
     bytes_full: int = 0
     bytes_held: int = 0
-    largest_share: float = 0.0
 
     def add_(self, cache: Cache) -> None:
         """Count a cache that is done with."""
         total, table = cache.report().total, cache.budgets()
         heads = sum(spec.num_kv_heads for spec in cache.state.specs)
-        seen_B, held_B = table.seen_B * heads, table.held_BLH.sum((1, 2))
-        self.sequences += len(seen_B)
-        self.sequences_evicted += int((held_B < seen_B).sum())
-        self.entries_seen += total.entries_seen
-        self.entries_held += total.entries_held
-        self.bytes_full += total.bytes_full
-        self.bytes_held += total.bytes_held
-        shares_B = (held_B.double() / seen_B)[seen_B > 0]
-        self.largest_share = max(self.largest_share, *shares_B.tolist())
-
-    def described(self) -> dict[str, Any]:
-        """For the results."""
-        share = self.entries_held / self.entries_seen if self.entries_seen else None
-        return {
-            **asdict(self),
-            "entries_evicted": self.entries_seen - self.entries_held,
-            "keep_ratio_achieved": share,
-        }
+        self.sequences += len(table.seen_B)
+        self.sequences_evicted += int((table.held_BLH.sum((1, 2)) < table.seen_B * heads).sum())
+        for name in ("entries_seen", "entries_held", "bytes_full", "bytes_held"):
+            setattr(self, name, getattr(self, name) + getattr(total, name))
 
 
 @register_model("retain")
 class RetainLM(HFLM):
-    """lm-eval's Hugging Face model, answering from a `retain.Cache`.
+    """lm-eval's Hugging Face model, answering from a `retain.Cache`; docs/lm_eval.md says more of arguments.
 
     Args:
-        pretrained: hub id, local folder, `reference:0` (the small model that ships with retain), or a
-            loaded model (then pass its tokenizer too).
-        policy: a preset (`retain policies` lists them), a variant of one, or a path to a YAML.
-        keep_ratio: kept / seen, in (0, 1]. State exactly one budget, in one of three ways.
-        tokens_per_head: entries per KV head.
-        bytes: bytes of keys and values per sequence.
-        regime: when to evict, as `retain.Cache` calls it; `prefill` (default): once, behind the prompt.
-        every: tokens between evictions, for regimes with `decode`.
-        chunk: tokens that a prompt is read in at a time; None: at once. All but its last token then.
-        gates: for learned policies, a folder or a hub id.
-        allow_other_weights: take gates whose base has other weights than the model, as for a fine-tune of it.
-        seeds: of policies that draw. Each prompt draws by this and its own tokens, so that neither the batch
-            nor the order it comes in changes what it keeps.
-        context_marker: the question begins behind the last place where this string stands in a prompt; what
-            comes before is evicted from before the question is read.
-        loglikelihood: `evict_context` allows log-likelihood tasks: a context is read but for its last token
-            and evicted from; that token and the continuation are then scored from what is held.
-        overlong: what becomes of a prompt that, with its answer, is longer than max_length: `error`, or
-            `truncate` (its beginning is cut, as lm-eval does).
+        pretrained: Hub id, local folder, `reference:0`, or a loaded model (then pass its tokenizer too).
+        policy: Preset, variant of one, or path to a YAML.
+        keep_ratio, tokens_per_head, bytes: Budget; exactly one.
+        regime, every: When to evict, as `retain.Cache` takes it.
+        chunk: Tokens that a prompt is read in at a time; None: at once. All but its last token then.
+        gates: For learned policies, a folder or a hub id.
+        allow_other_weights: Take gates whose base has other weights than the model, as for a fine-tune of it.
+        seeds: Of policies that draw. Each prompt draws by this and its own tokens, so that neither the batch
+            nor the order changes what it keeps.
+        context_marker: The question begins behind the last place where this string stands in a prompt.
+        loglikelihood: `evict_context`: a context is read but for its last token and evicted from; that token
+            and the continuation are then scored from what is held.
+        overlong: Of a prompt that, with its answer, is longer than max_length: `error`, or `truncate` (its
+            beginning is cut, as lm-eval does).
         device: None: the GPU if there is one.
-        max_length: tokens of prompt and answer; None: what the model's config says.
-        **others: fields of the policy to replace, one dot a section (`protection.recent=8`), and whatever
+        max_length: Tokens of prompt and answer; None: what the model's config says.
+        **others: Fields of the policy to replace, one dot a section (`protection.recent=8`), and whatever
             lm-eval's own `hf` takes.
 
     Raises:
-        ValueError: the request cannot be met, or holds names that look like misspelt ones.
+        ValueError: The request cannot be met, or holds names that look like misspelt ones.
     """
 
     def __init__(
@@ -156,52 +134,49 @@ class RetainLM(HFLM):
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         origin = pretrained
         if isinstance(pretrained, str) and pretrained.startswith(REFERENCE):
-            pretrained, own_tokenizer = load_named(pretrained, dtype=str(others.get("dtype", "auto")))
+            pretrained, its_tokenizer = load_named(pretrained, dtype=str(others.get("dtype", "auto")))
             pretrained = pretrained.to(device)
-            others.setdefault("tokenizer", own_tokenizer)
+            others.setdefault("tokenizer", its_tokenizer)
+        if "chunked" in Regime(regime).parts:
+            # In a padded batch the chunks of a prompt would end elsewhere than alone.
+            others["batch_size"] = 1
         super().__init__(pretrained, device=device, max_length=max_length, **others)
         if self.backend != "causal":
             raise ValueError(f"{origin} is an encoder-decoder model: retain evicts from decoders only.")
-        self.pretrained = origin if isinstance(origin, str) else type(origin).__name__
         self.marker, self.chunk, self.seed = context_marker, chunk, seeds
         self.scores_evicted, self.overlong = loglikelihood == EVICT_CONTEXT, overlong
-        self.alone = "chunked" in Regime(regime).parts
         self.retain_handle = attach(self.model)
+        loaded = (
+            None if gates is None else load_gates(gates, self.model, allow_other_weights=allow_other_weights)
+        )
         budget = {"keep_ratio": keep_ratio, "tokens_per_head": tokens_per_head, "bytes": bytes}
-        stated = {name: value for name, value in budget.items() if value is not None}
-        self._request: dict[str, Any] = {
-            "policy": str(policy),
-            **stated,
-            "regime": regime,
-            "every": every,
-            "gates": None
-            if gates is None
-            else load_gates(gates, self.model, allow_other_weights=allow_other_weights),
-            **overrides,
-        }
+        budget = {name: value for name, value in budget.items() if value is not None}
+        asked = {"policy": str(policy), "regime": regime, "every": every, "gates": loaded}
+        self._request: dict[str, Any] = {**asked, **budget, **overrides}
         # A wrong request is refused before anything is read.
         rule = self._cache().state.bound_policy
         self.keeps_all = rule.keeps_all or keep_ratio == 1
         self.evicted = Evicted()
         self._contexts: list[int] = []  # of the batch at hand: tokens up to its marker
+        tokenizer = self.tokenizer
         self.identity: dict[str, Any] = {
-            "policy": {"name": rule.name} if rule.request is None else _decisive(rule.request.policy),
-            "budget": stated,
+            "policy": {"name": rule.name} if rule.policy is None else _decisive(rule.policy),
+            "budget": budget,
             "regime": regime,
             "every": every if "decode" in regime else None,
             "chunk": chunk,
-            "gates": None if gates is None else _identity_of(gates, self._request["gates"]),
+            "gates": None if loaded is None else {name: loaded.metadata.get(name) for name in OF_GATES},
             "seeds": seeds,
             "context_marker": context_marker,
             "loglikelihood": loglikelihood,
             "overlong": overlong,
             "max_length": self.max_length,
             "model": identity_of(self.model, head=True),
-            "name": self.pretrained,
+            "name": origin if isinstance(origin, str) else type(origin).__name__,
             "dtype": str(self.model.dtype),
-            "tokenizer": _sha(self.tokenizer.backend_tokenizer.to_str())
-            if self.tokenizer.is_fast
-            else self.tokenizer.name_or_path,
+            "tokenizer": _sha(tokenizer.backend_tokenizer.to_str())
+            if tokenizer.is_fast
+            else tokenizer.name_or_path,
             **{f"lm_eval.{name}": str(others[name]) for name in OF_HARNESS if name in others},
             "retain": retain.__version__,
             "commit": code_state(Path(__file__).parent)["commit"],
@@ -232,8 +207,8 @@ class RetainLM(HFLM):
         raise ValueError(
             f"{_tasks_of(requests)} asks for the likelihood of whole documents (loglikelihood_rolling), in "
             "windows whose context is one token: there is no context to evict from before scoring begins, "
-            "and every token would be scored in the forward that reads it. Take `python -m "
-            "retain.eval.diagnose.perplexity`, which evicts before it scores, or --model hf for the full "
+            "and every token would be scored in the forward that reads it. Take `retain diagnose "
+            "--continuation given`, which evicts before it scores, or --model hf for the full "
             "cache."
         )
 
@@ -300,13 +275,7 @@ class RetainLM(HFLM):
     def _model_generate(
         self, context: Int[Tensor, "B T"], max_length: int, stop: list[str], **generation_kwargs: Any
     ) -> Tensor:
-        """One batch, with a cache of its own.
-
-        Where every chunk is evicted from, its sequences go one by one: in a padded batch a sequence's chunks
-        would end elsewhere than in a batch of its own, and its answer would depend on its neighbours.
-        """
-        if self.alone and len(context) > 1:
-            return self._one_by_one(context, max_length, stop, generation_kwargs)
+        """One batch, with its cache."""
         mask_BT = generation_kwargs.pop("attention_mask")
         rows = [row[own == 1].tolist() for row, own in zip(context, mask_BT, strict=True)]
         cache, ids_BT = self._cache(rows), context
@@ -327,25 +296,15 @@ class RetainLM(HFLM):
         self.evicted.add_(cache)
         return torch.cat([context, output[:, ids_BT.shape[1] :]], dim=1)
 
-    def _one_by_one(self, context: Tensor, max_length: int, stop: list[str], how: dict[str, Any]) -> Tensor:
-        """Answers of `_model_generate` to each sequence of a batch alone."""
-        mask_BT, contexts, answers = how["attention_mask"], self._contexts, []
-        for row, (ids, mask) in enumerate(zip(context, mask_BT, strict=True)):
-            own, self._contexts = ids[mask == 1][None], contexts[row : row + 1]
-            alone = {**how, "attention_mask": torch.ones_like(own)}
-            longest = max_length - context.shape[1] + own.shape[1]
-            output = self._model_generate(own, longest, stop, **alone)
-            answers.append(output[0, own.shape[1] :])
-        fill = self.tokenizer.pad_token_id
-        return torch.cat([context, pad_sequence(answers, batch_first=True, padding_value=fill)], dim=1)
-
     def _precision(self) -> Any:
         asked = self.mixed_precision_dtype
         return torch.autocast(device_type=self.device.type, dtype=asked, enabled=asked is not None)
 
     def _padded(self, rows: Sequence[Sequence[int]]) -> list[Tensor]:
         """Token ids, left-padded, and their mask."""
-        return [each.to(self.device) for each in padded(rows)]
+        widths = [torch.ones(len(row), dtype=torch.long) for row in rows]
+        pairs = ([torch.tensor(list(row), dtype=torch.long) for row in rows], widths)
+        return [pad_sequence(each, batch_first=True, padding_side="left").to(self.device) for each in pairs]
 
     def _read(self, cache: Cache, ids: Tensor, mask: Tensor) -> Cache:
         """Prefill a cache with what it evicts from."""
@@ -458,16 +417,20 @@ class RetainLM(HFLM):
         database.decode_key = lambda key: key.removeprefix(prefix)
 
     def get_model_info(self) -> dict[str, Any]:
-        """HFLM's, and under `retain` what was asked for and what the caches held (of this process; answers
-        that `--use_cache` had are not counted)."""
-        nothing = self.evicted.sequences > 0 and self.evicted.sequences_evicted == 0 and not self.keeps_all
+        """HFLM's, and under `retain` what was asked for and what the caches of this process held; answers
+        that `--use_cache` had are not counted."""
+        evicted = self.evicted
+        nothing = evicted.sequences > 0 and evicted.sequences_evicted == 0 and not self.keeps_all
         return {
             **super().get_model_info(),
             "retain": {
-                "split": "query_aware" if self.marker is None else "context_only",
+                "question": "known" if self.marker is None else "unknown",
                 "identity_sha": self.identity_sha,
                 **self.identity,
-                "evicted": self.evicted.described(),
+                "evicted": {
+                    **asdict(evicted),
+                    "keep_ratio_achieved": evicted.entries_held / max(1, evicted.entries_seen),
+                },
                 "processes": self.world_size,
                 "warning": "nothing was evicted: these are the full cache's scores" if nothing else None,
             },
@@ -478,13 +441,6 @@ def _decisive(policy: Policy) -> dict[str, Any]:
     """Settings of a policy that decide which entries it keeps, and not where it comes from."""
     settings = asdict(policy)
     return {name: settings[name] for name in ("name", *REPLACEABLE)}
-
-
-def _identity_of(named: str | Path, loaded: Any) -> dict[str, Any]:
-    """Facts of gates that decide their scores."""
-    if (Path(named) / METADATA_FILE).is_file():
-        return gates_identity(named)
-    return {name: loaded.metadata.get(name) for name in ("sha256", "family", "unit")}
 
 
 def _tasks_of(requests: Sequence[Any]) -> str:

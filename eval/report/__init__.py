@@ -1,5 +1,4 @@
-"""The report of a run: one list of sections, as `report.md` and `report.html`.
+"""The report of a run: `report.md`, `report.html` and `scores.png`, from its table alone.
 
-Reading order: `run`, `sentences`, `blocks`, `sections` (of `tables`, `measured`, `document_view`), `render`;
-`plots` and `picture`; `brief`; `kept` (entries kept, token by token).
+Reading order: `render`, `table`, `text`, `picture`, `page`; `document_view` (a text, token by token).
 """

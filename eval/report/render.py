@@ -1,100 +1,74 @@
-"""`report.md`, `report.html` and their pictures of a run, from one list of sections.
+"""Writes the report of a run: `report.md`, `report.html` and `scores.png`, from its table alone.
 
-    python -m retain.eval.report.render results/RUN
-
-The page is one file without an address in it, so that it reads the same in an archive, in a mail and without
-a network. Nothing in it is trusted: what models answered and documents say is escaped like everything else.
+retain report results/RUN
 """
 
-import json
-import re
+import argparse
 import sys
 from collections.abc import Sequence
-from html import escape
+from dataclasses import dataclass
 from pathlib import Path
 
-from retain.eval.report.blocks import colours
-from retain.eval.report.document_view import STEPS
+from retain.eval.report.page import page_of
 from retain.eval.report.picture import draw
-from retain.eval.report.plots import as_svg
-from retain.eval.report.run import MANY, Run, parser_of
-from retain.eval.report.sections import report_of
+from retain.eval.report.table import Table, read
+from retain.eval.report.text import PICTURE, answer_of, rest_of
+from retain.eval.stats.scores import checked, comparisons, scores
 from retain.process.command import command
-from retain.process.extras import require
 from retain.process.provenance import write_text
 
 REPORT, PAGE = "report.md", "report.html"
-TEMPLATES = Path(__file__).parent / "template"
-SHADES = ("by none", "up to 1/4", "up to 1/2", "up to 3/4", "most", "by all")
-# Marks of prose, and the elements of a page that they stand for.
-MARKS = {"**": "strong", "`": "code", "*": "em"}
 
 
-def write_report(run: Run) -> Path:
-    """Writes `report.md`, `scores.png` (of many policies `ranking.png` too) and `report.html` of a finished
-    run, and says where the report is.
+@dataclass(frozen=True)
+class Report:
+    """A report that was written.
+
+    Attributes:
+        answer: Its beginning, for a terminal: the answer in words, and the table of scores.
+        path: Of `report.md`.
+        page: Of `report.html`.
+    """
+
+    answer: str
+    path: Path
+    page: Path
+
+
+def write_report(folder: Path, table: Table | None = None) -> Report:
+    """Write the report of a finished run into its folder.
+
+    Args:
+        folder: Of the run, `results/RUN`.
+        table: Its table; None: it is read.
 
     Raises:
-        ValueError: If jinja2 is not installed, or a file of the folder is damaged.
+        ValueError: The folder holds no finished run, or `baseline` was not measured.
     """
-    require("eval", "jinja2", what=PAGE)
-    import jinja2
-
-    folder, report = run.folder, report_of(run)
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
-        autoescape=lambda name: name is not None and name.endswith("html.j2"),
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
+    table = read(folder) if table is None else table
+    config, frame = table.config, checked(table.frame)
+    summary = scores(frame)
+    compared = comparisons(
+        frame,
+        margin=config.get("margin_points", 2.0),
+        resamples=config.get("resamples", 5000),
+        baseline=config.get("baseline"),
     )
-    environment.filters |= {"marked": marked, "svg": as_svg, "inert": inert}
-    draw(run.scores, folder / "scores.png", title=run.title, names=run.drawn)
-    if len(run.scores.policies) > MANY:
-        draw(run.scores, folder / "ranking.png", title=run.title, variants=run.variants)
-    write_text(folder / REPORT, environment.get_template(f"{REPORT}.j2").render(report=report))
-    levels = "\n".join(
-        f".h{level} {{ background: {ground}; color: {ink}; }}"
-        for level, (ground, ink) in enumerate(colours())
-    )
-    own = {
-        "style": (TEMPLATES / "report.css").read_text(encoding="utf-8") + levels,
-        "script": (TEMPLATES / "report.js").read_text(encoding="utf-8"),
-        "shades": SHADES[: STEPS + 1],
-    }
-    write_text(folder / PAGE, environment.get_template(f"{PAGE}.j2").render(report=report, **own))
-    return folder / REPORT
-
-
-def section(report: Path, title: str) -> str:
-    """The text of one section of a written report, without its heading."""
-    return report.read_text().split(f"## {title}\n\n", 1)[1].split("\n\n## ", 1)[0]
-
-
-def marked(text: str) -> str:
-    """Prose as markup: escaped, then its marks as elements."""
-    made = escape(text)
-    for mark, element in MARKS.items():
-        made = re.sub(
-            rf"{re.escape(mark)}(\S(?:.*?\S)?){re.escape(mark)}", rf"<{element}>\1</{element}>", made
-        )
-    return made
-
-
-def inert(value: object) -> str:
-    """JSON that can stand inside a script element: no character of it can end one."""
-    text = json.dumps(value, separators=(",", ":"))
-    for character in "<>&\u2028\u2029":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return text
+    answer = answer_of(table, summary, compared)
+    text = "\n\n".join((answer, PICTURE, rest_of(table, summary, compared))) + "\n"
+    draw(summary, folder / "scores.png")
+    write_text(folder / REPORT, text)
+    write_text(folder / PAGE, page_of(text, f"Comparison {config['run']}", folder))
+    return Report(answer, folder / REPORT, folder / PAGE)
 
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the report of a folder again."""
-    given = parser_of("Write report.md, report.html and their pictures again.").parse_args(arguments)
-    print(write_report(Run.read(given.folder)).with_name(PAGE))
+    """Write the report of a run again, and print its answer."""
+    parser = argparse.ArgumentParser(description="Write the report of a run again; no model is needed.")
+    parser.add_argument("folder", type=Path, help="folder of a run, results/RUN")
+    report = write_report(parser.parse_args(arguments).folder)
+    print(f"{report.answer}\n\nReport: {report.page}")
     return 0
 
 

@@ -1,7 +1,6 @@
-"""The measuring of a comparison: units of work in, rows out.
+"""Measures a comparison: contexts in, lines of a table out.
 
-Reading order: `runner` (the loop over units), `cells` (one batch of items: what is held, what is answered),
-`caches` (one reading of the contexts, a cache for each cell) with `first_forward` and `scoring`, `answers`,
-`results_store`; then what comes before: `checks`, `evaluated_model`, `gate_sources`, `baselines`,
-`processes`.
+Reading order: `plan` (model, gates, contexts, units), `measure` (the lines of a unit), `prefill` with
+`first_forward` and `scores` (a cache for each policy and budget from one reading), `answers`, `memory` (equal
+bytes), `table` (files); then `checks`, which comes before all of it.
 """

@@ -1,10 +1,11 @@
-"""Finds everything about a comparison that can be wrong, before work starts, and says it at once.
+"""Finds everything about a comparison that can be wrong, before anything is measured, and says it at once.
 
-Names exist, gates are there and fit, budgets hold what is protected, and every policy goes with every regime.
+First what the config alone shows (names, variants, protections, budgets); then, with the model loaded, that
+gates fit, that every policy goes with every time of eviction, and that budgets hold what is protected on the
+shortest context of each task.
 """
 
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,368 +17,210 @@ from retain.config import problems_of
 from retain.eval.config import (
     CONTROLS,
     FULL,
-    OWN_GATES,
+    GATES,
     PRESET,
-    REGIMES,
-    SHARED,
+    Candidate,
     CompareConfig,
-    all_lines,
-    budget_of,
+    all_candidates,
+    budget_label,
+    candidates_of,
     find_policy,
-    gate_names,
     gate_users,
-    indices_of,
-    lines_of,
     resolve_device,
-    with_all_tasks,
 )
-from retain.eval.run.caches import open_cache
-from retain.eval.run.evaluated_model import one_by_one
-from retain.eval.run.gate_sources import load_source
-from retain.eval.tasks.suite import Suite
-from retain.gates.artifact import METADATA_FILE
-from retain.gone import hint_of
+from retain.eval.run.plan import (
+    Context,
+    Loaded,
+    load_contexts,
+    load_model,
+    load_set,
+    resolve_policies,
+    tasks_of,
+)
+from retain.eval.run.prefill import open_cache
+from retain.gates import GateSet
 from retain.head_weights import read_weights
-from retain.hf.model.gates import load_gates
 from retain.policy import Policy
 from retain.presets import policies
 from retain.protection import protected_mask
 from retain.registry import suggest
 
-# Of a task, all items are made to find its shortest; but behind the first few only while that takes no more
-# seconds than this, and never for longer than that.
-FIRST_ITEMS = 50
-CHEAP_SECONDS = 3.0
-MOST_SECONDS = 30.0
 # Fields whose entries are each named once.
-REPEATABLE = ("seeds", "tasks", "regimes", "keep_ratios", "tokens_per_head", "policies")
+REPEATABLE = ("seeds", "tasks", "when", "question", "keep_ratios", "tokens_per_head", "policies")
 
 
-def check(config: CompareConfig, suite: Suite, processes: int = 1) -> list[str]:
-    """Finds everything that is wrong with a config.
+def load_checked(config: CompareConfig, local_rank: int = 0) -> tuple[Loaded, dict[str, list[Context]]]:
+    """Loads everything that a comparison needs, and checks it.
 
     Returns:
-        What could not be made sure of.
+        The model with what scores it; and by task its contexts.
 
     Raises:
         ValueError: All problems in one message.
     """
-    notes: list[str] = []
-    problems = stated_problems(config, suite, processes) or [*_weights(config)]
-    if not problems:
-        problems = [
-            *_gates(config, suite, notes),
-            *_budgets(config, suite, notes),
-            *_documents(config, suite),
-        ]
-    if problems:
-        lines = "\n".join(f"  - {problem}" for problem in problems)
-        raise ValueError(f"This comparison cannot start:\n{lines}")
-    return notes
-
-
-def stated_problems(config: CompareConfig, suite: Suite, processes: int = 1) -> list[str]:
-    """Problems of a config, found before gates, budgets and documents are looked at."""
-    presets = {preset.name: preset.variants for preset in policies()}
-    found = (
-        *(_names(config, suite, presets), _uses(config, presets), _variants(config, presets)),
-        *(_protections(config, presets), _grid(config, suite), _devices(config, processes)),
-        _bytes(config, presets),
-    )
-    return [*problems_of(config), *(problem for part in found for wrong, problem in part if wrong)]
-
-
-# What may be wrong with a config: whether it is, and the message.
-Checked = Iterator[tuple[object, str]]
-Presets = Mapping[str, tuple[str, ...]]
-
-
-def _unknown(what: str, name: str, known: Iterable[str]) -> tuple[bool, str]:
-    names = list(dict.fromkeys(known))
-    return name not in names, f"{what} {name!r}{suggest(name, names)}; known: {', '.join(names)}"
-
-
-def _names(config: CompareConfig, suite: Suite, presets: Presets) -> Checked:
-    for what, asked, there in (
-        ("policy", config.policies, [FULL, *presets, *config.variants, *CONTROLS]),
-        ("task", config.tasks, [*suite.tasks, *(name.partition("/")[0] for name in suite.tasks)]),
-        ("regime", config.regimes, REGIMES),
-    ):
-        yield from (_unknown(f"unknown {what}", name, there) for name in asked)
-    known = config.seeds if suite.seeds is None else suite.seeds
-    has = f"it has {', '.join(map(str, known))}"
-    for seed in config.seeds:
-        yield seed not in known, f"suite {suite.name!r} has no model of seed {seed}; {has}"
-    yield FULL in config.policies, f"{FULL!r} is always measured: leave it out of `policies`"
-    for field in REPEATABLE:
-        own = getattr(config, field)
-        yield len({*own}) < len(own), f"`{field}` names something twice: {own}"
-    nowhere = Path(config.run).name != config.run or config.run in ("", ".", "..")
-    yield nowhere, f"`run` is the name of a folder under {config.results}, got {config.run!r}"
-
-
-def _uses(config: CompareConfig, presets: Presets) -> Checked:
-    """Sets of gates, and the policies that take them."""
-    yield (
-        OWN_GATES in config.gate_sets,
-        f"`gate_sets` names a set {OWN_GATES!r}, which is what the folder `gates` is called: give it another "
-        "name",
-    )
-    known, sets = [*presets, *config.variants], [OWN_GATES, *config.gate_sets]
-    for policy, name in config.uses.items():
-        gives = f"`uses` gives gates to {policy!r}, which takes none"
-        if policy in (FULL, *CONTROLS):
-            yield True, f"{gives}: leave it out"
-            continue
-        yield _unknown("`uses` gives gates to an unknown policy", policy, known)
-        # Of a policy that cannot be made it is not known whether it takes gates.
-        can_be = policy in known and _error_of(find_policy, config, policy) is None
-        yield (
-            can_be and not find_policy(config, policy).learned,
-            f"{gives} (its `learned` is false): leave it out, or set learned=true in a variant",
-        )
-        yield _unknown(f"`uses` gives {policy!r} unknown gates", name, sets)
-
-
-def _variants(config: CompareConfig, presets: Presets) -> Checked:
-    """Variants; `presets` says which variants each preset has of its own."""
-    for name, variant in config.variants.items():
-        first = variant[0] if variant else ""
-        preset, colon, own = first.partition(":")
-        if name in (FULL, *presets, *CONTROLS):
-            yield True, f"variant {name!r} has the name of a policy that there is: give it another"
-        elif "+" in name:
-            yield True, f"variant {name!r}: a '+' stands before a protection: take a name without it"
-        elif preset == FULL or preset not in presets:
-            yield (
-                True,
-                f"variant {name!r} begins with the preset that it changes, got "
-                f"{first or 'nothing'!r}{suggest(preset, presets)}; then `key=value`, as in "
-                "[snapkv, protection.sinks=0]",
-            )
-        elif colon and own not in presets[preset]:
-            known = presets[preset]
-            yield (
-                True,
-                f"variant {name!r} begins with {first!r}, and preset {preset!r} has no variant "
-                f"{own!r}{hint_of(first) or suggest(own, known)}; it has {', '.join(known) or 'none'}",
-            )
-        else:
-            refused = _error_of(find_policy, config, name)
-            yield refused, f"variant {name!r}: {refused}"
-
-
-def _protections(config: CompareConfig, presets: Presets) -> Checked:
-    """Protections, tried on every policy that is measured under one, and `under`."""
-    for name, changes in config.protections.items():
-        others = [change for change in changes if not change.startswith(("protection.", "scope="))]
-        if name == PRESET or "+" in name:
-            yield True, f"protection {name!r}: take a name that is not {PRESET!r} and has no '+' in it"
-        elif others or not changes:
-            yield (
-                True,
-                f"protection {name!r} is a list of `protection.field=value` and `scope=value`, got "
-                f"{list(changes)}; what else a policy changes belongs in a variant",
-            )
-        else:
-            # Unknown policies are said elsewhere, with what they may have meant.
-            known = {FULL, *presets, *config.variants, *CONTROLS}
-            for policy in dict.fromkeys(config.under.get(name, config.policies)):
-                refused = _error_of(find_policy, config, policy, name) if policy in known else None
-                yield refused, f"protection {name!r}: {refused}"
-    for name, measured in config.under.items():
-        hint = suggest(name, config.protections)
-        named = f"`under` names the protection {name!r}{hint}, which is not in `protections`"
-        yield name not in config.protections, named
-        for policy in measured:
-            yield (
-                policy not in config.policies,
-                f"`under` asks for {policy!r} under {name!r}{suggest(policy, config.policies)}, and it is "
-                "not among the policies: add it there, or leave it out",
-            )
-    nothing = not config.protections and not config.preset_protection
-    yield nothing, "`preset_protection` is false and `protections` is empty: nothing would be measured"
-
-
-def _grid(config: CompareConfig, suite: Suite) -> Checked:
-    """Numbers, and what would leave nothing to measure."""
-    for name in ("seeds", "regimes", "policies"):
-        yield not getattr(config, name), f"`{name}` is empty"
-    yield not config.budgets, "`keep_ratios` is empty, and so is `tokens_per_head`: state a budget"
-    least = f"tokens_per_head lies below context_tokens ({config.context_tokens})"
-    yield from ((own >= config.context_tokens, f"{least}; got {own}") for own in config.tokens_per_head)
-    for regime in config.regimes if {*config.policies} <= {*CONTROLS} else ():
-        text = f"the policies are controls, and regime {regime!r} has no place for them"
-        yield regime not in SHARED, f"{text}: leave it out, or name a policy"
-    for name in with_all_tasks(config, suite) if config.first_item > 0 else ():
-        yield (
-            not indices_of(config, suite, name),
-            f"task {name!r} has {suite.tasks[name].num_items} items, and `first_item` is "
-            f"{config.first_item}: none is left; lower it, or leave the task out",
-        )
-    several = len(config.seeds) > 1 and suite.seeds is not None
-    folders = {f"gate_sets.{name}.folder": own.folder for name, own in config.gate_sets.items()}
-    for name, folder in {"gates": config.gates, **folders}.items():
-        yield (
-            several and folder and "{seed}" not in folder,
-            f"`{name}` needs a {{seed}} in it, since there are {len(config.seeds)} seeds; got {folder!r}",
-        )
-
-
-def _made(config: CompareConfig, presets: Presets) -> dict[str, Policy]:
-    """The policies that can be made."""
-    known = {*presets, *config.variants, *CONTROLS}
-    return {
-        name: find_policy(config, name)
-        for name in config.policies
-        if name in known and _error_of(find_policy, config, name) is None
-    }
-
-
-def _bytes(config: CompareConfig, presets: Presets) -> Checked:
-    """Settings that go with the bytes that caches hold."""
-    again = [regime for regime in config.regimes if regime not in SHARED]
-    yield (
-        config.cache_dtype is not None and again,
-        f"cache_dtype {config.cache_dtype!r} rounds a prefill that is evicted from once, and regimes "
-        f"{', '.join(again)} hold what their models compute: leave cache_dtype out, or these regimes",
-    )
-    packing = [name for name, own in _made(config, presets).items() if own.precision is not None]
-    yield (
-        packing and config.tokens_per_head,
-        f"{', '.join(packing)} hold entries in fewer bytes, and tokens_per_head counts entries, of which "
-        "they would hold fewer bytes than others: state keep_ratios, which are ratios of bytes for them",
-    )
-
-
-def _devices(config: CompareConfig, processes: int) -> Checked:
-    spread_over, refused = config.text.device_map, _error_of(resolve_device, config.device)
-    yield refused, str(refused)
-    on_gpu = refused is None and (spread_over or resolve_device(config.device).type == "cuda")
-    yield (
-        on_gpu and config.workers > 1 and processes == 1,
-        f"each of {config.workers} workers would load a model onto the same GPU: take workers=0, or start a "
-        "process for each GPU with `accelerate launch --num_processes N eval/compare.py ...`",
-    )
-    elsewhere = f"text.device_map spreads the model of suite 'text', and this is {config.suite!r}"
-    yield spread_over and config.suite != "text", elsewhere
-
-
-def _gates(config: CompareConfig, suite: Suite, notes: list[str]) -> list[str]:
-    """Loads every seed's gates against its model, as the run will, and makes its controls of them; with those
-    of the first seed, tries the caches of all lines."""
-    if not gate_users(config) and all(regime in SHARED for regime in config.regimes):
-        return []
-    missing, broken = [], {}
-
-    def look(seed: int, model: Any) -> None:
-        problems, sets = [], {}
-        folders: dict[str, list[str]] = {}
-        for name in gate_names(config):
-            folders.setdefault(config.gates_of(seed, name), []).append(name)
-        for folder, names in folders.items():
-            if not (Path(folder) / METADATA_FILE).is_file():
-                command = suite.train_gates.format(seed=seed, gates=folder)
-                missing.append(
-                    f"there are no gates for seed {seed} in {folder}{_of_sets(names)}; train them first:"
-                    f"\n      {command}"
-                )
-                continue
-            try:
-                read = {folder: load_gates(folder, model, allow_other_weights=config.allow_other_weights)}
-            except ValueError as error:
-                problems.append(f"gates of seed {seed}{_of_sets(names)}: {error}")
-                continue
-            for name in names:
-                try:
-                    sets[name] = load_source(config, seed, name, model, read)
-                except ValueError as error:
-                    problems.append(f"gates of seed {seed}{_of_sets([name])}: {error}")
-        broken[seed] = problems + (_misfits(config, model, sets) if seed == config.seeds[0] else [])
-
-    # Without gates the first seed's caches are all there is to try.
-    one_by_one(config if gate_users(config) else replace(config, seeds=config.seeds[:1]), suite, look)
-    return missing + [problem for problems in broken.values() for problem in problems]
-
-
-def _of_sets(names: Sequence[str]) -> str:
-    """For a message; the config's own `gates` need no name."""
-    return "" if [*names] == [OWN_GATES] else f" (gate_sets: {', '.join(names)})"
-
-
-def _misfits(config: CompareConfig, model: Any, sets: Mapping[str, Any]) -> list[str]:
-    """Tries the cache of every line: a unit that its fusion cannot use, weights that were never fitted, a
-    regime that it cannot serve. In the regimes that share a prefill, a protected window shorter than the
-    gates were trained for is measured as it is stated, and no problem."""
-    users, found = gate_users(config), {}
-    for regime in config.regimes:
-        for line in lines_of(config, regime):
-            policy = find_policy(config, line.policy, line.protection)
-            name, shared = users.get(line.policy, ""), regime in SHARED
-            # Gates that are not there are said.
-            if (name or shared) and name not in sets:
-                continue
-            window = (sets[name].metadata.get("protected_window") or 0) if shared else 0
-            if policy.protection.recent < window:
-                policy = replace(policy, protection=replace(policy.protection, recent=window))
-            opened = "context_only" if shared else regime
-            where = f"with gates {name!r}" if shared else f"in regime {regime!r}"
-            refused = _error_of(open_cache, model, config, opened, policy, config.budgets[0], sets.get(name))
-            if refused:
-                found[line.name, where] = f"policy {line.name!r} {where}: {refused}"
-    return [*found.values()]
-
-
-def shortest_of(config: CompareConfig, suite: Suite, task: str) -> tuple[tuple[int, int, int], int, int]:
-    """The shortest of a task's contexts.
-
-    Returns:
-        Its tokens, with item and seed; how many items were made to find it, and how many there are.
-
-    Raises:
-        ValueError: An item that cannot be made.
-    """
-    places = [(index, seed) for index in indices_of(config, suite, task) for seed in config.seeds]
-    found: list[tuple[int, int, int]] = []
-    began = time.monotonic()
-    for index, seed in places:
-        item = suite.item(task, seed, index, config.context_tokens)
-        found.append((len(item.context_ids), index, seed))
-        took = time.monotonic() - began
-        if took > MOST_SECONDS or (took > CHEAP_SECONDS and len(found) >= FIRST_ITEMS):
-            break
-    return min(found, key=lambda own: own[0]), len(found), len(places)
-
-
-def _budgets(config: CompareConfig, suite: Suite, notes: list[str]) -> Iterator[str]:
-    """Tries each policy's protection on a context of full length, and on the shortest of each task: a budget
-    below what is protected is found here, not hours later."""
-    shortest, some = [(config.context_tokens, "")], []
-    for task in with_all_tasks(config, suite):
+    _refuse(stated_problems(config))
+    model, tokenizer = load_model(config, local_rank)
+    problems: list[str] = []
+    contexts: dict[str, list[Context]] = {}
+    for task in tasks_of(config):
         try:
-            (tokens, item, seed), looked, there = shortest_of(config, suite, task)
-        except ValueError as error:
-            yield f"task {task!r}: {error}"
+            contexts[task] = load_contexts(config, task, model, tokenizer)
+        except (ValueError, OSError) as error:
+            problems.append(f"task {task!r}: {error}")
+    sets: dict[str, GateSet] = {}
+    users = gate_users(config)
+    for label in dict.fromkeys(users.values()):
+        takers = [policy for policy, own in users.items() if own == label]
+        try:
+            sets[label] = load_set(config, label, model, takers[0])
+        except (ValueError, OSError) as error:
+            problems.append(f"gates {label!r} of {', '.join(takers)}: {error}")
+    loaded = Loaded(model, tokenizer, resolve_policies(config), sets, users)
+    problems += [*_misfits(config, loaded), *_budgets(config, loaded.policies, contexts)]
+    _refuse(problems)
+    return loaded, contexts
+
+
+def _refuse(problems: Sequence[str]) -> None:
+    if problems:
+        lines = "\n".join(f"  - {problem}" for problem in dict.fromkeys(problems))
+        raise ValueError(f"This comparison cannot start:\n{lines}")
+
+
+def stated_problems(config: CompareConfig) -> list[str]:
+    """Problems that a config shows by itself."""
+    presets = {preset.name: tuple(preset.variants) for preset in policies()}
+    parts = (_names(config, presets), _gate_labels(config), _protections(config), _grid(config))
+    return [*problems_of(config), *(problem for part in parts for problem in part)]
+
+
+def _names(config: CompareConfig, presets: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """Policies, variants, tasks and the name of the run."""
+    known = [*presets, *config.variants, *CONTROLS]
+    for name in config.policies:
+        if name == FULL:
+            yield f"{FULL!r} is always measured: leave it out of `policies`"
+        elif name not in known:
+            yield f"unknown policy {name!r}{suggest(name, known)}; known: {', '.join(known)}"
+    for name, parts in config.variants.items():
+        if name in (FULL, *presets, *CONTROLS):
+            yield f"variant {name!r} has the name of a policy that there is: give it another"
+        elif not parts:
+            yield f"variant {name!r} is empty: begin it with a preset, as in [snapkv, protection.sinks=0]"
+        elif refused := error_of(find_policy, config, Candidate(name)):
+            yield f"variant {name!r}: {refused}"
+    if refused := error_of(tasks_of, config):
+        yield str(refused)
+    if Path(config.run).name != config.run or config.run in ("", ".", ".."):
+        yield f"`run` is the name of a folder under {config.results}, got {config.run!r}"
+    if refused := error_of(resolve_device, config.device):
+        yield str(refused)
+    if config.baseline is not None and config.baseline not in (FULL, *config.policies):
+        hint = suggest(config.baseline, config.policies)
+        yield f"`baseline` is none of the policies, got {config.baseline!r}{hint}"
+
+
+def _gate_labels(config: CompareConfig) -> Iterator[str]:
+    """Sets of gates, and policies that take them."""
+    if GATES in config.gate_sets:
+        yield f"`gate_sets` names a set {GATES!r}, which is what `gates` is called: give it another name"
+    for policy, label in config.uses.items():
+        if policy not in config.policies:
+            hint = suggest(policy, config.policies)
+            yield f"`uses` gives gates to {policy!r}{hint}, which is none of the policies"
+        elif label not in (GATES, *config.gate_sets):
+            yield f"`uses` gives {policy!r} unknown gates {label!r}{suggest(label, config.gate_sets)}"
+        elif error_of(find_policy, config, Candidate(policy)) is None and policy not in gate_users(
+            replace(config, policies=(policy,))
+        ):
+            yield f"`uses` gives gates to {policy!r}, which takes none: leave it out"
+
+
+def _protections(config: CompareConfig) -> Iterator[str]:
+    """Protections, tried on every policy that is measured under one."""
+    for label, changes in config.protections.items():
+        others = [change for change in changes if not change.startswith(("protection.", "scope="))]
+        if label == PRESET or others or not changes:
+            yield (
+                f"protection {label!r} is a list of `protection.field=value` and `scope=value` under another "
+                f"label than {PRESET!r}, got {list(changes)}; other changes belong in a variant"
+            )
             continue
-        where = f", on item {item} of task {task!r} (seed {seed}), whose context has {tokens} tokens"
-        shortest.append((tokens, where))
-        if looked < there:
-            some.append(f"{task} ({looked} of {there})")
-    if some:
-        notes.append(
-            "budgets were tried on the shortest of the first items alone: a shorter one may stop the run. "
-            + ", ".join(some)
+        for policy in config.policies:
+            plain = error_of(find_policy, config, Candidate(policy))
+            if plain is None and (refused := error_of(find_policy, config, Candidate(policy, label))):
+                yield f"protection {label!r}: {refused}"
+
+
+def _grid(config: CompareConfig) -> Iterator[str]:
+    """Fields that would leave nothing to measure, or state something twice."""
+    for name in ("seeds", "when", "question", "policies", "tasks"):
+        if not getattr(config, name):
+            yield f"`{name}` is empty"
+    for name in REPEATABLE:
+        values = getattr(config, name)
+        if len({*values}) < len(values):
+            yield f"`{name}` names something twice: {values}"
+    if not config.budgets:
+        yield "`keep_ratios` is empty, and so is `tokens_per_head`: state a budget"
+    for tokens in config.tokens_per_head:
+        if tokens >= config.context_tokens:
+            yield f"tokens_per_head lies below context_tokens ({config.context_tokens}); got {tokens}"
+    if "prefill" not in config.when and {*config.policies} <= {*CONTROLS}:
+        yield "the policies are controls, which are measured with when=prefill alone: add it, or a policy"
+    packing = [
+        name
+        for name in config.policies
+        if error_of(find_policy, config, Candidate(name)) is None
+        and find_policy(config, Candidate(name)).precision is not None
+    ]
+    if packing and config.tokens_per_head:
+        yield (
+            f"{', '.join(packing)} hold entries in fewer bytes, and tokens_per_head counts entries, of which "
+            "they would hold fewer bytes than others: state keep_ratios, which are ratios of bytes for them"
         )
-    # The full length first; then the shortest, of which one message is enough.
-    shortest[1:] = sorted(shortest[1:], key=lambda own: own[0])
-    for line in all_lines(config):
-        policy = find_policy(config, line.policy, line.protection)
-        for value in config.budgets:
-            what = f"policy {line.name!r} at {'keep_ratio' if value < 1 else 'tokens_per_head'} {value:g}"
-            for tokens, where in shortest:
-                if refused := _error_of(_protect, policy, budget_of(value), tokens):
-                    step = " Or leave the task out, or raise context_tokens." if where else ""
-                    yield f"{what}{where}: {refused}{step}"
+
+
+def _misfits(config: CompareConfig, loaded: Loaded) -> Iterator[str]:
+    """Tries the cache of every candidate: its fusion may not take the unit of its gates, its weights may not
+    be fitted, it may not evict at this time, or lack its head weights. Behind the prompt, a protected window
+    shorter than the gates were trained for is measured as it is stated."""
+    for when in config.when:
+        for candidate in candidates_of(config, when):
+            policy, label = loaded.policies[candidate], loaded.users.get(candidate.policy)
+            weights = policy.weights
+            if weights is not None and (refused := error_of(read_weights, weights)):
+                yield f"policy {candidate.label!r}: {refused}"
+                continue
+            if candidate.policy in CONTROLS or (label is not None and label not in loaded.gates):
+                continue  # missing gates are said already
+            gates = loaded.gates_of(candidate)
+            if when == "prefill" and gates is not None:
+                window = gates.metadata.get("protected_window") or 0
+                if policy.protection.recent < window:
+                    policy = replace(policy, protection=replace(policy.protection, recent=window))
+            refused = error_of(open_cache, loaded.model, config, when, policy, config.budgets[0], gates)
+            if refused:
+                yield f"policy {candidate.label!r} with when={when}: {refused}"
+
+
+def _budgets(
+    config: CompareConfig, policies: Mapping[Candidate, Policy], contexts: Mapping[str, list[Context]]
+) -> Iterator[str]:
+    """Tries each candidate's protection at every budget, on the shortest context of each task."""
+    shortest = [
+        min(of_task, key=lambda context: len(context.ids)) for of_task in contexts.values() if of_task
+    ]
+    for candidate in all_candidates(config):
+        for budget in config.budgets:
+            for context in sorted(shortest, key=lambda context: -len(context.ids)):
+                row, tokens = context.rows[0], len(context.ids)
+                if refused := error_of(_protect, policies[candidate], budget, tokens):
+                    yield (
+                        f"policy {candidate.label!r} at {budget_label(budget)}, on item {row.item} of task "
+                        f"{row.task!r} (seed {row.seed}), whose context has {tokens} tokens: {refused} Or "
+                        "leave the task out, or raise context_tokens."
+                    )
                     break
 
 
@@ -387,29 +230,10 @@ def _protect(policy: Policy, budget: Budget, tokens: int) -> None:
     protected_mask(policy.protection, torch.ones(1, tokens, dtype=torch.bool), totals.per_head_B)
 
 
-def _error_of(call: Callable[..., object], *arguments: Any) -> Exception | None:
-    """The error of a call that refuses its arguments."""
+def error_of(call: Callable[..., object], *arguments: Any) -> Exception | None:
+    """Error of a call that refuses its arguments."""
     try:
         call(*arguments)
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, FileNotFoundError, KeyError) as error:
         return error
     return None
-
-
-def _documents(config: CompareConfig, suite: Suite) -> Iterator[str]:
-    """Whether there are documents for what is fitted on them."""
-    if "token_identity" in config.policies and (refused := _error_of(_first, suite.documents, config)):
-        yield f"token_identity: {refused}"
-
-
-def _weights(config: CompareConfig) -> Iterator[str]:
-    """Whether weights of heads are there, for policies that read them."""
-    for line in all_lines(config):
-        path = find_policy(config, line.policy, line.protection).allocation.weights
-        if path is not None and (refused := _error_of(read_weights, path)):
-            yield f"policy {line.name!r}: {refused}"
-
-
-def _first(source: Callable[[int, int, int], Iterator[Any]], config: CompareConfig) -> object:
-    """The first document of a source, or None."""
-    return next(source(config.seeds[0], 1, config.context_tokens), None)

@@ -1,6 +1,5 @@
-"""Statistics of paired scores: intervals, tests and verdicts.
+"""Statistics of paired scores.
 
-Reading order: `significance` (interval and verdict), `not_worse` (one-sided bounds), `paired_tests`,
-`paired_result` (all of a comparison), `power`, `summary` (of a whole run, and what is independent in it),
-`comparisons` (in words), `ceilings`.
+Reading order: `scores` (from the table of a run), `paired` (tests and verdicts of a family), `interval`,
+`bound`.
 """

@@ -1,28 +1,25 @@
-"""Provides haystacks (endless sentences), and puts needles between their sentences.
+"""Provides haystacks (sentences without end), puts needles between them, and draws the words of both.
 
-Needles go between the sentences of a `Haystack`, never into one. RULER's essays have no licence and are not
-here; other texts take their place under names of their own:
+RULER's essays have no licence and are not here; other texts take their place under names of their own:
 
 - `gen-prose`: sentences from frames, filled with words of wonderwords; the default, needs nothing;
-- `python`: lines of Python's standard library that the reference model did not train on;
-- `file:PATH`: any UTF-8 text, split into sentences by pysbd, from a sentence that the item draws. The random
-  numbers of an item depend on the content of the text (`identity`), not on its path.
+- `file:PATH`: any UTF-8 text, split into sentences by pysbd, from a sentence that the row draws. The random
+  numbers of a row depend on the content of the text (`identity`), not on its path.
 
-A text is split into sentences once, so that the search for the fitting length costs a join and a token count.
+Words are drawn from the lists of wonderwords (MIT), as RULER reads them, sorted and without repetitions.
 """
 
 import hashlib
 import random
 import re
-from collections.abc import Callable, Sequence
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-from itertools import accumulate
+from functools import cache, lru_cache
+from importlib.resources import files
 from pathlib import Path
 
-from retain.eval.tasks.words import plain
 from retain.process.extras import require
-from retain.reference.corpus import sources
 from retain.registry import lookup
 
 DEFAULT = "gen-prose"
@@ -64,52 +61,42 @@ class Haystack:
 
 
 def load_haystack(name: str, draw: random.Random) -> Haystack:
-    """Load a haystack by its name ("gen-prose", "python" or "file:PATH"); the same random state gives the
-    same sentences.
+    """Load a haystack by its name ("gen-prose" or "file:PATH"); the same random state gives the same
+    sentences.
 
     Raises:
-        ValueError: no such haystack, or a file that cannot be read or holds nothing.
+        ValueError: No such haystack, or a file that cannot be read or holds nothing.
     """
-    if not name.startswith("file:"):
-        lookup(name, {DEFAULT: None, "python": None}, what="haystack")
     if name == DEFAULT:
         # A stream of its own: how many sentences are made must not change any other draw.
         prose = random.Random(draw.getrandbits(64))
         return Haystack(DEFAULT, lambda number: _prose(prose))
-    shown, joint = name, "\n"
-    if name == "python":
-        sentences = _python_lines()
-    else:
-        path = name.removeprefix("file:")
-        digits, sentences = _file_sentences(path)
-        # Two texts never share a name in a table, and the path stays private.
-        shown, joint = f"file:{Path(path).name}@{digits}", " "
+    if not name.startswith("file:"):
+        lookup(name, {DEFAULT: None, "file:PATH": None}, what="haystack")
+    path = name.removeprefix("file:")
+    digest, sentences = _file_sentences(path)
     start = draw.randrange(len(sentences))
-    return Haystack(shown, lambda number: sentences[(start + number) % len(sentences)], joint)
+    # Two texts never share a name in a table, and the path stays private.
+    shown = f"file:{Path(path).name}@{digest}"
+    return Haystack(shown, lambda number: sentences[(start + number) % len(sentences)])
 
 
 def identity(name: str) -> str:
-    """A haystack's name as random numbers depend on it; of a file, `file:` and 16 digits of its SHA-256.
-
-    Raises:
-        ValueError: a file that cannot be read or holds nothing.
-    """
-    if not name.startswith("file:"):
-        return name
-    return f"file:{_file_sentences(name.removeprefix('file:'))[0]}"
+    """A haystack's name as random numbers depend on it; of a file, `file:` and 16 digits of its SHA-256."""
+    return f"file:{_file_sentences(name.removeprefix('file:'))[0]}" if name.startswith("file:") else name
 
 
 def _prose(draw: random.Random) -> str:
     # The order of the fields is the order of the draws.
     frame = draw.choice(_FRAMES)
     parts = {"n": "noun", "n2": "noun", "v": "verb", "a": "adjective", "a2": "adjective"}
-    sentence = frame.format(**{name: draw.choice(plain(part)) for name, part in parts.items()})
+    sentence = frame.format(**{name: draw.choice(_plain(part)) for name, part in parts.items()})
     return re.sub(r"\b([Aa]) (?=[aeiou])", r"\1n ", sentence)  # "an" before a vowel
 
 
 @lru_cache(maxsize=4)
 def _file_sentences(path: str) -> tuple[str, tuple[str, ...]]:
-    """Hash of a text, and its sentences."""
+    """Digest of a text, and its sentences."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -131,48 +118,75 @@ def _file_sentences(path: str) -> tuple[str, tuple[str, ...]]:
     return hashlib.sha256(text.encode()).hexdigest()[:16], found
 
 
-@lru_cache(maxsize=1)
-def _python_lines() -> tuple[str, ...]:
-    return tuple(line.rstrip() for _, text in sources("eval") for line in text.splitlines() if line.strip())
+def insert(hay: Haystack, size: int, placed: Sequence[tuple[int, str]], opening: str = "") -> str:
+    """Put needles between the first `size` sentences of a haystack, behind `opening`. Each needle comes with
+    the number of the sentence that it stands before (`size`: at the end)."""
+    before: dict[int, list[str]] = {}
+    for place, needle in placed:
+        before.setdefault(place, []).append(needle)
+    parts: list[str] = []
+    for place, sentence in enumerate(hay.sentences(size)):
+        parts += [*before.get(place, ()), sentence]
+    return opening + hay.joint.join([*parts, *before.get(size, ())])
 
 
-def woven(
-    sentences: Sequence[str], placed: Sequence[tuple[int, str]], joint: str, opening: str = ""
-) -> tuple[str, list[tuple[int, int]]]:
-    """Put needles between sentences; return the text, and where each needle stands in it.
-
-    Args:
-        sentences: Of the haystack.
-        placed: Needles, each with the number of the sentence that it stands before (`len(sentences)`: at the
-            end); of one place, in the order given.
-        joint: Text between two sentences.
-        opening: Text before all of them.
-    """
-    needles = [(place, 0, number) for number, (place, _) in enumerate(placed)]
-    order = sorted([*needles, *((place, 1, place) for place in range(len(sentences)))])
-    parts, at, spans = [], len(opening), [(0, 0)] * len(placed)
-    for _, is_sentence, number in order:
-        text = sentences[number] if is_sentence else placed[number][1]
-        if not is_sentence:
-            spans[number] = (at, at + len(text))
-        parts.append(text)
-        at += len(text) + len(joint)
-    return opening + joint.join(parts), spans
+def spans(context: str, needles: Sequence[str]) -> list[tuple[int, int]]:
+    """Spans `[start, stop)` of characters of the first occurrence of each needle in a context."""
+    return [(start, start + len(needle)) for needle in needles for start in [context.index(needle)]]
 
 
 def different_places(depths: Sequence[float], count: int) -> list[int]:
-    """Places of n depths, in [0, 1) and ascending, among `count` sentences, no two the same:
-    `floor(d_j (count - n + 1)) + j`.
-
-    Raises:
-        ValueError: Fewer sentences than depths.
-    """
-    if count < len(depths):
-        raise ValueError(f"{count} sentences have no {len(depths)} different places: ask for more sentences.")
+    """Places of n depths, in [0, 1) and ascending, among `count` sentences (at least n), no two the same:
+    `floor(d_j (count - n + 1)) + j`."""
     return [int(depth * (count - len(depths) + 1)) + number for number, depth in enumerate(depths)]
 
 
-def place_at(sentences: Sequence[str], depth: float) -> int:
-    """Find the boundary of sentences nearest to a depth, the share of characters before it (0 to 1)."""
-    ends = [0, *accumulate(map(len, sentences))]
-    return min(range(len(ends)), key=lambda place: abs(ends[place] - depth * ends[-1]))
+@cache
+def _listed(part: str) -> tuple[str, ...]:
+    """All words of a part of speech ("noun", "verb" or "adjective"), sorted."""
+    require("eval", "wonderwords", what="a generated task, which draws its words,")
+    text = (files("wonderwords.assets") / f"{part}list.txt").read_text(encoding="utf-8")
+    return tuple(sorted({word.strip() for word in text.splitlines()} - {""}))
+
+
+@cache
+def _plain(part: str) -> tuple[str, ...]:
+    """The words of a part of speech that are one lower-case word."""
+    return tuple(word for word in _listed(part) if word.isascii() and word.isalpha() and word.islower())
+
+
+@cache
+def all_words() -> tuple[str, ...]:
+    """Nouns, verbs and adjectives together, each word once, sorted."""
+    return tuple(sorted({word for part in ("noun", "verb", "adjective") for word in _listed(part)}))
+
+
+def draw_number(draw: random.Random) -> str:
+    """Draw seven digits, the first not 0."""
+    return str(draw.randint(10**6, 10**7 - 1))
+
+
+def draw_word(draw: random.Random) -> str:
+    """Draw an adjective and a noun, joined by a hyphen."""
+    return f"{draw.choice(_listed('adjective'))}-{draw.choice(_listed('noun'))}"
+
+
+# Kinds of keys and values, by the names that needles call them.
+DRAWN: Mapping[str, Callable[[random.Random], str]] = {
+    "numbers": draw_number,
+    "words": draw_word,
+    "uuids": lambda draw: str(uuid.UUID(int=draw.getrandbits(128), version=4)),
+}
+
+
+def draw_different(kind: str, count: int, draw: random.Random, taken: set[str]) -> list[str]:
+    """Draw `count` different keys or values of one kind, none of which is among `taken`, and add them to
+    it."""
+    make = lookup(kind, DRAWN, what="kind of key or value")
+    found: list[str] = []
+    while len(found) < count:
+        one = make(draw)
+        if one not in taken:
+            taken.add(one)
+            found.append(one)
+    return found

@@ -1,165 +1,145 @@
-"""LongBench, LongBench-E and LongBench v2 with their official prompts, truncation, stop rules and scorers.
+"""LongBench and LongBench-E, the English and code tasks, with their official prompts, cuts and scorers.
 
 After Bai et al., "LongBench: A Bilingual, Multitask Benchmark for Long Context Understanding" (arXiv
-2308.14508) and THUDM/LongBench: its `config/dataset2prompt.json`, `config/dataset2maxlen.json`, `pred.py` and
-`eval.py`; and "LongBench v2: Towards Deeper Understanding and Reasoning on Realistic Long-context Multitasks"
-(arXiv 2412.15204), `prompts/0shot.txt`, `pred.py`: 503 questions with four choices, without a chain of
-thought, answered greedily, where the released code samples at temperature 0.1.
+2308.14508) and THUDM/LongBench: its `config/dataset2prompt.json` (character for character, typos included),
+`config/dataset2maxlen.json`, `pred.py` and `eval.py`. `longbench.json` holds prompt, metric and most tokens
+of each data set.
 
 The context ends where the official prompt's document ends; everything after it (the repeated instruction, the
 question, "Answer:") is the question. So a score that sees the context alone learns no more of the question
-than the document holds. kvpress puts the repeated instruction before that seam, uses a chat template
-everywhere, allows 20 tokens more, and cuts long contexts on the right; its numbers are another measurement.
+than the document holds. kvpress (`hub:Xnhyacinth/LongBench`) puts the repeated instruction before that place,
+uses a chat template everywhere, allows 20 tokens more, and cuts long contexts on the right; its numbers are
+another measurement. The Chinese tasks, and LongBench v2, are asked through lm-evaluation-harness.
 """
 
-from collections.abc import Mapping
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
 
-from retain.eval.tasks.hub_rows import Row, RowSource, RowTask
-from retain.eval.tasks.longbench_prompts import PROMPTS
-from retain.eval.tasks.task_card import Asking, TextItem, TextQuestion
+from retain.eval.tasks.files import Table, need, parse
+from retain.eval.tasks.row import Row, Source
 from retain.registry import lookup
 
-# Upper ends of LongBench-E's bins, by the column `length`.
-BINS = ((4000, "0-4k"), (8000, "4-8k"))
-
-# In LongBench-E too.
-EVEN = (
-    *("qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "gov_report", "multi_news", "trec", "triviaqa"),
-    *("samsum", "passage_count", "passage_retrieval_en", "lcc", "repobench-p"),
-)
-CHOICES = ("A", "B", "C", "D")
-_V2_OPENING = "Please read the following text and answer the question below.\n\n<text>\n"
-_V2_CLOSING = (
-    "\n</text>\n\nWhat is the correct answer to this question: {question}\nChoices:\n{choices}\n\n"
-    'Format your response as follows: "The correct answer is (insert answer here)".'
-)
+TASKS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+COLUMNS = ("input", "context", "answers", "length", "all_classes", "_id")
 
 
-def _source(*, dataset: str, even: bool = False, max_tokens: int | None = None) -> RowSource:
-    lookup(dataset, dict.fromkeys(EVEN if even else PROMPTS), what="LongBench data set")
-    name = f"{dataset}_e" if even else dataset
-    return RowSource(
-        names=(name, f"data/{name}"),
-        hub="THUDM/LongBench",
-        columns=("input", "context", "answers", "length", "all_classes", "_id"),
-        file="data.zip",
-    )
-
-
-def _write(
-    asking: Asking, row: Row, *, dataset: str, even: bool = False, max_tokens: int | None = None
-) -> TextItem:
-    """Write one item of one data set.
+def longbench(
+    tokenizer: Any,
+    *,
+    context_tokens: int,
+    seed: int,
+    first_item: int,
+    items: int | None,
+    dataset: str,
+    even: bool = False,
+    path: str | None = None,
+    revision: str | None = None,
+    max_tokens: int | None = None,
+) -> list[Row]:
+    """Rows of one data set, the same for every seed.
 
     Args:
-        asking: Which item; `context_tokens` is the most tokens of the whole prompt.
-        row: Of the data set.
-        dataset: One of `PROMPTS`.
+        tokenizer: Of the model; a fast one.
+        context_tokens: Most tokens of the whole prompt.
+        seed: Not needed.
+        first_item, items: Number of the first row, and how many; None: all.
+        dataset: One of `TASKS`.
         even: Whether it is LongBench-E's, whose lengths are evenly spread.
-        max_tokens: As `cut_middle` takes it; officially 3,500, 7,500, 15,500 or 31,500, by model.
-    """
-    # A text is a sequence of texts too, each of one letter.
-    if isinstance(row["answers"], str):
-        raise ValueError(
-            f"the column answers of LongBench's {dataset}, row {asking.index}, is to be a list, but is "
-            f"{row['answers']!r:.60}."
-        )
-    opening, closing = PROMPTS[dataset].split("{context}")
-    question = closing.replace("{input}", row["input"])
-    context, question, cut = cut_middle(opening + row["context"], question, max_tokens, asking)
-    scoring = {"all_classes": tuple(row["all_classes"] or ())}
-    length = float(row["length"])
-    return TextItem(
-        context=context,
-        questions=(TextQuestion(question, tuple(row["answers"]), scoring=scoring),),
-        about={"id": str(row["_id"]), "length": length, "bin": length_bin(length), **cut},
-    )
-
-
-def _source_v2(max_tokens: int | None = None) -> RowSource:
-    return RowSource(
-        names=("data", "longbench_v2", "train"),
-        hub="THUDM/LongBench-v2",
-        columns=(
-            *("_id", "domain", "sub_domain", "difficulty", "length", "question", "answer", "context"),
-            *(f"choice_{letter}" for letter in CHOICES),
-        ),
-        file="data.json",
-    )
-
-
-def _write_v2(asking: Asking, row: Row, *, max_tokens: int | None = None) -> TextItem:
-    """Write one item; `max_tokens` is the most tokens of the whole prompt, 120,000 officially."""
-    choices = "\n".join(f"({letter}) {row[f'choice_{letter}'].strip()}" for letter in CHOICES)
-    question = _V2_CLOSING.format(question=row["question"].strip(), choices=choices)
-    context, question, cut = cut_middle(_V2_OPENING + row["context"].strip(), question, max_tokens, asking)
-    about = {name: str(row[name]) for name in ("domain", "sub_domain", "difficulty", "length")}
-    return TextItem(
-        context=context,
-        questions=(TextQuestion(question, (row["answer"].strip(),)),),
-        about={"id": str(row["_id"]), **about, **cut},
-    )
-
-
-def length_bin(length: float) -> str:
-    """LongBench-E's bin of a length: "0-4k", "4-8k" or "8k+", the lower end included."""
-    return next((name for end, name in BINS if length < end), "8k+")
-
-
-def cut_middle(
-    context: str, question: str, max_tokens: int | None, asking: Asking
-) -> tuple[str, str, Mapping[str, float]]:
-    """Shorten a prompt in two parts to a length by removing its middle.
-
-    Of the prompt's `n > most` tokens (with those that the tokenizer puts before a text), the first
-    `most // 2` and the last `most // 2` are kept, as `pred.py` does. They are cut out of the text by where
-    each token lies in it, so that the rest is not changed by a decoding.
-
-    A question longer than its half loses its own beginning, as there. The seam stays where it is if anything
-    behind it is left of the head (a short context before a long question), so that a score never sees the
-    question with the context; it is the cut itself if the cut goes across it.
-
-    Args:
-        context: All before the seam.
-        question: All behind it.
-        max_tokens: Most tokens of context and question together, if fewer than the asking's.
-        asking: Whose tokenizer.
-
-    Returns:
-        (context, question, the cut: `cut_tokens` of the prompt, `cut_question_tokens` of them behind the
-        seam).
+        path: The JSON lines, the folder that holds them, or the released data.zip; None: the hub's zip.
+        revision: Of the hub's repository.
+        max_tokens: Most tokens of the whole prompt, if fewer than `context_tokens`; officially 3,500, 7,500,
+            15,500 or 31,500, by model.
 
     Raises:
-        ValueError: A text must be cut to fewer than two tokens, or with a tokenizer that does not say where
-            its tokens lie.
+        ValueError: Rows that cannot be had or lack a column, or a prompt that cannot be cut.
     """
-    most = asking.context_tokens if max_tokens is None else min(max_tokens, asking.context_tokens)
-    whole = {"cut_tokens": 0.0, "cut_question_tokens": 0.0}
-    prompt = context + question
-    if asking.tokenizer is None:
-        if asking.measure(prompt) > most:
-            raise ValueError(f"a prompt is to be cut to {most} tokens, which needs the model's tokenizer.")
-        return context, question, whole
-    if not asking.tokenizer.is_fast:
+    del seed
+    told = lookup(dataset, TASKS, what="data set of LongBench")
+    opening, closing = told["prompt"].split("{context}")
+    most = context_tokens if max_tokens is None else min(max_tokens, context_tokens)
+    table = _table(f"{dataset}_e" if even else dataset, path, revision)
+    rows = []
+    for number in range(first_item, len(table) if items is None else min(len(table), first_item + items)):
+        columns = table[number]
+        need(columns, COLUMNS, f"row {number} of LongBench {dataset}")
+        if isinstance(columns["answers"], str):  # a text is a sequence of texts, too
+            raise ValueError(f"the column answers of LongBench {dataset}, row {number}, is no list.")
+        question = closing.replace("{input}", columns["input"])
+        context, question, lost = cut_middle(opening + columns["context"], question, most, tokenizer)
+        labels = {"words": columns["length"], "cut_tokens": lost, "classes": columns["all_classes"] or ()}
+        rows.append(
+            Row(
+                task="longbench",
+                context=context,
+                question=question,
+                answers=tuple(columns["answers"]),
+                max_new_tokens=told["max_new_tokens"],
+                metric=told["metric"],
+                item=number,
+                extra={**told["extra"], **labels},
+            )
+        )
+    return rows
+
+
+def _table(name: str, path: str | None, revision: str | None) -> Table:
+    """Rows of one data set from its file, its folder or the zip."""
+    try:
+        if path is None:
+            from huggingface_hub import hf_hub_download
+
+            path = hf_hub_download("THUDM/LongBench", "data.zip", repo_type="dataset", revision=revision)
+        place: Any = Path(path).expanduser()
+        if place.is_dir():
+            place = place / f"{name}.jsonl"
+        elif place.suffix == ".zip":
+            place = zipfile.Path(place, f"data/{name}.jsonl")
+        return parse(place.read_text(encoding="utf-8"), str(place))
+    except (OSError, ValueError, KeyError) as error:  # no network is an OSError
+        raise ValueError(
+            f"LongBench's {name} could not be had: {error} Fetch data.zip of the hub's data set "
+            "THUDM/LongBench elsewhere, and name it or its folder: path=..."
+        ) from error
+
+
+def cut_middle(context: str, question: str, most: int, tokenizer: Any) -> tuple[str, str, int]:
+    """Shorten a prompt in two parts to `most` tokens by removing its middle.
+
+    Of more tokens (with those that the tokenizer puts before a text), the first `most // 2` and the last
+    `most // 2` are kept, as `pred.py` does. They are cut out of the text by where each token lies in it, so
+    that the rest is not changed by a decoding. A question longer than its half loses its own beginning, as
+    there; context and question stay apart where they were, so that a score never sees the question with the
+    context.
+
+    Returns:
+        (context, question, number of tokens cut).
+
+    Raises:
+        ValueError: `most` is below 2, or the tokenizer does not say where its tokens lie.
+    """
+    if not tokenizer.is_fast:
         raise ValueError("prompts are cut by where tokens lie in the text, which needs a fast tokenizer.")
-    places = asking.tokenizer(prompt, return_offsets_mapping=True)["offset_mapping"]
+    prompt, half = context + question, most // 2
+    places = tokenizer(prompt, return_offsets_mapping=True)["offset_mapping"]
     if len(places) <= most:
-        return context, question, whole
-    half = most // 2
+        return context, question, 0
     if half < 1:
         raise ValueError(
             f"a prompt of {len(places)} tokens has no two ends in {most}: give more (context_tokens)."
         )
     seam, first, last = len(context), places[half - 1][1], places[-half][0]
-    lost = places[half:-half]
-    cut = {"cut_tokens": float(len(lost)), "cut_question_tokens": float(sum(stop > seam for _, stop in lost))}
     return (
         prompt[: min(seam, first)] + prompt[last:seam],
         prompt[seam : max(seam, first)] + prompt[max(seam, last) :],
-        cut,
+        len(places) - 2 * half,
     )
 
 
-longbench = RowTask(_source, _write)
-longbench_v2 = RowTask(_source_v2, _write_v2)
-GENERATORS = {"longbench": longbench, "longbench_v2": longbench_v2}
+SOURCES: dict[str, Source] = {
+    f"{group}/{name}": Source(told["about"], longbench, {"dataset": name, "even": group == "longbench_e"})
+    for group in ("longbench", "longbench_e")
+    for name, told in TASKS.items()
+    if group == "longbench" or told["even"]
+}

@@ -5,10 +5,13 @@ room `offsets[r] .. offsets[r + 1]` and holds `base[r] + clock` entries, the new
 changes one place a row, and one clock for all layers: no op writes lengths, and shapes and addresses stay
 from step to step, as a compiled graph, or a CUDA graph, wants them.
 
+Entries before those of the pool may be codes (`retain.kernels.codes`), in a pool of their own.
+
 Plain PyTorch is the definition (`reference`). On a CPU the same in C++ (`step.cpp`) takes its place once
 `build.load` has compiled it; on CUDA a Triton kernel runs (`kernel`), which has met no GPU yet.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -35,7 +38,7 @@ _LIBRARY.define(
     "decode_step(Tensor queries, Tensor new_keys, Tensor new_values, Tensor(a!) keys, Tensor(b!) values, "
     "Tensor(c!) positions, Tensor offsets, Tensor base, Tensor clock, Tensor last, Tensor? log_weight, "
     "Tensor? sinks, float scaling, float soft_cap, int window, Tensor? items, Tensor? count, "
-    "Tensor(d!)? parts, Tensor(e!)? arrived) -> Tensor",
+    "Tensor(d!)? parts, Tensor(e!)? arrived, Tensor[] packed, int bits, int span) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -75,6 +78,9 @@ def decode_step(
     soft_cap: float | None = None,
     window: int | None = None,
     work: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
+    packed: Sequence[Tensor] = (),
+    bits: int = 0,
+    span: int = 1,
 ) -> Float[Tensor, "B 1 Q V"]:
     """Append one token to every row of a layer, and attend over the row.
 
@@ -118,4 +124,7 @@ def decode_step(
         soft_cap or 0.0,
         window or 0,
         *(work or (None, None, None, None)),
+        packed,
+        bits,
+        span,
     )

@@ -15,8 +15,9 @@ import torch
 SOURCE = Path(__file__).with_name("step.cpp")
 # Sums may be reordered, but not by -ffast-math: that makes a whole process take denormals for nothing.
 _MATH = ("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math")
-FLAGS = ("-O3", "-march=native", *_MATH, "-std=c++20", "-shared", "-fPIC")
+FLAGS = ("-O3", "-march=native", "-fopenmp", *_MATH, "-std=c++20", "-shared", "-fPIC")
 logger = logging.getLogger("retain.kernels")
+_loaded: list[Path] = []
 
 
 def folder() -> Path:
@@ -42,7 +43,7 @@ def load() -> bool:
     if found is None:
         logger.warning("there is no C++ compiler (CXX, g++, clang++), so decoding steps run in plain PyTorch")
         return False
-    library = folder() / f"decode_step-{_key(found)}.so"
+    library = _library(found)
     if not library.is_file():
         library.parent.mkdir(parents=True, exist_ok=True)
         # Beside the place and then renamed, so that two processes may build at once.
@@ -55,7 +56,23 @@ def load() -> bool:
                 return False
             made.replace(library)
     torch.ops.load_library(library)
+    _loaded.append(library)
     return True
+
+
+def is_there() -> bool:
+    """Whether the step runs in C++ without building anything: it was built before, by any process."""
+    return bool(_loaded) or _is_kept() and load()
+
+
+@cache
+def _is_kept() -> bool:
+    found = compiler()
+    return found is not None and _library(found).is_file()
+
+
+def _library(compiler: str) -> Path:
+    return folder() / f"decode_step-{_key(compiler)}.so"
 
 
 def _command(compiler: str, library: Path) -> list[str]:

@@ -9,9 +9,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from retain.kernels import backend
-from retain.kernels.build import Build, Tile
+from retain.kernels.build import SHARED_LIMIT, Build, Tile
 from retain.kernels.decode_step import kernel
-from retain.kernels.ragged_attention.work import work_of
 
 # Programs of a launch, for each multiprocessor; and how many of these an interpreted kernel is told.
 PROGRAMS, INTERPRETED = 2, 2
@@ -24,7 +23,8 @@ class Table:
     """The work of one layer, on its device. Sizes are rounded up, so that they repeat.
 
     Args:
-        items_3I: int32, as in `retain.kernels.ragged_attention.work.Work`; unused columns are zeros.
+        items_3I: int32, of each item its row (that of codes: `R + row`), which of the row's entries it begins
+            with, and the slot where it leaves its part of the row; unused columns are zeros.
         count_2: int32, how many items there are, and entries of each.
         parts: float32, where programs leave parts of rows; shared by all layers.
         arrived_R: int32, parts of each row that were left; zeros between launches.
@@ -39,13 +39,33 @@ class Table:
         return self.items_3I, self.count_2, self.parts, self.arrived_R
 
 
+def items_of(rooms_KR: Int[Tensor, "K R"], entries: int) -> Int[Tensor, "3 items"]:
+    """Rooms cut into items of at most so many entries, the fullest first; the slots of a row are neighbours.
+
+    Args:
+        rooms_KR: entries of each row's rooms: of codes, where there are any, and of the pool.
+
+    Examples:
+        >>> items_of(torch.tensor([[64, 320]]), 128).tolist()
+        [[1, 1, 0, 1], [0, 128, 0, 256], [1, 2, 0, 3]]
+    """
+    K, R = rooms_KR.shape
+    rooms = rooms_KR.T.flatten()  # row by row, codes before the pool
+    counts = -(-rooms // entries)
+    cell_I = torch.repeat_interleave(counts)
+    first_I = (torch.arange(len(cell_I)) - (counts.cumsum(0) - counts)[cell_I]) * entries
+    row_I = cell_I // K + torch.where(cell_I % K < K - 1, R, 0)
+    order_I = (rooms[cell_I] - first_I).clamp_max(entries).sort(descending=True, stable=True).indices
+    return torch.stack([row_I, first_I, torch.arange(len(cell_I))])[:, order_I].to(torch.int32)
+
+
 def tables(
-    rooms: Sequence[Sequence[int]], group: int, width: int, device: torch.device, rounded: Any
+    rooms: Sequence[Sequence[Sequence[int]]], group: int, width: int, device: torch.device, rounded: Any
 ) -> list[Table]:
     """The work of layers that run one after another.
 
     Args:
-        rooms: of each layer, entries of its rows' rooms.
+        rooms: of each layer, entries of its rows' rooms: of codes, where there are any, and of the pool.
         group: query heads of a row.
         width: V.
         rounded: rounds a size up.
@@ -53,49 +73,53 @@ def tables(
     programs = PROGRAMS * backend.multiprocessors(device, INTERPRETED)
     works = []
     for own in rooms:
-        counts = {entries: sum(-(-room // entries) for room in own) for entries in ENTRIES}
-        fits = (entries for entries, count in counts.items() if count <= ITEMS * programs)
-        works.append(work_of(own, next(fits, ENTRIES[-1]), device))
-    numbers = rounded(max(1, *(work.num_slots for work in works))) * group * (width + 2)
-    parts = torch.empty(numbers, dtype=torch.float32, device=device)
-    arrived_R = torch.zeros(max(map(len, rooms)), dtype=torch.int32, device=device)
-    most = rounded(max(work.num_items for work in works))
+        rooms_KR = torch.tensor(own)
+        fits = (entries for entries in ENTRIES if int((-(-rooms_KR // entries)).sum()) <= ITEMS * programs)
+        entries = next(fits, ENTRIES[-1])
+        works.append((entries, items_of(rooms_KR, entries)))
+    most = rounded(max(items_3I.shape[1] for _, items_3I in works))
+    parts = torch.empty(most * group * (width + 2), dtype=torch.float32, device=device)
+    arrived_R = torch.zeros(max(len(own[0]) for own in rooms), dtype=torch.int32, device=device)
     made = []
-    for work in works:
-        items_3I = torch.zeros(3, most, dtype=torch.int32, device=device)
-        items_3I[:, : work.num_items] = work.items_3I
-        count_2 = torch.tensor([work.num_items, work.entries], dtype=torch.int32, device=device)
-        made.append(Table(items_3I, count_2, parts, arrived_R))
+    for entries, items_3I in works:
+        whole_3I = torch.zeros(3, most, dtype=torch.int32)
+        whole_3I[:, : items_3I.shape[1]] = items_3I
+        count_2 = torch.tensor([items_3I.shape[1], entries], dtype=torch.int32, device=device)
+        made.append(Table(whole_3I.to(device), count_2, parts, arrived_R))
     return made
 
 
-def tile(block: int, dtype: torch.dtype) -> Tile:
-    """Query heads by entries, for heads of this width and type."""
-    return Tile(16, 64 if block * dtype.itemsize <= 256 else 32, 4, 3)
+def tile(block: int, dtype: torch.dtype, bits: int) -> Tile:
+    """Query heads by entries, for heads of this width and type; fewer where codes are taken apart."""
+    return Tile(16, 64 if block * dtype.itemsize <= 256 and not bits else 32, 4, 3)
 
 
 def decode_step(
     queries: Tensor, new_keys: Tensor, new_values: Tensor, keys: Tensor, values: Tensor, positions: Tensor,
     offsets: Tensor, base: Tensor, clock: Tensor, last: Tensor, log_weight: Tensor | None,
     sinks: Tensor | None, scaling: float, soft_cap: float, window: int,
-    items: Tensor, count: Tensor, parts: Tensor, arrived: Tensor,
+    items: Tensor, count: Tensor, parts: Tensor, arrived: Tensor, packed: Sequence[Tensor] = (),
+    bits: int = 0, span: int = 1,
 ) -> Tensor:  # fmt: skip
     """See the op."""
     (B, Q, _, D), H, V = queries.shape, new_keys.shape[1], values.shape[1]
     out = queries.new_empty(B, 1, Q, V)
     group, block_d, block_v = Q // H, backend.block_of(D), backend.block_of(V)
-    cut = tile(max(block_d, block_v), keys.dtype)
+    cut = tile(max(block_d, block_v), keys.dtype, bits)
     scale, cap = scaling * kernel.LOG2E.value, 0.0
     if soft_cap:
         scale, cap = scaling / soft_cap, soft_cap * kernel.LOG2E.value
     programs = PROGRAMS * backend.multiprocessors(keys.device, INTERPRETED)
+    keys_P, values_P, *coded = packed or (None,) * 8
+    weight = coded.pop() if len(coded) > 6 else None
     with torch.cuda.device_of(keys):
         kernel.step[(programs,)](
             *(queries, new_keys, new_values, keys, values, positions, offsets, base, clock, last),
             *(log_weight, sinks, items, count, parts, arrived, out),
+            *(keys_P, values_P, *coded, weight, base.shape[0]),
             *(scale, cap, window, items.shape[1], parts.shape[0] // (group * (V + 2)), H),
             *(*queries.stride()[:2], *new_keys.stride()[:2], *new_values.stride()[:2]),
-            **_constants(group, D, V, keys.dtype),
+            **_constants(group, D, V, keys.dtype, bits, span),
             **{"WEIGHTED": log_weight is not None, "SUNK": sinks is not None},
             **{"CAPPED": bool(soft_cap), "WINDOWED": window > 0},
             **cut.options,
@@ -103,13 +127,14 @@ def decode_step(
     return out
 
 
-def _constants(group: int, D: int, V: int, dtype: torch.dtype) -> dict[str, Any]:
+def _constants(group: int, D: int, V: int, dtype: torch.dtype, bits: int, span: int) -> dict[str, Any]:
     block_d, block_v = backend.block_of(D), backend.block_of(V)
-    cut = tile(max(block_d, block_v), dtype)
+    cut = tile(max(block_d, block_v), dtype, bits)
     return {
         **{"G": group, "D": D, "V": V, "BLOCK_D": block_d, "BLOCK_V": block_v},
         **{"BLOCK_G": max(cut.m, block_of_group(group)), "BLOCK_N": cut.n},
         **{"PRECISION": backend.dot_precision(dtype), "UPCAST": backend.upcast(dtype)},
+        **{"BITS": bits, "SPAN": block_v if span >= V else span},
     }
 
 
@@ -118,28 +143,37 @@ def block_of_group(group: int) -> int:
     return 1 << (group - 1).bit_length()
 
 
+# Pointers to what is held as codes, and to what, in a kernel's types.
+CODED = {
+    **dict.fromkeys(("coded_keys_ptr", "coded_values_ptr"), "*u8"),
+    **dict.fromkeys(("value_scales_ptr", "key_scales_ptr"), "*fp16"),
+    **dict.fromkeys(("coded_positions_ptr", "groups_ptr", "coded_held_ptr"), "*i32"),
+    **{"coded_offsets_ptr": "*i64", "coded_weight_ptr": "*fp32"},
+}
+
+
 def builds() -> list[Build]:
     """Every width with its tile, and every switch that changes the code."""
     plain = {"WEIGHTED": False, "SUNK": False, "CAPPED": False, "WINDOWED": False}
-    found = [(torch.bfloat16, D, 4, plain) for D in (16, 32, 64, 128, 256)]
-    found += [(torch.float32, D, 4, plain) for D in (64, 128)] + [(torch.float16, 128, 8, plain)]
-    found += [(torch.bfloat16, 128, 1, {**plain, switch: True}) for switch in plain]
+    found = [(torch.bfloat16, D, 4, plain, 0) for D in (16, 32, 64, 128, 256)]
+    found += [(torch.float32, D, 4, plain, 0) for D in (64, 128)] + [(torch.float16, 128, 8, plain, 0)]
+    found += [(torch.bfloat16, 128, 1, {**plain, switch: True}, 0) for switch in plain]
+    found += [(torch.bfloat16, 128, 4, plain, bits) for bits in (8, 4, 2)]
+    found += [(torch.bfloat16, 128, 4, {**plain, "WEIGHTED": True, "WINDOWED": True}, 4)]
     return [_build(*one) for one in found]
 
 
-def _build(dtype: torch.dtype, D: int, group: int, switches: dict[str, bool]) -> Build:
+def _build(dtype: torch.dtype, D: int, group: int, switches: dict[str, bool], bits: int) -> Build:
     kind = f"*{backend.TYPES[dtype]}"
     own = ("q", "k", "v", "keys", "values", "sinks", "out")
     types = {**dict.fromkeys((f"{name}_ptr" for name in own), kind), "scale": "fp32", "cap": "fp32"}
-    types |= dict.fromkeys(("weight_ptr", "parts_ptr"), "*fp32")
+    types |= dict.fromkeys(("weight_ptr", "parts_ptr"), "*fp32") | CODED
     types |= dict.fromkeys(("positions_ptr", "base_ptr", "items_ptr", "count_ptr", "arrived_ptr"), "*i32")
     types |= dict.fromkeys(("offsets_ptr", "clock_ptr", "last_ptr"), "*i64")
-    words = [
-        backend.TYPES[dtype],
-        f"D={D}",
-        f"G={group}",
-        *(name.lower() for name, on in switches.items() if on),
-    ]
+    words = [backend.TYPES[dtype], f"D={D}", f"G={group}", *([f"bits {bits}"] if bits else [])]
+    words += [name.lower() for name, on in switches.items() if on]
     vectors = ("q_b", "q_h", "k_b", "k_h", "v_b", "v_h")
-    constants = {**_constants(group, D, D, dtype), **switches, "UPCAST": False}
-    return Build(" ".join(words), kernel.step, types, constants, tile(backend.block_of(D), dtype), vectors)
+    constants = {**_constants(group, D, D, dtype, bits, min(32, D)), **switches, "UPCAST": False}
+    constants |= {} if bits else dict.fromkeys(CODED)
+    cut = tile(backend.block_of(D), dtype, bits)
+    return Build(" ".join(words), kernel.step, types, constants, cut, vectors, archs=(*SHARED_LIMIT,))

@@ -27,6 +27,27 @@ A softmax_(A* logits, int64_t count, bool has_sink, A sink) {
   return sum;
 }
 
+// Entries of a layer as codes: see retain/kernels/codes.py.
+struct Packed {
+  const uint8_t *keys = nullptr, *values = nullptr;
+  const int32_t *positions = nullptr, *groups = nullptr, *held = nullptr;
+  const at::Half *value_scales = nullptr, *key_scales = nullptr;
+  const int64_t* offsets = nullptr;
+  const float* log_weight = nullptr;
+  int64_t bits = 8, span = 1, key_bytes = 0, value_bytes = 0;
+
+  // The numbers of one entry: `least + step * code`, of each span of channels.
+  template <typename A>
+  static void decode(const uint8_t* codes, const at::Half* scales, int64_t width, int64_t span, int64_t bits, A* to) {
+    const int64_t spans = (width + span - 1) / span, mask = (1 << bits) - 1;
+    for (int64_t d = 0; d < width; ++d) to[d] = A((codes[d * bits >> 3] >> (d * bits & 7)) & mask);
+    for (int64_t s = 0; s < spans; ++s) {
+      const A step = float(scales[s]), least = float(scales[spans + s]);
+      for (int64_t d = s * span; d < std::min(width, (s + 1) * span); ++d) to[d] = least + step * to[d];
+    }
+  }
+};
+
 template <typename T, typename A>
 struct Step {
   const Tensor &queries, &new_keys, &new_values;
@@ -38,6 +59,7 @@ struct Step {
   int64_t H, G, D, V;
   A scaling, cap;
   int64_t window;
+  Packed packed;
 
   void row(int64_t row, int64_t start, int64_t length, int64_t position, std::vector<A>& logits,
            std::vector<A>& sums) const {
@@ -51,29 +73,55 @@ struct Step {
       start = std::upper_bound(positions + start, positions + last, int32_t(position - window)) - positions;
       length = last + 1 - start;
     }
-    logits.resize(G * length);
-    for (int64_t j = 0; j < length; ++j) {
-      const T* key = keys + (start + j) * D;
+    // Entries held as codes come first; they are decoded once for all heads of the row.
+    int64_t coded = packed.held ? packed.offsets[row] : 0;
+    int64_t before = packed.held ? packed.held[row] : 0;
+    if (window > 0 && before > 0) {
+      const int32_t* first = packed.positions + coded;
+      const int64_t hidden = std::upper_bound(first, first + before, int32_t(position - window)) - first;
+      coded += hidden, before -= hidden;
+    }
+    const int64_t all = before + length;
+    std::vector<A> numbers(before > 0 ? std::max(D, V) : 0);
+    logits.resize(G * all);
+    for (int64_t j = 0; j < all; ++j) {
+      const int64_t at = j < before ? coded + j : start + j - before;
+      const T* key = keys + at * D;
+      if (j < before)
+        Packed::decode(packed.keys + at * packed.key_bytes, packed.key_scales + packed.groups[at] * 2 * D, D, 1,
+                       packed.bits, numbers.data());
+      const float* weights = j < before ? packed.log_weight : log_weight;
       for (int64_t g = 0; g < G; ++g) {
         const T* query = q + b * queries.stride(0) + (h * G + g) * queries.stride(1);
         A dot = 0;
-        for (int64_t d = 0; d < D; ++d) dot += A(query[d]) * A(key[d]);
+        if (j < before)
+          for (int64_t d = 0; d < D; ++d) dot += A(query[d]) * numbers[d];
+        else
+          for (int64_t d = 0; d < D; ++d) dot += A(query[d]) * A(key[d]);
         dot *= scaling;
         if (cap > 0) dot = cap * std::tanh(dot / cap);
-        if (log_weight) dot += A(log_weight[start + j]);
-        logits[g * length + j] = dot;
+        if (weights) dot += A(weights[at]);
+        logits[g * all + j] = dot;
       }
     }
     sums.assign(G * V, A(0));
     std::vector<A> totals(G);
     for (int64_t g = 0; g < G; ++g)
-      totals[g] = softmax_(logits.data() + g * length, length, sinks != nullptr, sinks ? A(sinks[h * G + g]) : A(0));
-    for (int64_t j = 0; j < length; ++j) {
-      const T* value = values + (start + j) * V;
+      totals[g] = softmax_(logits.data() + g * all, all, sinks != nullptr, sinks ? A(sinks[h * G + g]) : A(0));
+    const int64_t spans = packed.held ? (V + packed.span - 1) / packed.span : 0;
+    for (int64_t j = 0; j < all; ++j) {
+      const int64_t at = j < before ? coded + j : start + j - before;
+      const T* value = values + at * V;
+      if (j < before)
+        Packed::decode(packed.values + at * packed.value_bytes, packed.value_scales + at * 2 * spans, V, packed.span,
+                       packed.bits, numbers.data());
       for (int64_t g = 0; g < G; ++g) {
-        const A weight = logits[g * length + j];
+        const A weight = logits[g * all + j];
         A* sum = sums.data() + g * V;
-        for (int64_t d = 0; d < V; ++d) sum[d] += weight * A(value[d]);
+        if (j < before)
+          for (int64_t d = 0; d < V; ++d) sum[d] += weight * numbers[d];
+        else
+          for (int64_t d = 0; d < V; ++d) sum[d] += weight * A(value[d]);
       }
     }
     for (int64_t g = 0; g < G; ++g)
@@ -85,7 +133,8 @@ Tensor decode_step(const Tensor& queries, const Tensor& new_keys, const Tensor& 
                    Tensor positions, const Tensor& offsets, const Tensor& base, const Tensor& clock,
                    const Tensor& last, const std::optional<Tensor>& log_weight, const std::optional<Tensor>& sinks,
                    double scaling, double soft_cap, int64_t window, const std::optional<Tensor>&,
-                   const std::optional<Tensor>&, std::optional<Tensor>, std::optional<Tensor>) {
+                   const std::optional<Tensor>&, std::optional<Tensor>, std::optional<Tensor>, at::TensorList packed,
+                   int64_t bits, int64_t span) {
   const int64_t B = queries.size(0), Q = queries.size(1), D = queries.size(3), V = values.size(1), R = base.numel();
   TORCH_CHECK(queries.stride(3) == 1 && new_keys.stride(3) == 1 && new_values.stride(3) == 1,
               "decode_step: heads are contiguous in their width");
@@ -96,6 +145,16 @@ Tensor decode_step(const Tensor& queries, const Tensor& new_keys, const Tensor& 
   const int64_t* starts = offsets.const_data_ptr<int64_t>();
   const int32_t* held = base.const_data_ptr<int32_t>();
   const int64_t *before = last.const_data_ptr<int64_t>(), H = R / B;
+  Packed codes;
+  if (!packed.empty()) {
+    for (const Tensor& column : packed) TORCH_CHECK(column.is_contiguous(), "decode_step: codes are contiguous");
+    codes = {packed[0].const_data_ptr<uint8_t>(), packed[1].const_data_ptr<uint8_t>(),
+             packed[2].const_data_ptr<int32_t>(), packed[4].const_data_ptr<int32_t>(),
+             packed[7].const_data_ptr<int32_t>(), packed[3].const_data_ptr<at::Half>(),
+             packed[5].const_data_ptr<at::Half>(), packed[6].const_data_ptr<int64_t>(),
+             packed.size() > 8 ? packed[8].const_data_ptr<float>() : nullptr, bits, span, packed[0].size(1),
+             packed[1].size(1)};
+  }
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, queries.scalar_type(), "decode_step", [&] {
     using A = std::conditional_t<std::is_same_v<scalar_t, double>, double, float>;
     const Step<scalar_t, A> step{queries, new_keys, new_values, queries.const_data_ptr<scalar_t>(),
@@ -104,8 +163,12 @@ Tensor decode_step(const Tensor& queries, const Tensor& new_keys, const Tensor& 
                                  positions.data_ptr<int32_t>(),
                                  log_weight ? log_weight->const_data_ptr<float>() : nullptr,
                                  sinks ? sinks->const_data_ptr<scalar_t>() : nullptr, H, Q / H, D, V,
-                                 A(scaling), A(soft_cap), window};
-    at::parallel_for(0, R, 4, [&](int64_t first, int64_t stop) {
+                                 A(scaling), A(soft_cap), window, codes};
+    // Rows that one thread takes at least: a few thousand products.
+    int64_t entries = 1;
+    for (int64_t row = 0; row < R; ++row) entries += held[row] + now + (codes.held ? codes.held[row] : 0);
+    const int64_t grain = std::max<int64_t>(1, (R << 14) / (entries * Q / (B * H) * (D + V)));
+    at::parallel_for(0, R, grain, [&](int64_t first, int64_t stop) {
       std::vector<A> logits, sums;
       for (int64_t row = first; row < stop; ++row) {
         const int64_t length = held[row] + now;

@@ -27,7 +27,7 @@ def fill(
     """Share by weight between bounds, exactly: `share_i = min(max(level * w_i, least_i), most_i)`.
 
     The shares sum to the total, which lies between `sum(least)` and `sum(most)`; weights are non-negative.
-    The level falls when another layer joins, so that earlier shares only shrink (a cascade relies on it).
+    The level falls when another share joins, so that earlier ones only shrink (a cascade relies on it).
     Zero weights get their least until all others are full, then share the rest equally.
 
     Raises:
@@ -79,14 +79,34 @@ def round_shares(shares: Sequence[Fraction]) -> list[int]:
 
 
 def largest_remainder(
-    total: int, weights: Sequence[Fraction], capacity: Sequence[int] | None = None
+    total: int,
+    weights: Sequence[Fraction],
+    capacity: Sequence[int] | None = None,
+    *,
+    protected: Sequence[int] | None = None,
+    least: Sequence[int] | None = None,
+    round_up: bool = False,
 ) -> list[int]:
-    """Share whole entries by weight, exactly: `sum(result) == total`, `result[i] <= capacity[i]`.
+    """Share whole entries by weight, exactly: `sum(result) == total`, `least <= result <= capacity`.
 
-    Shares are capped at the capacity (None: no limit), the others share the rest (`fill`).
+    Every share holds its protected entries; what is left of the total goes by weight between the bounds
+    (`fill`), and is rounded.
+
+    Args:
+        total: entries in all.
+        weights: of the shares; all zero is all alike.
+        capacity: most entries of each; None: no limit.
+        protected: entries of each that do not go by weight; None: none.
+        least: entries that each gets in any case; None: the protected ones.
+        round_up: round each share up, so that none shrinks when it is rounded later.
 
     Raises:
         ValueError: if the total does not fit.
     """
-    limit = [total] * len(weights) if capacity is None else list(capacity)
-    return round_shares(fill(total, weights, [0] * len(weights), limit))
+    inside = [0] * len(weights) if protected is None else protected
+    limit = [total + own for own in inside] if capacity is None else capacity
+    low = [max(0, own - safe) for own, safe in zip(inside if least is None else least, inside, strict=True)]
+    high = [own - safe for own, safe in zip(limit, inside, strict=True)]
+    filled = fill(total - sum(inside), weights, low, high)
+    rounded = map(math.ceil, filled) if round_up else round_shares(filled)
+    return [share + safe for share, safe in zip(rounded, inside, strict=True)]

@@ -13,16 +13,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
-from functools import partial
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, TypeVar, cast, get_args
 
 from jaxtyping import Bool
 from torch import Tensor
 
 from retain.budget.largest_remainder import exact, largest_remainder
+from retain.split import Scope
 
-Scope = Literal["head", "layer", "model"]
-SCOPES: tuple[Scope, ...] = ("head", "layer", "model")
+SCOPES: tuple[Scope, ...] = get_args(Scope)
 Record = TypeVar("Record")
 
 
@@ -57,23 +56,16 @@ class Budget:
             raise ValueError(
                 f"a budget is stated once, as {', '.join(names[:-1])} or {names[-1]}; got {given}."
             )
-        for name, value in stated.items():
-            if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < math.inf:
-                raise ValueError(f"{name} is a number; got {value!r}.")
-        if self.keep_ratio is not None and not 0 < self.keep_ratio <= 1:
+        ((name, value),) = stated.items()
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < math.inf:
+            raise ValueError(f"{name} is a number; got {value!r}.")
+        if name in ("keep_ratio", "byte_ratio") and not 0 < value <= 1:
+            part = "kept / seen" if name == "keep_ratio" else "bytes held / bytes of all that was seen"
             raise ValueError(
-                f"keep_ratio is kept / seen, above 0 and at most 1; got {self.keep_ratio} "
-                "(to remove 80 %, pass keep_ratio=0.2)."
+                f"{name} is {part}, above 0 and at most 1; got {value} (to remove 80 %, pass {name}=0.2)."
             )
-        if self.byte_ratio is not None and not 0 < self.byte_ratio <= 1:
-            raise ValueError(
-                f"byte_ratio is bytes held / bytes of all that was seen, above 0 and at most 1; got "
-                f"{self.byte_ratio}."
-            )
-        for name in ("tokens_per_head", "bytes"):
-            value = stated.get(name)
-            if value is not None and (value < 1 or value != int(value)):
-                raise ValueError(f"{name} is a whole number of at least 1; got {value}.")
+        if name in ("tokens_per_head", "bytes") and (value < 1 or value != int(value)):
+            raise ValueError(f"{name} is a whole number of at least 1; got {value}.")
         if self.scope not in (None, *SCOPES):
             raise ValueError(f"a budget's scope is 'head', 'layer' or 'model'; got {self.scope!r}.")
         if self.threshold is not None and self.scope is not None:
@@ -85,7 +77,7 @@ class Budget:
     @property
     def in_bytes(self) -> bool:
         """Whether bytes are stated."""
-        return any(own is not None for own in (self.bytes, self.byte_ratio))
+        return self.bytes is not None or self.byte_ratio is not None
 
 
 @dataclass(frozen=True)
@@ -95,14 +87,14 @@ class LayerShape:
     Args:
         num_heads: H, KV heads.
         entry_bytes: bytes of one key and value.
-        beside_bytes: bytes that stand beside an entry for attention, once something went: a budget that is
-            less than everything holds fewer entries for them.
         parts: processes that the layer's heads are spread over, of which this one has H each (tensor
             parallelism): what a head has in the mean is that of the whole layer, so that all protect alike.
+        beside_bytes: bytes that attention reads with an entry once something went: a budget that is less
+            than everything holds fewer entries for them.
         widths: channels of a key and of a value; None: half of the entry's numbers each.
         element_size: bytes of a number.
-        packed_bytes, head_bytes: bytes of an entry, in the mean, and of a head beside its entries, where they
-            are held in fewer bytes (`retain.precision.Precision.cost`); None: they are not.
+        packed_bytes, head_bytes: bytes of an entry, in the mean, and of a head apart from its entries, where
+            they are held in fewer bytes (`retain.precision.Precision.cost`); None: they are not.
     """
 
     num_heads: int
@@ -115,11 +107,6 @@ class LayerShape:
     head_bytes: Fraction = Fraction(0)
 
     @property
-    def held_bytes(self) -> int:
-        """Bytes of an entry once something went, as it was."""
-        return self.entry_bytes + self.beside_bytes
-
-    @property
     def paid_bytes(self) -> Fraction:
         """Bytes that an entry takes."""
         packed = self.entry_bytes if self.packed_bytes is None else self.packed_bytes
@@ -128,10 +115,6 @@ class LayerShape:
     def bytes_of(self, entries: int) -> Fraction:
         """Bytes of a layer that keeps so many entries."""
         return entries * self.paid_bytes + self.num_heads * self.head_bytes
-
-    def whole_bytes(self, length: int) -> Fraction:
-        """Bytes of a layer that keeps all of so many tokens a head: nothing stands beside entries then."""
-        return self.bytes_of(self.num_heads * length) - self.num_heads * length * self.beside_bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,21 +136,13 @@ class Stock:
     prompt_lengths_B: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        rows = {
-            "held_BL": len(self.held_BL),
-            "lengths_B": len(self.lengths_B),
-            "intact_BT": len(self.intact_BT),
-            "prompt_lengths_B": len(self.prompt_lengths_B or self.lengths_B),
-        }
+        names = ("held_BL", "lengths_B", "intact_BT", "prompt_lengths_B")
+        rows = {name: len(getattr(self, name)) for name in names if getattr(self, name) is not None}
         if len({*rows.values()}) != 1 or len({len(row) for row in self.held_BL}) > 1:
             raise ValueError(
                 f"a stock speaks of every sequence and of every layer of each; got {rows} sequences, of "
                 f"{sorted({len(row) for row in self.held_BL})} layers: pass one row each for every sequence."
             )
-
-    def select_batch(self, rows: Sequence[int]) -> "Stock":
-        """Select some of the sequences."""
-        return select_rows(self, rows)
 
 
 @dataclass(frozen=True)
@@ -179,17 +154,18 @@ class Totals:
         heads_L: H of each layer that evicts.
         equal_BL: entries of each layer under equal budgets, as stated: at most `length * H`, whether or not
             they are still there.
-        held_BL: entries that are still there; None for all, `length * H` each.
-        whole_B: short sequences that are held whole, for which the stated budget is too little.
-        means_B: stated entries of a head in the mean over all parts of the layers; None: these are whole.
+        held_BL: entries that are still there.
+        per_head_B: stated entries of a head in the mean over all parts of the layers, exact, to which
+            fractions of a budget refer.
+        whole_B: which sequences are short and held whole, since the stated budget is too little for them.
     """
 
     lengths_B: tuple[int, ...]
     heads_L: tuple[int, ...]
     equal_BL: tuple[tuple[int, ...], ...]
-    held_BL: tuple[tuple[int, ...], ...] | None = None
-    whole_B: tuple[bool, ...] | None = None
-    means_B: tuple[Fraction, ...] | None = None
+    held_BL: tuple[tuple[int, ...], ...]
+    per_head_B: tuple[Fraction, ...]
+    whole_B: tuple[bool, ...]
 
     @property
     def stated_B(self) -> list[int]:
@@ -199,43 +175,22 @@ class Totals:
     @property
     def total_B(self) -> list[int]:
         """Entries that each sequence keeps where layers share: as stated, or all that there are."""
-        return [*map(min, self.stated_B, map(sum, self.capacity_BL))]
-
-    @property
-    def per_head_B(self) -> list[Fraction]:
-        """Mean stated budget of a head of each sequence, exact, to which fractions of a budget refer."""
-        if self.means_B is not None:
-            return list(self.means_B)
-        return [Fraction(total, sum(self.heads_L)) for total in self.stated_B]
-
-    @property
-    def capacity_BL(self) -> list[list[int]]:
-        """Entries that exist in each layer."""
-        if self.held_BL is not None:
-            return [list(row) for row in self.held_BL]
-        return [[length * heads for heads in self.heads_L] for length in self.lengths_B]
+        return [*map(min, self.stated_B, map(sum, self.held_BL))]
 
     @property
     def whole(self) -> list[int]:
         """Short sequences that are held whole, by number."""
-        return [row for row, whole in enumerate(self.whole_B or ()) if whole]
+        return [row for row, whole in enumerate(self.whole_B) if whole]
 
     def hold_whole(self, rows: Sequence[int]) -> "Totals":
         """Hold these sequences whole too."""
-        whole_B = tuple(row in {*self.whole, *rows} for row in range(len(self.lengths_B)))
-        equal_BL = tuple(
-            tuple(length * heads for heads in self.heads_L) if whole else own
-            for whole, length, own in zip(whole_B, self.lengths_B, self.equal_BL, strict=True)
-        )
-        means_B = self.means_B and tuple(
-            Fraction(length) if whole else own
-            for whole, length, own in zip(whole_B, self.lengths_B, self.means_B, strict=True)
-        )
-        return replace(self, equal_BL=equal_BL, whole_B=whole_B, means_B=means_B)
-
-    def select_batch(self, rows: Sequence[int]) -> "Totals":
-        """Select some of the sequences."""
-        return select_rows(self, rows)
+        equal_BL, per_head_B, whole_B = [*self.equal_BL], [*self.per_head_B], [*self.whole_B]
+        for row in rows:
+            length = self.lengths_B[row]
+            equal_BL[row] = tuple(length * heads for heads in self.heads_L)
+            per_head_B[row], whole_B[row] = Fraction(length), True
+        changed = tuple(equal_BL), tuple(per_head_B), tuple(whole_B)
+        return replace(self, equal_BL=changed[0], per_head_B=changed[1], whole_B=changed[2])
 
 
 def select_rows(record: Record, rows: Sequence[int]) -> Record:
@@ -265,10 +220,10 @@ def spread(
     halves rounded up, or `min(tokens_per_head, n_b) * H_l`, or for bytes `floor(bytes / entry_bytes)` entries
     over all layers, split evenly by largest remainder (by bytes, where layers' entries differ in size); never
     more than `n_b * H_l`. A byte ratio states `floor(byte_ratio * n_b * sum_l H_l * entry_bytes)` bytes. All
-    is kept where all of it fits. Else what stands beside entries is paid for: as many entries are kept as fit
-    into the bytes of those that are stated. Where entries are held in fewer bytes, bytes pay what an entry
-    takes in the mean and, once, what every head takes beside its entries; ratios and tokens count entries.
-    All in exact arithmetic. A threshold states nothing: what exists is the bound.
+    is kept where all of it fits. Else `beside_bytes` are paid for: as many entries are kept as fit into the
+    bytes of those that are stated. Where entries are held in fewer bytes, bytes pay what an entry takes in
+    the mean and, once, what every head takes apart from its entries; ratios and tokens count entries. All in
+    exact arithmetic. A threshold states nothing: what exists is the bound.
 
     Args:
         budget: as stated.
@@ -281,86 +236,72 @@ def spread(
         ValueError: if a layer that has entries to keep would get fewer than heads: no head may be empty.
     """
     heads_L = tuple(layer.num_heads for layer in layers)
-    bytes_B = [int(budget.bytes or 0)] * len(lengths_B)
-    if budget.byte_ratio is not None:
-        each = exact(budget.byte_ratio) * sum(layer.num_heads * layer.entry_bytes for layer in layers)
-        bytes_B = [math.floor(each * length) for length in lengths_B]
-    equal_BL, means_B, short = [], [], []
-    whole_L = [layer.num_heads * layer.parts for layer in layers]
-    split = budget.keep_ratio is not None and whole_L != [*heads_L]
-    for row, length in enumerate(lengths_B):
-        all_of = [length * heads for heads in heads_L]
-        held = all_of if held_BL is None else held_BL[row]
+    all_BL = tuple(tuple(length * heads for heads in heads_L) for length in lengths_B)
+    held_BL = all_BL if held_BL is None else tuple(map(tuple, held_BL))
+    equal_BL, per_head_B, short = [], [], []
+    for row, (length, held) in enumerate(zip(lengths_B, held_BL, strict=True)):
         if len(held) != len(layers):
             raise ValueError(
                 f"sequence {row} holds entries in {len(held)} layers, and {len(layers)} evict: pass one "
                 "count for each layer that evicts, in order."
             )
-        if budget.threshold is not None:
-            equal_BL.append(tuple(held))
-            continue
-        stated = partial(_stated, budget, length, layers, bytes_B[row])
-        if split:
-            means_B.append(Fraction(sum(stated(whole_L)), sum(whole_L)))
-        equal = [min(own, most) for own, most in zip(stated(heads_L), all_of, strict=True)]
+        equal, mean = held, Fraction(sum(held), sum(heads_L))
+        if budget.threshold is None:
+            equal = _stated(budget, length, layers, heads_L)
+            whole_L = [layer.num_heads * layer.parts for layer in layers]
+            mean = Fraction(sum(_stated(budget, length, layers, whole_L)), sum(whole_L))
         for idx, (own, layer) in enumerate(zip(equal, layers, strict=True)):
             if own < min(held[idx], layer.num_heads):
                 if length <= short_tokens:
                     short.append(row)
                     break
                 least = math.ceil(sum(layer.bytes_of(layer.num_heads) for layer in layers))
-                more = max(Fraction(other.held_bytes, other.entry_bytes) for other in layers)
+                more = max(1 + Fraction(other.beside_bytes, other.entry_bytes) for other in layers)
                 raise ValueError(
                     f"sequence {row} of {length} tokens gets {own} entries for the {layer.num_heads} KV "
                     f"heads of layer {idx}, and no head may be empty: state more than is protected, and at "
                     f"the very least one entry a head (keep_ratio {float(more) / max(1, length):.3g}, "
                     f"tokens_per_head {math.ceil(more)}, or {least} bytes a sequence)."
                 )
-        equal_BL.append(tuple(equal))
-    still = None if held_BL is None else tuple(tuple(row) for row in held_BL)
-    totals = Totals(tuple(lengths_B), heads_L, tuple(equal_BL), still)
-    totals = replace(totals, means_B=tuple(means_B)) if split else totals
-    return totals.hold_whole(short) if short else totals
+        equal_BL.append(equal)
+        per_head_B.append(mean)
+    rows = tuple(lengths_B), heads_L, tuple(equal_BL), held_BL, tuple(per_head_B)
+    return Totals(*rows, (False,) * len(lengths_B)).hold_whole(short)
 
 
 def _stated(
-    budget: Budget,
-    length: int,
-    layers: Sequence[LayerShape],
-    size: int,
-    heads_L: Sequence[int],
-) -> list[int]:
-    """Entries of each layer of a sequence, of so many heads; `size` in bytes, where these are stated."""
+    budget: Budget, length: int, layers: Sequence[LayerShape], heads_L: Sequence[int]
+) -> tuple[int, ...]:
+    """Entries of each layer of a sequence, of so many heads, at most those that there were."""
     most_L = [length * heads for heads in heads_L]
     if budget.keep_ratio is not None or budget.tokens_per_head is not None:
+        tokens = int(budget.tokens_per_head or 0)
+        entries_L = [tokens * heads for heads in heads_L]
         if budget.keep_ratio is not None:
-            ratio = exact(budget.keep_ratio)
-            entries_L = [math.floor(ratio * own + Fraction(1, 2)) for own in most_L]
-        else:
-            entries_L = [int(budget.tokens_per_head or 0) * heads for heads in heads_L]
-        all_fits = all(own >= most for own, most in zip(entries_L, most_L, strict=True))
-        return entries_L if all_fits else _paid(entries_L, layers)
-    if size >= sum(layer.whole_bytes(length) for layer in layers):
-        return most_L
-    held_bytes = [layer.paid_bytes for layer in layers]
-    heads_bytes = sum(heads * own.head_bytes for heads, own in zip(heads_L, layers, strict=True))
-    left = max(Fraction(0), size - heads_bytes)
-    if len({*held_bytes}) == 1:
-        return _by_heads(int(left // held_bytes[0]), heads_L)
-    total = sum(heads * own for heads, own in zip(heads_L, held_bytes, strict=True))
-    return [int(left * heads // total) for heads in heads_L]
-
-
-def _paid(entries_L: list[int], layers: Sequence[LayerShape]) -> list[int]:
-    """As many entries as fit into the bytes of these, with what stands beside each."""
-    if not any(entries_L) or not any(layer.beside_bytes for layer in layers):
-        return entries_L
-    shares = [
-        Fraction(own * layer.entry_bytes, layer.held_bytes)
-        for own, layer in zip(entries_L, layers, strict=True)
-    ]
-    return largest_remainder(math.floor(sum(shares)), shares)
-
-
-def _by_heads(total: int, heads_L: Sequence[int]) -> list[int]:
-    return largest_remainder(total, [Fraction(heads) for heads in heads_L])
+            entries_L = [math.floor(exact(budget.keep_ratio) * most + Fraction(1, 2)) for most in most_L]
+        fits = all(own >= most for own, most in zip(entries_L, most_L, strict=True))
+        if not fits and any(entries_L) and any(layer.beside_bytes for layer in layers):
+            # As many as fit into the bytes of these, with what attention reads with each.
+            shares = [
+                Fraction(own * layer.entry_bytes, layer.entry_bytes + layer.beside_bytes)
+                for own, layer in zip(entries_L, layers, strict=True)
+            ]
+            entries_L = largest_remainder(math.floor(sum(shares)), shares)
+        return tuple(map(min, entries_L, most_L))
+    size = int(budget.bytes or 0)
+    if budget.byte_ratio is not None:
+        all_bytes = sum(layer.num_heads * layer.entry_bytes for layer in layers) * length
+        size = math.floor(exact(budget.byte_ratio) * all_bytes)
+    paid_L = [layer.paid_bytes for layer in layers]
+    pairs = [*zip(heads_L, layers, strict=True)]
+    once = sum(heads * layer.head_bytes for heads, layer in pairs)
+    # Nothing is read with entries where all are kept.
+    if size >= once + sum(length * heads * (own.paid_bytes - own.beside_bytes) for heads, own in pairs):
+        return tuple(most_L)
+    left = max(Fraction(0), size - once)
+    if len({*paid_L}) == 1:
+        entries_L = largest_remainder(int(left // paid_L[0]), [Fraction(heads) for heads in heads_L])
+    else:
+        total = sum(heads * own for heads, own in zip(heads_L, paid_L, strict=True))
+        entries_L = [int(left * heads // total) for heads in heads_L]
+    return tuple(map(min, entries_L, most_L))

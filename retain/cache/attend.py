@@ -5,21 +5,21 @@ and KV head) owns the room `offsets[r] .. offsets[r + 1]` and holds `lengths[r]`
 result is `[B, Q, S, D]`. Counts replace a mask (`seen_RS`): query `s` of a row sees the first `seen` entries
 of the row, whatever their positions, and under a sliding window only those of recent positions.
 
-On a CPU plain softmax attention runs as a few dense calls (`retain.cache.equal_rows`). Everything else (CUDA,
+On a CPU plain softmax attention runs as a few dense calls (`retain.cache.equal_rows`), and a decoding step
+appends and attends in one (`retain.cache.step_rows`). Everything else (CUDA,
 soft caps, sinks, windows, many short rows) is the op `retain.kernels.ragged_attention`, which is also the
 definition.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from retain.cache.equal_rows import Run, attend_runs, find_runs, fits
+from retain.cache.equal_rows import attend_runs, find_runs, fits
+from retain.cache.layer_store import Store
 from retain.cache.store import RaggedStore
-from retain.cache.tiered_store import Store, TieredStore, plain_of
 from retain.kernels.backend import Path
 from retain.kernels.ragged_attention import merged, path_of, ragged_attention
 from retain.kernels.ragged_attention.pages import Pages
@@ -43,19 +43,16 @@ def attend(
     positions_C: Int[Tensor, " C"] | None = None,
     query_positions_BS: Int[Tensor, "B S"] | None = None,
     pages: Pages | None = None,
-    runs: Sequence[Run] | None = None,
     log_weight_C: Float[Tensor, " C"] | None = None,
 ) -> Float[Tensor, "B Q S D"]:
     """Softmax attention of each query over the first `seen` entries of its row.
 
     The formula, the arguments and what is refused stand at the op `retain.kernels.ragged_attention`. Pass a
     store's own `pages`, or the offsets are read, which waits for the device.
-
-    Args:
-        runs: the store's rows as decoding steps left them (`RaggedStore.runs`); None: found anew.
     """
     if soft_cap is None and sinks_Q is None and window is None and not queries_BQSD.is_cuda:
-        if runs is None and pages is not None and path_of(keys_CD, values_CD) == "reference":
+        runs = None
+        if pages is not None and path_of(keys_CD, values_CD) == "reference":
             runs = find_runs(pages, keys_CD, values_CD, seen_RS, queries_BQSD.shape[1], log_weight_C)
         if runs is not None and fits(runs, queries_BQSD):
             return attend_runs(queries_BQSD, runs, seen_RS, scaling)
@@ -87,33 +84,32 @@ def attend_store(
     query_positions_BS: Int[Tensor, "B S"] | None = None,
     **how: Any,
 ) -> Float[Tensor, "B Q S D"]:
-    """Attention of new tokens' queries over what a layer holds: of entries in tiers over each tier, merged by
-    the log-sum-exp of their logits.
+    """Attention of new tokens' queries over what a layer holds: where some of it is packed, over either part,
+    merged by the log-sum-exp of their logits.
 
     Args:
         store: to which the tokens were appended.
-        seen_RS: as `append_` said: of the plain tier, behind all that is packed; 0 on padding.
+        seen_RS: as `append_` said: of the plain entries, behind all that is packed; 0 on padding.
         **how: the scaling and the soft cap.
     """
 
-    def over(tier: RaggedStore) -> dict[str, Any]:
-        """Arguments of attention over one tier."""
+    def over(part: RaggedStore) -> dict[str, Any]:
+        """Arguments of attention over one part."""
         return {
             "window": window,
-            "positions_C": None if window is None else tier.positions_C,
+            "positions_C": None if window is None else part.positions_C,
             "query_positions_BS": query_positions_BS,
-            "pages": tier.pages,
-            "log_weight_C": tier.log_weight_C,
+            "pages": part.pages,
+            "log_weight_C": part.log_weight_C,
             **how,
         }
 
-    plain = plain_of(store)
+    plain, packed = store.plain, store.packed
     columns = plain.keys_CD, plain.values_CD, plain.offsets_R1, plain.lengths_R, seen_RS
-    packed = store.packed if isinstance(store, TieredStore) else None
     if packed is None:
-        return attend(queries_BQSD, *columns, **over(plain), sinks_Q=sinks_Q, runs=plain.runs)
+        return attend(queries_BQSD, *columns, **over(plain), sinks_Q=sinks_Q)
     all_RS = torch.where(seen_RS > 0, packed.lengths_R[:, None].to(seen_RS.dtype), 0)
-    codes = packed.keys, packed.values, packed.offsets_R1, packed.lengths_R, all_RS
+    codes = *packed.codes, packed.offsets_R1, packed.lengths_R, all_RS
     outs, lses = zip(
         ragged_attention(queries_BQSD, *columns, **over(plain), with_lse=True),
         ragged_attention(queries_BQSD, *codes, **over(packed), with_lse=True),

@@ -82,36 +82,6 @@ def find_runs(
     return runs
 
 
-class Steps:
-    """State that one decoding step passes to the next: each row's next free slot, and the runs."""
-
-    def __init__(
-        self,
-        pages: Pages,
-        columns: tuple[Tensor, Tensor, Tensor | None],
-        next_R: Tensor,
-        lengths_R: Tensor,
-    ):
-        keys_CD, values_CD, log_weight_C = columns
-        self.next_R = next_R
-        self.pending: list[Tensor] = []  # positions of the last entries, not yet written
-        self.runs = find_runs(pages, keys_CD, values_CD, lengths_R[:, None], 1, log_weight_C)
-
-    def advance_(self, positions_B1: Tensor) -> None:
-        """Add one entry to every row, at this position of its sequence."""
-        self.pending.append(positions_B1)
-        self.next_R += 1
-        for run in self.runs or ():
-            run.length += 1
-
-    def write_positions_(self, positions_C: Int[Tensor, " C"], num_heads: int) -> None:
-        """Write the pending positions."""
-        if self.pending:
-            new_BS, self.pending = torch.cat(self.pending, dim=1), []
-            index_RS = self.next_R[:, None] + torch.arange(-new_BS.shape[1], 0)
-            positions_C[index_RS] = new_BS.repeat_interleave(num_heads, 0).to(positions_C.dtype)
-
-
 def fits(runs: Sequence[Run], queries_BQSD: Tensor) -> bool:
     """Whether dense calls can serve these queries: one precision, and no gradients, which a store does not
     have."""

@@ -4,66 +4,48 @@ A file is believed whole or not at all. Its header carries a sha256 over everyth
 before a byte of it is used, and it is written in full beside an older one before it is renamed over it. So a
 full disk, a kill, a cut copy and a flipped bit are noticed, and leave what there was. Nothing in it is code.
 
-Header: the model's `fingerprint` and `dtype`; the counters of `COUNTERS`; `seeds`; whatever else the engine
-needs to go on. Tensors: `history.valid`, `.positions`, `.last`, `.ids`, `.announced`; of each layer that
-evicts `layer.N.store.NAME` (`tensors_of`) and `layer.N.recent.NAME`, its last tokens' queries and hidden
-states; of other layers `layer.N.state.NAME`.
+Header: the model's `fingerprint` and `dtype`; the counters of `COUNTERS`; `seeds`; the `precision` by which
+layers are packed; whatever else the engine needs to go on. Tensors: `history.valid`, `.positions`, `.last`,
+`.ids`, `.announced`; of each layer that evicts `layer.N.store.NAME` of its plain entries and
+`layer.N.packed.NAME` of the packed ones (`tensors_of`; nothing is encoded anew), and `layer.N.recent.NAME`,
+its last tokens' queries and hidden states; of other layers `layer.N.state.NAME`.
+
+`cache.save(path, bits=4)` writes plain entries as codes, which `load` decodes. With D channels, an entry of
+such a file takes `2 * D * bits / 8` bytes of codes, `4 * D / 32` bytes of scales of its values, as many of
+its keys where 32 entries share them, and 4 bytes that name its group. With D = 128 and 4 bits that is 164
+bytes, where bfloat16 takes 512; its position takes 4 in both.
 """
 
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from retain import config
-from retain.budget.statement import Budget
-from retain.cache.store import LOG_WEIGHT, SLACK, RaggedStore
+from retain.cache.codec import GROUPS, VALUE_SCALES, Codec
+from retain.cache.layer_store import Store, encoded
+from retain.cache.store import SLACK, RaggedStore
+from retain.precision import Precision
 from retain.process.disk import save_beside
 
-# Files of entries whose logits get something added have version 2: an older reader would add nothing. Those
-# with codes have version 3 (`retain.cache.tier_file`).
-SCHEMA_VERSION = 3
+# Others are refused.
+SCHEMA_VERSION = 4
 FORMAT = "retain.cache"
 BESIDE = "beside."
 CORRUPT = "{} is truncated or corrupt ({}): copy it again, or read the context again."
-# Beyond what any model reads: tables of positions are made.
-MOST_POSITIONS = 2**24
-# Keys of a header whose file holds codes.
-CODES = {"tiers", "coded"}
-# A rule that can be made again from its settings.
-NAMED = "named"
-# Fields of a policy that older readers do not know.
-LATER_SETTINGS = ("precision",)
 # Counters of a conversation, in the header as they are.
 COUNTERS = ("width", "prompt_B", "moments", "noted", "evictions", "evicted_at", "packed_at")
-# Those that older files do not have, and what they were; left out of the header where they still are.
-LATER = {"packed_at": 0}
-# By name of a tensor: its kind (`whole`: integers) and its shape; None: any.
-Shapes = dict[str, tuple[str, tuple[int | None, ...]]]
-
-
-@runtime_checkable
-class LayerSizes(Protocol):
-    """Sizes of a layer that evicts."""
-
-    @property
-    def layer_idx(self) -> int: ...
-    @property
-    def num_heads(self) -> int: ...
-    @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
+# Keys of the header: how layers are packed, and the bits of a file whose plain entries are codes.
+PRECISION, CODED = "precision", "coded"
+# The scales that keys of a store of codes share.
+KEY_SCALES = "key_scales"
 
 
 def write_file(path: Path, header: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -81,9 +63,7 @@ def write_file(path: Path, header: Mapping[str, Any], tensors: Iterable[tuple[st
     }
     text = json.dumps(header)
     # The header as text, of which the digest is.
-    version = 2 if any(name.endswith(BESIDE + LOG_WEIGHT) for name in plain) else 1
-    version = SCHEMA_VERSION if CODES & header.keys() else version
-    record = {"schema_version": version, "sha256": digest(text, plain.items()), "header": text}
+    record = {"schema_version": SCHEMA_VERSION, "sha256": digest(text, plain.items()), "header": text}
     path.parent.mkdir(parents=True, exist_ok=True)
     os.replace(save_beside(path, plain, {FORMAT: json.dumps(record)}), path)
 
@@ -102,7 +82,7 @@ def read_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
     Raises:
         FileNotFoundError: there is none.
-        ValueError: it is cut, changed, of a newer schema, or no cache.
+        ValueError: it is cut, changed, of another schema, or no cache.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: pass the path that cache.save(path) was given.")
@@ -110,10 +90,11 @@ def read_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     version = record.get("schema_version") if isinstance(record, dict) else None
     if not isinstance(version, int):
         raise ValueError(f"{path} was not written by cache.save(path): it holds no retain.Cache.")
-    if version > SCHEMA_VERSION:
+    if version != SCHEMA_VERSION:
+        older = "read the context again and save it, or load the file with the retain that wrote it"
         raise ValueError(
-            f"{path} has schema version {version}, this retain reads up to {SCHEMA_VERSION}: upgrade retain "
-            "to load it."
+            f"{path} has schema version {version}, this retain reads {SCHEMA_VERSION}: "
+            f"{'upgrade retain to load it' if version > SCHEMA_VERSION else older}."
         )
     header = str(record.get("header"))
     if digest(header, tensors.items()) != record.get("sha256"):
@@ -164,151 +145,46 @@ def check_model(
         )
 
 
-def counters_of(header: Mapping[str, Any]) -> dict[str, Any]:
-    """The counters of a header."""
-    return {name: header.get(name, LATER[name]) if name in LATER else header[name] for name in COUNTERS}
-
-
-def wrong_counters(header: Mapping[str, Any], batch_size: int) -> Iterator[str]:
-    """Yield counters and seeds of a header that are impossible."""
-    for name, value in counters_of(header).items():
-        several = name in ("prompt_B", "moments")
-        counts = value if several and isinstance(value, list) else [value]
-        empty = value is None and name in ("width", "prompt_B")
-        whole = all(type(one) is int and 0 <= one <= MOST_POSITIONS for one in counts)
-        if not empty and (not whole or several is not isinstance(value, list)):
-            yield f"{name} {value!r:.60}"
-    for name in ("prompt_B", "seeds"):
-        if header[name] is not None and len(header[name]) != batch_size:
-            yield f"{name} for {len(header[name])} sequences, and {batch_size} sequences"
-
-
-def wrong_tensors(
-    tensors: Mapping[str, Tensor], layers: Sequence[LayerSizes], more: Shapes | None = None
-) -> Iterator[str]:
-    """Yield tensors of other shapes or kinds than a model with these evicting layers has.
-
-    Args:
-        tensors: of the file.
-        layers: of the model.
-        more: of further tensors, or of some in place of what is usual.
-    """
-    B, T = tensors["history.valid"].shape
-    shapes: Shapes = {
-        "history.valid": ("bool", (B, T)),
-        "history.positions": ("whole", (B, T)),
-        "history.last": ("whole", (B,)),
-        "history.ids": ("whole", (B, T)),
-        "history.announced": ("bool", (B, None)),
-    }
-    for spec in layers:
-        store, recent = f"layer.{spec.layer_idx}.store.", f"layer.{spec.layer_idx}.recent."
-        N, kind = int(tensors[f"{store}lengths"].sum()), str(spec.dtype).removeprefix("torch.")
-        shapes |= {
-            f"{store}keys": (kind, (N, spec.head_dim)),
-            f"{store}values": (kind, (N, spec.head_dim)),
-            f"{store}positions": ("whole", (N,)),
-            f"{store}lengths": ("whole", (B * spec.num_kv_heads,)),
-            f"{store}{BESIDE}{LOG_WEIGHT}": ("float32", (N,)),
-            f"{recent}queries": ("", (B, spec.num_heads, None, spec.head_dim)),
-            f"{recent}hidden": ("", (B, None, spec.hidden_size)),
-            f"{recent}stream": ("", (B, None, spec.hidden_size)),
-        }
-    shapes |= more or {}
-    positions_BT = tensors["history.positions"]
-    limit = 1 + (int(positions_BT.max()) if positions_BT.numel() else 0)
-    for name, tensor in sorted(tensors.items()):
-        kind, shape = shapes.get(name, ("", ()))
-        if shape and (
-            tensor.ndim != len(shape)
-            or any(want not in (got, None) for want, got in zip(shape, tensor.shape, strict=True))
-        ):
-            yield f"{name} of shape {tuple(tensor.shape)}"
-        held = str(tensor.dtype).removeprefix("torch.")
-        if kind and held != kind and not (kind == "whole" and held in ("int32", "int64")):
-            yield f"{name} of {tensor.dtype}"
-        if kind == "whole" and tensor.numel():
-            least, most = int(tensor.min()), int(tensor.max())
-            inside = ".store." in name and name.endswith(".positions")
-            if least < (0 if inside else -1) or most >= (limit if inside else MOST_POSITIONS):
-                yield f"{name} from {least} to {most}"
-        if tensor.is_floating_point() and not bool(tensor.isfinite().all()) and ".state." not in name:
-            yield f"{name} that is not finite"
-
-
-def named_rule(policy: Any, budget: Budget, gates: str | None) -> dict[str, Any]:
-    """A policy with its budget, as a header holds them under `rule`.
-
-    Args:
-        policy: a `retain.presets.Policy`.
-        budget: as it was stated.
-        gates: sha256 of the gates' artifact, of a learned policy.
-    """
-    stated = {name: value for name, value in config.to_mapping(budget).items() if value is not None}
-    settings = {
-        name: value
-        for name, value in config.to_mapping(policy).items()
-        if value is not None or name not in LATER_SETTINGS
-    }
-    return {
-        "kind": NAMED,
-        "name": policy.name,
-        "policy": settings,
-        "budget": stated,
-        "gates": gates,
-    }
-
-
 def tensors_of(store: RaggedStore) -> dict[str, Tensor]:
     """Tensors of a store: exactly the entries held, row after row, and the rows' lengths.
 
     Returns:
-        "keys" and "values" `[N, D]`, "positions" `[N]`, "lengths" `[R]`, and
-        "beside.NAME" `[N, ...]`.
+        "keys" and "values" `[N, ...]`, "positions" `[N]`, "lengths" `[R]`, "beside.NAME" `[N, ...]`, and of
+        codes "value_scales", "groups" and "key_scales".
     """
     index_N = store.index_N()
-    columns = {"keys": store.keys_CD, "values": store.values_CD, "positions": store.positions_C}
-    columns |= {BESIDE + name: column for name, column in store.beside.items()}
-    entries = {name: column[index_N] for name, column in columns.items()}
-    return {**entries, "lengths": store.lengths_R.clone()}
+    columns = {**store.columns, **{BESIDE + name: column for name, column in store.beside.items()}}
+    found = {name: column[index_N] for name, column in columns.items()}
+    table = {} if store.key_scales_G2D is None else {KEY_SCALES: store.key_scales_G2D}
+    return {**found, "lengths": store.lengths_R.clone(), **table}
 
 
-def store_of(tensors: Mapping[str, Tensor], num_heads: int, slack: int = SLACK) -> RaggedStore:
+def store_of(
+    tensors: Mapping[str, Tensor], num_heads: int, slack: int = SLACK, codec: Codec | None = None
+) -> RaggedStore:
     """Rebuild a store from `tensors_of` it.
 
     Args:
         tensors: of one store.
         num_heads: H.
         slack: free entries given to each row, at least.
+        codec: of its keys and values.
 
     Raises:
         ValueError: a tensor is missing, or lengths and entries do not fit together.
     """
-    names = ("keys", "values", "positions", "lengths")
-    missing = [name for name in names if name not in tensors]
+    names = ["keys", "values", "positions", *([] if codec is None else [VALUE_SCALES, GROUPS])]
+    missing = [name for name in (*names, "lengths") if name not in tensors]
     if missing:
         raise ValueError(
             f"a saved store lacks {', '.join(missing)} among {', '.join(sorted(tensors)) or 'nothing'}: "
             "save it again, with tensors_of()."
         )
-    check_entries(tensors, num_heads)
-    keys_ND, values_ND = tensors["keys"], tensors["values"]
-    beside, lengths_R = within(tensors, BESIDE), tensors["lengths"]
-    return RaggedStore(keys_ND, values_ND, tensors["positions"], lengths_R, num_heads, slack, beside)
-
-
-def check_entries(tensors: Mapping[str, Tensor], num_heads: int) -> None:
-    """Refuse columns of another length than `lengths` says.
-
-    Raises:
-        ValueError: lengths and entries do not fit together.
-    """
-    lengths_R = tensors["lengths"]
+    lengths_R, table = tensors["lengths"], tensors.get(KEY_SCALES)
+    beside, entries = within(tensors, BESIDE), {name: tensors[name] for name in names}
     N = int(lengths_R.sum())
     wrong = [
-        f"{name} {tuple(value.shape)}"
-        for name, value in tensors.items()
-        if name != "lengths" and value.shape[:1] != (N,)
+        f"{name} {tuple(one.shape)}" for name, one in {**entries, **beside}.items() if one.shape[:1] != (N,)
     ]
     if lengths_R.shape[0] % num_heads or bool((lengths_R < 0).any()):
         wrong.append(f"{lengths_R.shape[0]} rows")
@@ -317,6 +193,66 @@ def check_entries(tensors: Mapping[str, Tensor], num_heads: int) -> None:
             f"a saved store has lengths of {N} entries for {num_heads} KV heads, but {', '.join(wrong)}: "
             "the file was cut, or is another model's; save it again, with tensors_of()."
         )
+    return RaggedStore(
+        entries, lengths_R, num_heads, slack=slack, beside=beside, codec=codec, key_scales_G2D=table
+    )
+
+
+def precision_of(record: Mapping[str, Any]) -> Precision | None:
+    """The precision that a header, or a rule in it, says.
+
+    Raises:
+        ValueError: settings that there are not.
+    """
+    return config.build({PRECISION: record.get(PRECISION)}, _Packed).precision
+
+
+@dataclass(frozen=True)
+class _Packed:
+    precision: Precision | None = None
+
+
+def layer_tensors(store: Store, bits: int | None) -> dict[str, Tensor]:
+    """Tensors of a layer, by their names in `layer.N`.
+
+    Args:
+        store: of the layer.
+        bits: of codes of its plain entries; None: they stay as they are.
+
+    Raises:
+        ValueError: numbers that float16 does not hold.
+    """
+    plain = store.plain if bits is None else encoded(store.plain, bits)
+    parts = {"store.": plain, "packed.": store.packed}
+    held = {where: tensors_of(part) for where, part in parts.items() if part is not None}
+    return {where + name: tensor for where, own in held.items() for name, tensor in own.items()}
+
+
+def layer_store_of(
+    header: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    num_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    slack: int,
+) -> Store:
+    """The store of a layer.
+
+    Args:
+        header: of the file.
+        tensors: of the layer, by their names in `layer.N`.
+        num_heads, head_dim, dtype: H, D and precision of its keys and values.
+        slack: free entries of a row for new tokens.
+    """
+    precision, bits, packed = precision_of(header), header.get(CODED), within(tensors, "packed.")
+    codec = None if bits is None else Codec(bits, head_dim, head_dim, dtype)
+    plain = store_of(within(tensors, "store."), num_heads, slack, codec)
+    store = Store(plain if codec is None else plain.as_numbers(), precision)
+    if packed:
+        if precision is None:
+            raise ValueError("it has packed entries, and no precision.")
+        store.packed = store_of(packed, num_heads, 0, Codec(precision.bits, head_dim, head_dim, dtype))
+    return store
 
 
 def within(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -7,8 +7,7 @@ meet shapes that a graph has seen.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -16,12 +15,17 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from retain.cache.store import LOG_WEIGHT, Layout, RaggedStore, normal_tensors
-from retain.cache.tiered_store import Store, plain_of
+from retain.cache.codec import GROUPS, VALUE_SCALES
+from retain.cache.layer_store import Store
+from retain.cache.layout import Layout, bytes_of, normal_tensors
+from retain.cache.store import LOG_WEIGHT, RaggedStore
 from retain.kernels.ragged_attention.pages import PAGE
+from retain.precision import GROUP
 
 # A pool has 8, 9, ... or 15 times a power of two places.
 STEPS = 8
+# Groups that a table of scales has room for, at least.
+FEWEST = 64
 
 
 def rounded(places: int) -> int:
@@ -65,6 +69,9 @@ class StaticRows:
         scaling: of its logits, where the model does not say.
         window: tokens that its queries see; None for all.
         work: on a GPU, the tensors of its `retain.kernels.decode_step.launch.Table`.
+        shown: what a later eviction looks at of the tokens that come, `[S, ...]` each: `queries`, and what
+            attention gets (`hidden`, `stream`).
+        packed, bits, span: entries before these, as codes, as `retain.kernels.decode_step` takes them.
     """
 
     pool: Pool
@@ -74,6 +81,20 @@ class StaticRows:
     scaling: float | None = None
     window: int | None = None
     work: tuple[Tensor | None, ...] = (None, None, None, None)
+    shown: dict[str, Tensor] = field(default_factory=dict)
+    packed: list[Tensor] = field(default_factory=list)
+    bits: int = 0
+    span: int = 1
+
+    def tensors(self) -> list[Tensor]:
+        own = (self.offsets_R1, self.base_R, *self.work, *self.shown.values(), *self.packed)
+        return [one for one in own if one is not None]
+
+    def show(self, name: str, x_BSE: Tensor) -> None:
+        """Keep an input of the attention that comes, if it is to be looked at."""
+        if name in self.shown:
+            at_1 = self.pool.clock_1 if self.leads else self.pool.clock_1 - 1
+            self.shown[name].index_copy_(0, at_1, x_BSE.transpose(0, 1))
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, dense: Callable[[], Any], given: Any
@@ -82,6 +103,8 @@ class StaticRows:
         pool = self.pool
         if self.leads:
             pool.clock_1.add_(1)
+        if "queries" in self.shown:
+            self.shown["queries"].index_copy_(0, pool.clock_1 - 1, query.permute(2, 0, 1, 3))
         step = torch.ops.retain.decode_step
         out_B1QV = step(
             query,
@@ -100,52 +123,72 @@ class StaticRows:
             given.get("softcap") or 0.0,
             self.window or 0,
             *self.work,
+            self.packed,
+            self.bits,
+            self.span,
         )
         return out_B1QV, None
 
 
 @normal_tensors()
 def pool_of(
-    stores: Sequence[RaggedStore], room: int, num_seen: int, last_B: Int[Tensor, " B"]
-) -> tuple[Pool, list[Tensor]]:
+    stores: Sequence[RaggedStore], room: int, weighted: bool
+) -> tuple[dict[str, Tensor], list[Int[Tensor, " R1"]]]:
     """Lay stores out in one pool, column by column, so that no more than one column of all exists twice.
 
     Args:
         stores: of all layers, of one device and kind; they go on as views of the pool.
         room: tokens to come, for each row.
-        num_seen: tokens seen, padding included.
-        last_B: position of each sequence's last token.
+        weighted: something is added to the logits of some entries.
 
     Returns:
-        the pool, and for each store where its rooms begin and end there.
+        the pool's columns, and for each store where its rooms begin and end there.
     """
     first, layouts = stores[0], [Layout.of(store.lengths_R, room) for store in stores]
     sizes = [PAGE * layout.pages.num_pages for layout in layouts]
     starts = [0, *accumulate(sizes)]
-    like = {"keys": first.keys_CD, "values": first.values_CD, "positions": first.positions_C}
-    if any(store.log_weight_C is not None for store in stores):
-        like[LOG_WEIGHT] = first.keys_CD.new_zeros(0, dtype=torch.float32)
+    like = dict(first.columns)
+    if weighted:
+        like[LOG_WEIGHT] = torch.zeros(0, device=first.device)
     columns = {}
-    with ExitStack() as moving:
-        for store in stores:
-            moving.enter_context(store.no_way_back())
-        for name, column in like.items():
-            columns[name] = column.new_zeros(rounded(starts[-1]), *column.shape[1:])
-            for store, layout, start, size in zip(stores, layouts, starts[:-1], sizes, strict=True):
-                store.move_(name, columns[name][start : start + size], layout)
-        for store, layout in zip(stores, layouts, strict=True):
-            store.adopt_(layout, columns)
-    clock_1, seen_1 = (torch.tensor([number], device=first.device) for number in (0, num_seen))
-    last_B = last_B.to(first.device, torch.int64, copy=True)
-    entries = columns["keys"], columns["values"], columns["positions"]
-    pool = Pool(*entries, clock_1, seen_1, last_B, columns.get(LOG_WEIGHT))
-    return pool, [store.offsets_R1 + start for store, start in zip(stores, starts[:-1], strict=True)]
+    for name, column in like.items():
+        columns[name] = column.new_zeros(rounded(starts[-1]), *column.shape[1:])
+        for store, layout, start, size in zip(stores, layouts, starts[:-1], sizes, strict=True):
+            store.move_(name, columns[name][start : start + size], layout)
+    for store, layout in zip(stores, layouts, strict=True):
+        store.adopt_(layout, columns)
+    return columns, [store.offsets_R1 + start for store, start in zip(stores, starts[:-1], strict=True)]
+
+
+@normal_tensors()
+def packed_of(stores: Sequence[RaggedStore], room: int, weighted: bool) -> list[list[Tensor]]:
+    """Lay stores of codes out in one pool, with places for all tokens to come, so that its size stays as they
+    are packed; and the scales of their keys in tables of one size.
+
+    Args:
+        stores, room, weighted: as for `pool_of`.
+
+    Returns:
+        of each store, as `retain.kernels.decode_step` takes them.
+    """
+    columns, offsets = pool_of(stores, room, weighted)
+    more = stores[0].num_rows * -(-room // GROUP)
+    scales = [store.key_scales_G2D for store in stores]
+    most = rounded(max(FEWEST, max(map(len, scales)) + more))
+    table = scales[0].new_zeros(len(stores), most, *scales[0].shape[1:])
+    found = []
+    for store, own_G2D, own, offsets_R1 in zip(stores, scales, table, offsets, strict=True):
+        own[: len(own_G2D)] = own_G2D
+        store.key_scales_G2D = own[: len(own_G2D)]
+        parts = [columns[name] for name in ("keys", "values", "positions", VALUE_SCALES, GROUPS)]
+        parts += [own, offsets_R1, store.lengths_R.to(torch.int32, copy=True)]
+        found.append([*parts, columns[LOG_WEIGHT]] if weighted else parts)
+    return found
 
 
 def spare_bytes(stores: Sequence[Store]) -> int:
     """Bytes of the storages behind stores that none of them lives in."""
-    plain = [plain_of(store) for store in stores]
-    columns = [column for store in plain for column in (store.keys_CD, store.values_CD, store.positions_C)]
-    columns += [store.log_weight_C for store in plain if store.log_weight_C is not None]
-    storages = {own.untyped_storage().data_ptr(): own.untyped_storage().nbytes() for own in columns}
-    return max(0, sum(storages.values()) - sum(own.numel() * own.element_size() for own in columns))
+    parts = [part for store in stores for part in store.parts]
+    tensors = [tensor for part in parts for tensor in part.storages()]
+    storages = {own.untyped_storage().data_ptr(): own.untyped_storage().nbytes() for own in tensors}
+    return max(0, sum(storages.values()) - sum(bytes_of(part.storages()) for part in parts))

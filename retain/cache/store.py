@@ -1,34 +1,35 @@
-"""Stores exactly the kept entries of one attention layer, a different number for each (sequence, KV head).
+"""Stores exactly the kept entries of one layer, a different number for each (sequence, KV head).
 
-Keys and values are flat `[C, D]` tensors that `retain.cache.attend` reads in place; *side columns* follow
+Keys and values are flat `[C, D]` columns that `retain.cache.attend` reads in place; *side columns* follow
 their entries. Evicted entries are removed, not masked; padding is never stored.
 
 Every row owns a room of whole pages (`retain.kernels.ragged_attention.pages`), in natural order, with some
 free slots at its end. New tokens go into free slots; an eviction in place moves only what lies behind each
 row's first hole. When a row is full, or bytes are to be given back, the store is laid out anew, one column
-after another, so that never more than one column exists twice. If memory runs out behind the first column
-(the largest), there is no way back: the store then raises on every access. Bytes held and bytes allocated are
-reported apart.
+after another, so that never more than one column exists twice. If memory runs out midway, columns and layout
+no longer match: whoever changes a store refuses it from then on (`retain.hf.cache.state.State.changing`).
+Bytes held and bytes allocated are reported apart.
 
-Nothing but `flat` and `decoded` reads what a column holds: entries in fewer bits are a store of the same
-kind, with codes for columns (`retain.cache.packed_store`).
+With a `Codec` keys and values are codes (`retain.cache.codec`). An entry is encoded once: evictions move its
+codes, and a group of keys that nobody names any more goes from the table of scales.
+`retain.cache.layer_store` joins such rows with the plain ones of new tokens.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from retain.cache.equal_rows import Run, Steps
-from retain.kernels.backend import Path, which
-from retain.kernels.compact import append_, move_, planned
-from retain.kernels.compact.reference import copy_, spans, write_
+from retain.cache.codec import GROUPS, Codec
+from retain.cache.layout import Layout, count_free, filled, normal_tensors
+from retain.cache.moves import copy_, packing, spans, write_
+from retain.kernels.backend import Path
+from retain.kernels.codes import Codes
 from retain.kernels.ragged_attention import path_of
-from retain.kernels.ragged_attention.pages import PAGE, Pages, paged, pages_for
+from retain.kernels.ragged_attention.pages import PAGE
 
 # The side column that attention adds to the logits of its entries, after a soft cap: float32.
 LOG_WEIGHT = "log_weight"
@@ -37,77 +38,50 @@ SLACK = 32
 # A full store grows by this share of its rows' mean length, or by its slack if that is more: laying it out
 # anew costs a copy of it, so this divides a copy among that many tokens.
 GROWTH = 1 / 48
-# A store of the kind that a method was called of (`typing.Self` is nothing that beartype checks here).
-Same = TypeVar("Same", bound="RaggedStore")
-
-
-@contextmanager
-def normal_tensors() -> Iterator[None]:
-    """Context for making tensors that can be written to after a caller's `inference_mode`."""
-    with torch.inference_mode(False), torch.no_grad():  # the first alone would turn gradients on
-        yield
-
-
-@dataclass(frozen=True, eq=False)
-class Layout:
-    """Rooms of the rows, each of whole pages, and how many entries each row holds."""
-
-    pages: Pages
-    offsets_R1: Int[Tensor, " R1"]
-    lengths_R: Int[Tensor, " R"]
-    free: int
-
-    @classmethod
-    def of(cls, lengths_R: Tensor, slack: int, least: Sequence[int] | None = None) -> "Layout":
-        """Rooms for these lengths and slack, at least `least` pages each."""
-        lengths = lengths_R.tolist()
-        counts = [pages_for(length + slack) for length in lengths]
-        if least is not None:
-            counts = [max(pair) for pair in zip(counts, least, strict=True)]
-        pages = Pages.of(counts, lengths_R.device)
-        return cls(pages, pages.offsets(), lengths_R.to(torch.int32, copy=True), _count_free(pages, lengths))
-
-    def index_N(self) -> Int[Tensor, " N"]:
-        """Place of every entry, row after row."""
-        return spans(self.offsets_R1[:-1], self.lengths_R)
 
 
 class RaggedStore:
-    """Keys, values, positions and side columns of the entries that one layer holds.
+    """Keys, values, positions and side columns of entries in one codec.
 
     Row `r = b * H + h`; its room begins at `offsets_R1[r]` (int64), and it holds `lengths_R[r]` (int32)
     entries. Methods that end in `_` change the store in place, all others leave it alone and share no memory
-    with it (but `row`). Free slots hold finite numbers, and zeros in side columns. A method that fails leaves
-    the store as it was, or, where that was no longer possible, empty: then every access raises a
-    `ValueError`.
+    with it. Free slots hold finite numbers, and zeros in side columns.
 
     Attributes:
         num_heads: H.
         slack: free entries given to each row, at least, when the store is laid out anew.
         beside: side columns `[C, ...]` by name, such as a score or the mass of attention received.
+        codec: how keys and values are held; None: as they are.
+        key_scales_G2D: scales of each group of keys, where there is a codec.
         pages: the row that each page belongs to.
         free: new tokens that surely fit into every row.
     """
 
+    step_rows: Any  # for decoding steps on a CPU (`retain.cache.step_rows`), made by who decodes them
+
     @normal_tensors()
     def __init__(
         self,
-        keys_ND: Float[Tensor, "N D"],
-        values_ND: Float[Tensor, "N D"],
-        positions_N: Int[Tensor, " N"],
+        entries: Mapping[str, Tensor],
         lengths_R: Int[Tensor, " R"],
         num_heads: int,
+        *,
         slack: int = SLACK,
         beside: Mapping[str, Tensor] | None = None,
+        codec: Codec | None = None,
+        key_scales_G2D: Float[Tensor, "G 2 D"] | None = None,
     ):
-        """Lay out entries that come row after row (`lengths_R[r]` of row 0, of row 1, ...), in order of
-        time; `beside[name]` is `[N, ...]`."""
+        """Lay out entries that come row after row (`lengths_R[r]` of row 0, of row 1, ...), in order of time.
+
+        Args:
+            entries: columns `[N, ...]`: `keys`, `values`, `positions`, and of codes `value_scales`, `groups`.
+            beside: side columns `[N, ...]`.
+        """
         layout = Layout.of(lengths_R, slack)
-        entries = {"keys": keys_ND, "values": values_ND, "positions": positions_N.to(torch.int32)}
-        self._begin_(layout, num_heads, slack, entries, beside or {})
+        self._begin_(layout, num_heads, slack, entries, beside or {}, codec, key_scales_G2D)
         index_N = layout.index_N()
         for columns, name in self._columns():
-            columns[name] = _filled(layout, index_N, columns[name], None)
+            columns[name] = filled(layout, index_N, columns[name], None)
 
     @classmethod
     @normal_tensors()
@@ -127,56 +101,32 @@ class RaggedStore:
             keep_BHT: True = kept.
             slack: free entries for each row, at least.
             beside: side columns, `[B, H, T]` or `[B, H, T, K]`.
-
-        Raises:
-            ValueError: the keep mask or a side column has another shape, or the mask is not boolean.
         """
         B, H, T, _ = keys_BHTD.shape
-        if keep_BHT.shape != (B, H, T) or keep_BHT.dtype != torch.bool:
-            raise ValueError(
-                f"keep mask is {keep_BHT.dtype} {tuple(keep_BHT.shape)}, but the layer holds {B} sequences x "
-                f"{H} KV heads x {T} entries: pass a bool tensor [{B}, {H}, {T}], True = kept."
-            )
-        for name, column in (beside or {}).items():
-            if column.shape[:3] != (B, H, T):
-                raise ValueError(
-                    f"side column {name!r} is {tuple(column.shape)}, but the layer holds {B} sequences x {H} "
-                    f"KV heads x {T} entries: pass [{B}, {H}, {T}] or [{B}, {H}, {T}, K]."
-                )
+        assert keep_BHT.shape == (B, H, T) and keep_BHT.dtype == torch.bool
+        assert all(column.shape[:3] == (B, H, T) for column in (beside or {}).values())
         layout = Layout.of(keep_BHT.sum(-1).flatten(), slack)
         positions = positions_BT[:, None].expand(B, H, T).to(torch.int32)
         entries = {"keys": keys_BHTD, "values": values_BHTD, "positions": positions}
         store: RaggedStore = object.__new__(cls)
-        store._begin_(layout, H, slack, entries, beside or {})
+        store._begin_(layout, H, slack, entries, beside or {}, None, None)
         index_N, where = layout.index_N(), keep_BHT.nonzero(as_tuple=True)
         for columns, name in store._columns():
-            columns[name] = _filled(layout, index_N, columns[name], where)
+            columns[name] = filled(layout, index_N, columns[name], where)
         return store
 
     @property
-    def _entries(self) -> dict[str, Tensor]:
-        """The columns of keys, values and positions."""
-        if self._steps is not None:
-            self._steps.write_positions_(self._held["positions"], self.num_heads)
-        return self._held
-
-    @_entries.setter
-    def _entries(self, entries: dict[str, Tensor]) -> None:
-        self._steps: Steps | None = None
-        self._held = entries
-
-    @property
     def keys_CD(self) -> Float[Tensor, "C D"]:
-        return self._held["keys"]
+        return self.columns["keys"]
 
     @property
     def values_CD(self) -> Float[Tensor, "C D"]:
-        return self._held["values"]
+        return self.columns["values"]
 
     @property
     def positions_C(self) -> Int[Tensor, " C"]:
         """RoPE positions of the entries (int32; `flat` and `row` give int64)."""
-        return self._entries["positions"]
+        return self.columns["positions"]
 
     @property
     def num_rows(self) -> int:
@@ -185,25 +135,42 @@ class RaggedStore:
     @property
     def num_places(self) -> int:
         """C: places of entries, free ones included."""
-        return len(self._held["positions"])
+        return len(self.columns["positions"])
 
     @property
     def device(self) -> torch.device:
-        return self._held["positions"].device
+        return self.columns["positions"].device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Precision of the keys."""
-        return self.keys_CD.dtype
+        """Precision of the keys, or of the numbers that codes stand for."""
+        return self.keys_CD.dtype if self.codec is None else self.codec.dtype
 
     @property
     def path(self) -> Path:
         """The path of attention over these entries."""
         return path_of(self.keys_CD, self.values_CD)
 
+    @property
+    def codes(self) -> tuple[Codes, Codes]:
+        """Keys and values of a store with a codec, as attention reads them."""
+        assert self.codec is not None and self.key_scales_G2D is not None
+        return self.codec.codes(self.columns, self.key_scales_G2D)
+
     def decoded(self) -> tuple[Float[Tensor, "C D"], Float[Tensor, "C V"]]:
-        """Keys and values as numbers."""
-        return self.keys_CD, self.values_CD
+        """Keys and values as numbers: of codes a copy, rounded once to the model's precision."""
+        if self.codec is None:
+            return self.keys_CD, self.values_CD
+        assert self.key_scales_G2D is not None
+        return self.codec.decoded(self.columns, self.key_scales_G2D)
+
+    def as_numbers(self) -> "RaggedStore":
+        """The same entries without a codec, rounded once to the model's precision."""
+        keys_ND, values_ND, positions_N, _ = self.flat()
+        index_N = self.index_N()
+        entries = {"keys": keys_ND, "values": values_ND, "positions": positions_N.to(torch.int32)}
+        beside = {name: column[index_N] for name, column in self.beside.items()}
+        return RaggedStore(entries, self.lengths_R, self.num_heads, slack=self.slack, beside=beside)
 
     @property
     def lengths_BH(self) -> Int[Tensor, "B H"]:
@@ -217,9 +184,9 @@ class RaggedStore:
 
     @property
     def entry_bytes(self) -> int:
-        """Bytes of one entry: its key and its value."""
-        columns = (self._held[name] for name in ("keys", "values"))
-        return sum(column.shape[1] * column.element_size() for column in columns)
+        """Bytes of what attention reads of an entry alone, but for what is added to its logits: of its key
+        and its value, and of codes the scales and the group."""
+        return _width(*(column for name, column in self.columns.items() if name != "positions"))
 
     @property
     def log_weight_C(self) -> Float[Tensor, " C"] | None:
@@ -228,24 +195,32 @@ class RaggedStore:
 
     @property
     def bytes_B(self) -> Int[Tensor, " B"]:
-        """Bytes of the keys and values that each sequence holds, and of what is added to their logits."""
-        weight_C = self.log_weight_C
-        beside = 0 if weight_C is None else weight_C.element_size()
-        return self.lengths_BH.sum(-1) * (self.entry_bytes + beside)
+        """Bytes of all that attention reads of the entries that each sequence holds, what is added to their
+        logits included. Scales that copies of a sequence share count for each."""
+        bytes_B = self.lengths_BH.sum(-1) * (self.entry_bytes + self.log_weight_bytes)
+        scales = self.key_scales_G2D
+        if scales is None:
+            return bytes_B
+        sequence_N = self.rows_N() // self.num_heads
+        pairs = (sequence_N * len(scales) + self.columns[GROUPS][self.index_N()]).unique()
+        groups_B = torch.bincount(pairs // max(1, len(scales)), minlength=len(bytes_B))
+        return bytes_B + groups_B * _width(scales)
 
     @property
     def bytes_held(self) -> int:
-        """The same, of all sequences."""
-        return int(self.bytes_B.sum())
+        """The same, of all sequences; scales that copies share count once."""
+        shared = 0 if self.key_scales_G2D is None else self.key_scales_G2D.nbytes
+        return self.entries_held * (self.entry_bytes + self.log_weight_bytes) + shared
 
     @property
-    def bytes_allocated(self) -> int:
-        """Bytes of all storage behind the store: slack, positions, side columns and tables included."""
-        return bytes_of(self.storages())
+    def log_weight_bytes(self) -> int:
+        """Bytes of what is added to the logits of an entry."""
+        return 0 if self.log_weight_C is None else self.log_weight_C.element_size()
 
     def storages(self) -> list[Tensor]:
         """All tensors that the store is made of."""
-        tables = (self.offsets_R1, self.lengths_R, *self.pages.tables())
+        tables = [self.offsets_R1, self.lengths_R, *self.pages.tables()]
+        tables += [] if self.key_scales_G2D is None else [self.key_scales_G2D]
         return [*tables, *(columns[name] for columns, name in self._columns())]
 
     def index_N(self) -> Int[Tensor, " N"]:
@@ -262,15 +237,6 @@ class RaggedStore:
         keys_CD, values_CD = self.decoded()
         positions_N = self.positions_C[index_N].to(torch.int64)
         return keys_CD[index_N], values_CD[index_N], positions_N, self.rows_N()
-
-    def row(
-        self, sequence: int, head: int
-    ) -> tuple[Float[Tensor, "T D"], Float[Tensor, "T D"], Int[Tensor, " T"]]:
-        """Keys, values and positions of one row (for looking at: keys and values are the store's own)."""
-        row = sequence * self.num_heads + head
-        start = int(self.offsets_R1[row])
-        held = slice(start, start + int(self.lengths_R[row]))
-        return self.keys_CD[held], self.values_CD[held], self.positions_C[held].to(torch.int64)
 
     def append_(
         self,
@@ -298,37 +264,27 @@ class RaggedStore:
                 "the batch."
             )
         if self.free < S:
-            self._grow_(S)
-        if S == 1 and valid_BS is None and not keys_BHSD.is_cuda and which(self.lengths_R) == "reference":
-            return self._append_step_(keys_BHSD, values_BHSD, positions_BS)
-        positions_BHS = positions_BS[:, None].expand(B, H, S)
-        new = (keys_BHSD, values_BHSD, positions_BHS)
-        # It raises the lengths last: had a write failed, free slots would have been written to.
-        seen_RS = append_(list(self._entries.values()), new, self.offsets_R1, self.lengths_R, valid_BS)
-        self._steps = None
+            self.make_room_(S)
+        held_R1 = self.lengths_R.to(torch.int64)[:, None]
+        new = [keys_BHSD, values_BHSD, positions_BS[:, None].expand(B, H, S)]
+        num_new: Tensor | int = S
+        if valid_BS is None:
+            seen_RS = held_R1 + torch.arange(1, S + 1, device=held_R1.device)
+            index_RS = seen_RS + (self.offsets_R1[:-1, None] - 1)
+        else:  # padding becomes zeros in the free slots behind, so that the device is not waited for
+            valid_RS = valid_BS.repeat_interleave(H, 0)
+            rank_RS, num_new = valid_RS.cumsum(-1), valid_RS.sum(-1)
+            seen_RS = (held_R1 + rank_RS).masked_fill_(~valid_RS, 0)
+            place_RS = torch.where(valid_RS, rank_RS, num_new[:, None] + (~valid_RS).cumsum(-1))
+            index_RS = place_RS + (held_R1 + self.offsets_R1[:-1, None] - 1)
+            real_BHS = valid_BS[:, None].expand(B, H, S)
+            new = [one.masked_fill(~real_BHS[(...,) + (None,) * (one.ndim - 3)], 0) for one in new]
+        write_(zip(self.columns.values(), new, strict=True), index_RS.flatten())
+        # Raised last: had a write failed, only free slots would have been written to.
+        self.lengths_R += num_new
+        self.step_rows = None
         self.free -= S
         return seen_RS
-
-    def _append_step_(
-        self, keys_BH1D: Tensor, values_BH1D: Tensor, positions_B1: Tensor
-    ) -> Int[Tensor, "R 1"]:
-        """Append one token to every row on a CPU; positions are written on demand."""
-        if self._steps is None:
-            with normal_tensors():
-                next_R = self.offsets_R1[:-1] + self.lengths_R
-                held = self.keys_CD, self.values_CD, self.log_weight_C
-                self._steps = Steps(self.pages, held, next_R, self.lengths_R)
-        columns = ((self.keys_CD, keys_BH1D), (self.values_CD, values_BH1D))
-        write_(columns, self._steps.next_R, None)
-        self._steps.advance_(positions_B1)
-        self.lengths_R += 1
-        self.free -= 1
-        return self.lengths_R[:, None]
-
-    @property
-    def runs(self) -> list[Run] | None:
-        """The rows as runs for dense calls, where a decoding step on a CPU came last; else None."""
-        return None if self._steps is None else self._steps.runs
 
     def set_beside_(self, name: str, values_BHS: Tensor, valid_BS: Bool[Tensor, "B S"] | None = None) -> None:
         """Write a side column for the last S tokens of every row; a new column is zeros elsewhere.
@@ -337,24 +293,20 @@ class RaggedStore:
             name: of the column.
             values_BHS: `[B, H, S]` or `[B, H, S, K]`.
             valid_BS: False on padding, as these tokens were appended with; None: all are real.
-
-        Raises:
-            ValueError: the values are of other rows, or not what the column holds.
         """
-        B, H = self.lengths_BH.shape
-        column = self.beside.get(name)
-        wanted = values_BHS.shape[3:] if column is None else column.shape[1:]
-        if values_BHS.shape[:2] != (B, H) or values_BHS.ndim < 3 or values_BHS.shape[3:] != wanted:
-            raise ValueError(
-                f"side column {name!r} got values {tuple(values_BHS.shape)}, but the store holds {B} "
-                f"sequences x {H} KV heads with {tuple(wanted)} an entry: pass [{B}, {H}, S, "
-                f"{', '.join(map(str, wanted))}]."
-            )
+        column, wanted = self.beside.get(name), values_BHS.shape[3:]
+        assert values_BHS.shape[:2] == self.lengths_BH.shape and (
+            column is None or column.shape[1:] == wanted
+        )
         if column is None:
             with normal_tensors():
                 column = values_BHS.new_zeros(self.num_places, *wanted)
         index_RS, valid_RS = tail_index_RS(self, values_BHS.shape[2] if valid_BS is None else valid_BS)
-        write_([(column, values_BHS)], index_RS.flatten(), None if valid_BS is None else valid_RS)
+        index_N, values = index_RS.flatten(), values_BHS.flatten(0, 2)
+        if valid_BS is not None:
+            real_N = valid_RS.flatten()
+            index_N, values = index_N[real_N], values[real_N]
+        column.index_copy_(0, index_N, values.detach().to(column.dtype))
         self.beside[name] = column
 
     def write_beside_(self, name: str, values_N: Tensor) -> None:
@@ -374,110 +326,84 @@ class RaggedStore:
         Args:
             keep_N: True = kept, in the order of `flat()`.
         """
-        self._check(keep_N)
-        columns = [columns[name] for columns, name in self._columns()]
-        plan = planned(columns, keep_N, self.offsets_R1, self.lengths_R)
-        with self.no_way_back():
-            move_(plan)
-            self.lengths_R.copy_(plan.kept_R)
-            self._steps = None
-            self.free = _count_free(self.pages, self.lengths_R.tolist())
+        assert keep_N.shape == (self.entries_held,) and keep_N.dtype == torch.bool
+        from_N, to_N, freed, gone_R = packing(keep_N, self.offsets_R1, self.lengths_R)
+        for columns, name in self._columns():
+            copy_(columns[name], to_N, columns[name], (from_N,))
+            # Zeros, not garbage: a masked entry has weight 0, and 0 x NaN would still be NaN.
+            columns[name].index_fill_(0, freed, 0)
+        self.lengths_R -= gone_R
+        self.step_rows = None
+        self.free = count_free(self.pages, self.lengths_R.tolist())
+        self._forget_groups_()
 
-    @normal_tensors()
     def filter_(self, keep_N: Bool[Tensor, " N"]) -> None:
         """Keep some entries (in the order of `flat()`) in a new store of their size plus slack."""
-        self._check(keep_N)
-        from_N = self.index_N()[keep_N]
+        assert keep_N.shape == (self.entries_held,) and keep_N.dtype == torch.bool
         kept_R = torch.bincount(self.rows_N()[keep_N], minlength=self.num_rows)
-        layout = Layout.of(kept_R, self.slack)
-        index_N = layout.index_N()
-        self._lay_out_anew_(layout, lambda column: _filled(layout, index_N, column, (from_N,)))
+        self._lay_out_anew_(kept_R, self.slack, self.index_N()[keep_N])
+        self._forget_groups_()
 
     @normal_tensors()
-    def fork(self: Same) -> Same:
+    def fork(self) -> "RaggedStore":
         """An independent copy."""
         other = self._like(Layout(self.pages, self.offsets_R1.clone(), self.lengths_R.clone(), self.free))
         for columns, name in other._columns():
             columns[name] = columns[name].clone()
         return other
 
-    @normal_tensors()
-    def select_batch(self: Same, idx: Int[Tensor, " B2"]) -> Same:
+    def select_batch(self, idx: Int[Tensor, " B2"]) -> "RaggedStore":
         """The sequences `idx`, in that order; an index may repeat (beams, `batch_repeat_interleave`)."""
-        heads, device = self.num_heads, self.device
-        rows = [sequence * heads + head for sequence in idx.tolist() for head in range(heads)]
-        pages = Pages.of([self.pages.counts[row] for row in rows], device)
-        lengths_R = self.lengths_R.view(-1, heads).index_select(0, idx.to(device)).flatten()
-        other = self._like(Layout(pages, pages.offsets(), lengths_R, self.free))
-        chosen = self.pages.of_rows(rows)
-        for columns, name in other._columns():
-            columns[name] = paged(columns[name]).index_select(0, chosen).flatten(0, 1)
+        idx, heads = idx.to(self.device), self.num_heads
+        row_R = (idx[:, None] * heads + torch.arange(heads, device=self.device)).flatten()
+        from_N = spans(self.offsets_R1[row_R], self.lengths_R[row_R])
+        layout = Layout.of(self.lengths_R[row_R], self.slack)
+        other = gathered(layout, [(self, from_N, layout.index_N())])
+        other._forget_groups_()
         return other
 
     def _columns(self) -> list[tuple[dict[str, Tensor], str]]:
         """Every column, as the mapping that holds it and its name there."""
-        return [(columns, name) for columns in (self._entries, self.beside) for name in columns]
+        return [(columns, name) for columns in (self.columns, self.beside) for name in columns]
 
     def _take_(self, layout: Layout) -> None:
         """Adopt a layout; the caller moves the columns."""
         self.pages, self.offsets_R1 = layout.pages, layout.offsets_R1
         self.lengths_R, self.free = layout.lengths_R, layout.free
-        self._steps = None
+        self.step_rows = None
 
-    def _lay_out_anew_(self, layout: Layout, moved: Callable[[Tensor], Tensor]) -> None:
-        """Adopt a layout, with each column as `moved` gives it. An old column is let go before the next new
-        one is made; if the first new one does not fit in memory, nothing was changed."""
-        (columns, name), *others = self._columns()
-        first = moved(columns[name])
-        with self.no_way_back():
-            columns[name] = first
-            for columns, name in others:
-                columns[name] = moved(columns[name])
-            self._take_(layout)
+    @normal_tensors()
+    def _lay_out_anew_(self, lengths_R: Tensor, slack: int, from_N: Tensor) -> None:
+        """Move these entries to new rooms. An old column is let go before the next new one is made."""
+        layout = Layout.of(lengths_R, slack)
+        index_N = layout.index_N()
+        for columns, name in self._columns():
+            columns[name] = filled(layout, index_N, columns[name], (from_N,))
+        self._take_(layout)
 
-    @contextmanager
-    def no_way_back(self) -> Iterator[None]:
-        """Context in which columns and layout do not match; an error inside drops all of them."""
-        try:
-            yield
-        except BaseException:
-            self.__dict__.clear()
-            raise
+    @normal_tensors()
+    def _forget_groups_(self) -> None:
+        """Let go of scales whose entries all went."""
+        if self.key_scales_G2D is None:
+            return
+        index_N = self.index_N()
+        named, groups_N = self.columns[GROUPS][index_N].unique(return_inverse=True)
+        if len(named) < len(self.key_scales_G2D):
+            self.key_scales_G2D = self.key_scales_G2D[named.long()]
+            self.columns[GROUPS].zero_().index_copy_(0, index_N, groups_N.to(torch.int32))
 
-    if not TYPE_CHECKING:  # or else every name would be an attribute
-
-        def __getattr__(self, name: str) -> Any:
-            """Refuse everything after `no_way_back`."""
-            if name.startswith("__") or self.__dict__:
-                raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-            raise ValueError(
-                "the entries of this layer were being moved when that broke off (out of memory, or "
-                "interrupted), so they are lost: reset() the cache, or go on with a fork() made before; a "
-                "smaller batch, budget or chunk_size needs less memory."
-            )
-
-    def _grow_(self, num_new: int) -> None:
+    def make_room_(self, num_new: int) -> None:
         """Make room for `num_new` more tokens in every row, and for some after them."""
         lengths = self.lengths_R.tolist()
-        self.free = _count_free(self.pages, lengths)  # it was a lower bound: padding was counted
+        self.free = count_free(self.pages, lengths)  # it was a lower bound: padding was counted
         if self.free >= num_new:
             return
         more = max(self.slack, int(GROWTH * sum(lengths) / len(lengths)))
-        with normal_tensors():
-            layout = Layout.of(self.lengths_R, num_new + more, self.pages.counts)
-            room = torch.tensor(self.pages.counts, dtype=torch.int64, device=self.offsets_R1.device)
-            to = spans(layout.offsets_R1[:-1] // PAGE, room)
-
-            def grown(column: Tensor) -> Tensor:
-                larger = column.new_zeros(layout.pages.num_pages * PAGE, *column.shape[1:])
-                paged(larger).index_copy_(0, to, paged(column))
-                return larger
-
-            self._lay_out_anew_(layout, grown)
+        self._lay_out_anew_(self.lengths_R, num_new + more, self.index_N())
 
     def move_(self, name: str, column: Tensor, layout: Layout) -> None:
         """Let a column live in these places, which are zeros, of rows of this layout; `adopt_` comes next."""
-        own = self._held if name in self._held else self.beside
+        own = self.columns if name in self.columns else self.beside
         if name in own:
             copy_(column, layout.index_N(), own[name], (self.index_N(),))
         own[name] = column
@@ -486,18 +412,19 @@ class RaggedStore:
         """Go on in a layout to which these columns were moved; the others follow."""
         for columns, name in self._columns():
             if name not in moved:
-                columns[name] = _filled(layout, layout.index_N(), columns[name], (self.index_N(),))
+                columns[name] = filled(layout, layout.index_N(), columns[name], (self.index_N(),))
         self._take_(layout)
 
     def came_(self, real_B: Sequence[int]) -> None:
         """Count so many entries of each sequence, which were written behind its rows."""
         self.lengths_R += torch.tensor(real_B, device=self.device).repeat_interleave(self.num_heads)
-        self._steps, self.free = None, _count_free(self.pages, self.lengths_R.tolist())
+        self.step_rows, self.free = None, count_free(self.pages, self.lengths_R.tolist())
 
-    def _like(self: Same, layout: Layout) -> Same:
+    def _like(self, layout: Layout) -> "RaggedStore":
         """A store of this layout that still shares its columns with this one."""
-        store: Same = object.__new__(type(self))
-        store._begin_(layout, self.num_heads, self.slack, self._entries, self.beside)
+        store: RaggedStore = object.__new__(RaggedStore)
+        columns = self.columns, self.beside
+        store._begin_(layout, self.num_heads, self.slack, *columns, self.codec, self.key_scales_G2D)
         return store
 
     def _begin_(
@@ -507,43 +434,19 @@ class RaggedStore:
         slack: int,
         entries: Mapping[str, Tensor],
         beside: Mapping[str, Tensor],
+        codec: Codec | None,
+        key_scales_G2D: Tensor | None,
     ) -> None:
         """Set everything, with these columns as they are."""
         self.num_heads, self.slack = num_heads, slack
-        self._entries, self.beside = {**entries}, {**beside}
+        self.codec, self.key_scales_G2D = codec, key_scales_G2D
+        self.columns, self.beside = {**entries}, {**beside}
         self._take_(layout)
 
-    def _check(self, keep_N: Tensor) -> None:
-        if keep_N.shape != (self.entries_held,) or keep_N.dtype != torch.bool:
-            raise ValueError(
-                f"keep mask is {keep_N.dtype} {tuple(keep_N.shape)}, but the store holds {self.entries_held} "
-                "entries: pass a bool tensor of one element an entry, in the order of flat(), True = kept."
-            )
 
-
-def bytes_of(tensors: Sequence[Tensor]) -> int:
-    """Bytes of the storages behind tensors, of each once; of a storage that others share, those of the parts
-    that are seen here."""
-    seen: dict[int, tuple[int, int]] = {}
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        _, parts = seen.get(storage.data_ptr(), (0, 0))
-        seen[storage.data_ptr()] = storage.nbytes(), parts + tensor.numel() * tensor.element_size()
-    return sum(min(pair) for pair in seen.values())
-
-
-def _count_free(pages: Pages, lengths: Sequence[int]) -> int:
-    """Number of new tokens that fit into every room."""
-    rooms = (PAGE * count for count in pages.counts)
-    return min((room - length for room, length in zip(rooms, lengths, strict=True)), default=0)
-
-
-def _filled(layout: Layout, index_N: Tensor, source: Tensor, where: tuple[Tensor, ...] | None) -> Tensor:
-    """A column with the entries `source[where]` at `index_N`. Zeros elsewhere, not garbage: a masked entry
-    has weight 0, and 0 x NaN would still be NaN."""
-    column = source.new_zeros(layout.pages.num_pages * PAGE, *source.shape[len(where or (0,)) :])
-    copy_(column, index_N, source, where)
-    return column
+def _width(*columns: Tensor) -> int:
+    """Bytes of these columns an entry."""
+    return sum(math.prod(column.shape[1:]) * column.element_size() for column in columns)
 
 
 def tail_index_RS(
@@ -570,30 +473,20 @@ def tail_index_RS(
 
 
 @normal_tensors()
-def stacked(stores: Sequence[RaggedStore], slack: int | None = None) -> RaggedStore:
-    """Stack stores of one layer along the batch; rows keep their own lengths.
-
-    Args:
-        stores: of the same layer, with the same side columns.
-        slack: free entries per row; default: the largest of the stores'.
-
-    Raises:
-        ValueError: the side columns differ.
-    """
-    first = stores[0]
-    if len({tuple(sorted(store.beside)) for store in stores}) != 1:
-        raise ValueError(
-            f"stores to stack have side columns {[sorted(store.beside) for store in stores]}: "
-            "stack stores of one kind, or set the missing columns first."
-        )
-    slack = max(store.slack for store in stores) if slack is None else slack
-    layout = Layout.of(torch.cat([store.lengths_R for store in stores]), slack)
-    both = first._like(layout)
-    both.slack = slack
-    parts_N = layout.index_N().split([store.entries_held for store in stores])
-    for columns, name in both._columns():
-        columns[name] = columns[name].new_zeros(layout.pages.num_pages * PAGE, *columns[name].shape[1:])
-        for store, index_N in zip(stores, parts_N, strict=True):
-            source = (store.beside if columns is both.beside else store._entries)[name]
-            copy_(columns[name], index_N, source, (store.index_N(),))
-    return both
+def gathered(layout: Layout, parts: Sequence[tuple[RaggedStore, Tensor, Tensor]]) -> RaggedStore:
+    """A store of this layout, with entries of others of one kind: of each store those at the first index, at
+    the second one. Nothing is encoded again."""
+    first = parts[0][0]
+    whole = first._like(layout)
+    for columns, name in whole._columns():
+        column = columns[name].new_zeros(layout.pages.num_pages * PAGE, *columns[name].shape[1:])
+        counted = 0
+        for store, from_N, to_N in parts:
+            copy_(column, to_N, (store.beside if columns is whole.beside else store.columns)[name], (from_N,))
+            if name == GROUPS and columns is not whole.beside and store.key_scales_G2D is not None:
+                column[to_N] += counted
+                counted += len(store.key_scales_G2D)
+        columns[name] = column
+    scales = [store.key_scales_G2D for store, _, _ in parts if store.key_scales_G2D is not None]
+    whole.key_scales_G2D = torch.cat(scales) if scales else None
+    return whole

@@ -15,14 +15,12 @@ NAMES = ("cache", "past_key_values")
 _known = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
 # As the installed version calls it, in arguments and in outputs.
 CACHE = next(name for name in NAMES if name in _known)
-# The same, of layers whose state is recurrent.
-STATES = "cache" if CACHE == "cache" else "cache_params"
 _newer = hasattr(PreTrainedModel, "is_activation_checkpointing")
 CHECKPOINTING = "activation_checkpointing" if _newer else "gradient_checkpointing"
 
 
 def checkpoints(model: Any) -> bool:
-    """Whether a model computes activations again in its backward pass."""
+    """True if a model computes activations again in its backward pass."""
     return bool(getattr(model, f"is_{CHECKPOINTING}", False))
 
 

@@ -1,16 +1,13 @@
 """CAKE: scores entries by mean attention plus its variance, and weights layers for a shared budget.
 
 The weight of a layer (its preference) is how spread its attention is times how much it shifts. It is computed
-for each sequence on its own (the released code sums over the batch), over the entries before the window, in
+for each sequence by itself (the released code sums over the batch), over the entries before the window, in
 float64, since it is a product of powers that spans many decades.
 """
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from retain.evidence import Evidence, Score, masked_score
-from retain.registry import check_choice
 from retain.scores.family import family
 from retain.scores.window import check_order, pool_group, window_received
 
@@ -31,7 +28,6 @@ def cake(
     order: str = "pool_first",
     tau1: int | float = 1.6,
     tau2: int | float = 0.6,
-    variance: str = "query",
 ) -> Score:
     """Score by mean and variance of the window's attention on each entry, pooled, averaged over the group.
 
@@ -45,9 +41,7 @@ def cake(
     and all query heads, without any normalisation:
 
     - `dispersion = - sum_{q, j, i} a_qj[i] * log(a_qj[i] + 1e-10)`;
-    - `shift = sum_{q, i} var_j a_qj[i]` (`query`: the paper, and the press that was released with
-      DefensiveKV), or `sum_i var_q mean_j a_qj[i]` (`head`: bytecode left in LAVa's repository, which may be
-      what its CAKE rows ran; unbiased there too as far as can be told).
+    - `shift = sum_{q, i} var_j a_qj[i]`.
 
     A sequence without entries before its window has a preference of 0.
 
@@ -59,7 +53,6 @@ def cake(
         gamma: weight of the variance.
         tau1: temperature of the dispersion, positive.
         tau2: temperature of the shift, positive.
-        variance: what the layer's shift is taken over; the entries' scores take it over queries either way.
 
     Returns:
         score in `mass` (the variance is that of a mass), with `layer_weight_B`.
@@ -68,33 +61,18 @@ def cake(
         ValueError: if a sequence is shorter than the window, or there is nothing to take a variance over.
     """
     check_order(order, name="cake")
-    check_choice("cake variance", variance, ("query", "head"))
     if window < 2:
         raise ValueError(f"cake takes a variance over the window, at least 2 queries; got window={window}.")
     if not (tau1 > 0 and tau2 > 0):
         raise ValueError(f"cake's temperatures are positive; got tau1={tau1}, tau2={tau2}.")
-    if variance == "head" and evidence.queries_BQSD.shape[1] < 2:
-        raise ValueError("cake variance='head' needs at least 2 query heads; got 1: pass variance='query'.")
     sum_BQT, scatter_BQT, entropy_BQT = window_received(evidence, window, "sum", "scatter", "entropy")
     mean_BQT, var_BQT = sum_BQT / window, scatter_BQT / (window - 1)
     values_BHT = pool_group(mean_BQT + gamma * var_BQT, evidence, window, pool, pool_size, order)
 
     # An entry that a head does not hold is attended by none of its queries, and adds 0 to every sum below.
     split = evidence.num_seen - window
-    shift_BT = var_BQT.sum(1) if variance == "query" else _variance_of_heads(mean_BQT, evidence)
-    shift_B = shift_BT[..., :split].sum(-1, dtype=torch.float64)
+    shift_B = var_BQT.sum(1)[..., :split].sum(-1, dtype=torch.float64)
     # An attention of exactly 1 makes a term of -1e-10.
     dispersion_B = entropy_BQT[..., :split].sum((1, 2), dtype=torch.float64).clamp_min(0.0)
     weight_B = dispersion_B ** (1 / tau1) * shift_B ** (1 / tau2)
     return masked_score(values_BHT, evidence.exists_BHT, "mass", window=window, layer_weight_B=weight_B)
-
-
-def _variance_of_heads(mean_BQT: Float[Tensor, "B Q T"], evidence: Evidence) -> Float[Tensor, "B T"]:
-    """Unbiased variance over the query heads whose KV head holds the entry; 0 for fewer than two."""
-    if evidence.held_BHT is None:
-        return mean_BQT.var(1)
-    holds_BQT = evidence.exists_BHT.repeat_interleave(evidence.group, dim=1)
-    count_BT = holds_BQT.sum(1)
-    centre_B1T = (mean_BQT.sum(1) / count_BT.clamp_min(1))[:, None]
-    squares_BT = (mean_BQT - centre_B1T).square().masked_fill(~holds_BQT, 0.0).sum(1)
-    return squares_BT / (count_BT - 1).clamp_min(1)

@@ -43,12 +43,12 @@ def defensive(
        is all window).
 
     That is `value_norm_place="after_floor"` (released). With `"inside"` (paper, the diagram) step 2 takes
-    `p_qj[i] * N_q[i]`, each query head's own norm over the same divisor, step 3 floors that, and there is no
+    `p_qj[i] * N_q[i]`, each query head's norm over the same divisor, step 3 floors that, and there is no
     step 4. `aggregate="mean"` has `mean` for `max` in step 2: the mean that the paper argues against.
 
     The first stage ranks by `mean_{q in group(h), j in window} a_qj[i]`, without pool, floor or norm.
 
-    `raw` is the default: under equal budgets a head compares its own entries, and the share takes away the
+    `raw` is the default: under equal budgets a head compares its entries, and the share takes away the
     one thing that the norm could tell them apart by (more than half of the entries sit on the floor).
 
     Taming the Fragility of KV Cache Eviction in LLM Inference (DefensiveKV), arXiv 2510.13334. Our `risk` is

@@ -5,7 +5,7 @@ mean rotation of the positions to come; a Gaussian's expected exponential has a 
 `mass` (or `risk`).
 
 The sequence's first entries (`sinks`) are left out of the statistics and of the softmax, as in the released
-press, and get the best score of their own head, where the press gives one more than the layer's best.
+press, and get the best score of their head, where the press gives one more than the layer's best.
 """
 
 import torch
@@ -48,24 +48,22 @@ def expected_attention(
     3. `z_i = scaling * k_i . mean' + scaling^2 / 2 * k_i . cov' k_i` (without `covariance`: its first term),
        which is the logarithm of `E[exp(scaling * k_i . q)]` for a Gaussian q; and what is added to the
        entry's logits;
-    4. `a = softmax_i(z)` over the entries after the sinks; with the layer's own sink logit beside them, if it
+    4. `a = softmax_i(z)` over the entries after the sinks; with the layer's sink logit among them, if it
        has one (`evidence.sinks_Q`), which takes its share and pays for nothing;
     5. `score[i] = mean_{q in group(h)} (a_q[i] + epsilon) * N_q[i]`, where N is `||v_i||_2` (`plain`,
        released), `||v_i W_O^q||_2` (`output`, paper), `||v_i W_O^q||_1` (`output_l1`, in the unit of this
        project's risk), or nothing (None: `mean a`).
 
     In a layer whose queries see a sliding window, `R` is the mean over the positions to come that still see
-    an entry that is held, at most `window - 1`; the softmax is over the entries that the next position sees,
-    each as if all of these positions saw it; what it does not see is never read again, and scores 0, an entry
-    of the sinks too. A cap on logits has no closed form and is refused. The press knows none of the three.
+    an entry that is held, at most `window - 1`; the softmax is over the entries that the next position sees;
+    others score 0, an entry of the sinks too. A cap on logits has no closed form and is refused.
 
     Expected Attention: KV Cache Compression by Estimating Attention from Future Queries Distribution, arXiv
-    2510.00636. Defaults are those of its authors' released press, where epsilon is 0. Of the paper's own text
-    only the weight by the projected value is taken; that its norm is L2 was not checked.
+    2510.00636. Defaults are those of its authors' released press.
 
     Args:
         evidence: the layer, with `rotary`. The more queries it holds the better; all of them is the
-            published method, and at a later moment those since the moment before are what is left of it.
+            published method, and at a later eviction those since the last are what is left of it.
         future: positions to come, at least 1.
         sinks: entries at the beginning of a sequence that are left out, at least 0.
         covariance: whether the spread of the queries counts.
@@ -138,16 +136,13 @@ def _check(evidence: Evidence, future: int, sinks: int, value_norm: str | None, 
     if evidence.rotary is None:
         raise ValueError(
             "expected_attention turns the queries back to before RoPE, and this evidence has no rotary "
-            "embedding. Of a model's cache that means that the model has none, or one that is not understood "
-            "(retain.hf.model.decoder.rotary_of(model) is None): use a score that needs none, such as "
-            "snapkv. "
-            "Evidence that you make yourself takes it as rotary=."
+            "embedding (the model has none, or one that is not understood): use a score that needs none, "
+            "such as snapkv."
         )
     if evidence.soft_cap is not None:
         raise ValueError(
             f"expected_attention is a closed form of logits without a cap, and layer {evidence.layer_idx} "
-            f"caps its own at {evidence.soft_cap} (soft_cap): use a score that reads attention itself, such "
-            "as snapkv."
+            f"caps them at {evidence.soft_cap} (soft_cap): use a score that reads attention, such as snapkv."
         )
 
 
@@ -157,13 +152,7 @@ def quadratic(
     *,
     floats_at_once: int = FLOATS_AT_ONCE,
 ) -> Float[Tensor, "B H G T"]:
-    """`x_i . M_g x_i` for every row and every form of its head, a chunk of rows at a time.
-
-    Args:
-        rows_BHTD: the x.
-        forms_BHGDD: the M.
-        floats_at_once: bound on the products held at once.
-    """
+    """`x_i . M_g x_i` for every row x and every form M of its head, a chunk of rows at a time."""
     B, H, T, D = rows_BHTD.shape
     G = forms_BHGDD.shape[2]
     chunk = max(1, floats_at_once // max(1, B * H * G * D))

@@ -1,7 +1,7 @@
 """KeyDiff: scores keys low that point where most keys point.
 
 Reads keys only, so it costs next to nothing and does not depend on the question. The mean direction is taken
-over the head's own entries.
+over the entries that the head holds.
 """
 
 import torch

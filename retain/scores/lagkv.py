@@ -54,12 +54,12 @@ def lagkv(evidence: Evidence, *, lag: int = 128, sinks: int = 4, compete: str = 
     if lag < 1 or sinks < 0:
         raise ValueError(f"lagkv lag is at least 1 entry and sinks at least 0; got lag={lag}, sinks={sinks}.")
     exists_BHT = evidence.exists_BHT
-    # A head's own entries first, in order; what follows them is of no block.
+    # The entries that a head holds first, in order; what follows them is of no block.
     order_BHT = (~exists_BHT).sort(dim=-1, stable=True).indices
     count_BH1 = exists_BHT.sum(-1, keepdim=True)
     blocks = (evidence.num_seen - sinks) // lag
-    own_BHT = torch.ones_like(exists_BHT, dtype=torch.float32)
-    own_BHT[..., :sinks] = 2.0
+    score_BHT = torch.ones_like(exists_BHT, dtype=torch.float32)
+    score_BHT[..., :sinks] = 2.0
     if blocks > 1:
         parts = []
         for first in range(0, blocks - 1, BLOCKS):  # and one more, with which the last is compared
@@ -75,8 +75,8 @@ def lagkv(evidence: Evidence, *, lag: int = 128, sinks: int = 4, compete: str = 
             score_BHPL = score_BHPL.argsort(dim=-1, stable=True).argsort(dim=-1) / lag
         whole_BHP = sinks + torch.arange(2, blocks + 1, device=exists_BHT.device) * lag <= count_BH1
         score_BHPL = score_BHPL.masked_fill(~whole_BHP[..., None], 1.0)
-        own_BHT[..., sinks : sinks + (blocks - 1) * lag] = score_BHPL.flatten(2)
-    values_BHT = torch.empty_like(own_BHT).scatter_(-1, order_BHT, own_BHT)
+        score_BHT[..., sinks : sinks + (blocks - 1) * lag] = score_BHPL.flatten(2)
+    values_BHT = torch.empty_like(score_BHT).scatter_(-1, order_BHT, score_BHT)
     return masked_score(values_BHT, exists_BHT, "rank")
 
 

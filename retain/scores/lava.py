@@ -2,10 +2,12 @@
 
 Made to compete across the heads of a layer: a head with larger values gets more. The value enters as one
 number a head, so inside a head the order is that of the attention; it has not gone through W_O, so the unit
-is `mass`. `retain.budget.allocation.entropy_weight` makes LAVa's layer budgets.
+is `mass`. `entropy_weight` makes LAVa's layer budgets.
 """
 
 import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
 
 from retain.evidence import Evidence, Score, masked_score
 from retain.registry import check_choice
@@ -57,3 +59,26 @@ def lava(
         counted_BHT = torch.where(before_BHT.any(-1, keepdim=True), before_BHT, exists_BHT)
     largest_BH1 = size_BHT.masked_fill(~counted_BHT, 0.0).amax(-1, keepdim=True)
     return masked_score(mass_BHT * largest_BH1, exists_BHT, "mass", window=window)
+
+
+def entropy_weight(
+    score_BHT: Float[Tensor, "B H T"], competes_BHT: Bool[Tensor, "B H T"]
+) -> Float[Tensor, " B"]:
+    """Compute LAVa's weight of a layer: the entropy of its scores, `-sum p log(p + tiny)`, `p = s / (sum s +
+    tiny)`.
+
+    Over the entries of all heads that compete (not padding, not protected), in float64. Its code divides by
+    `ln(H * m)`, its paper by `H * N`; both are the same for all layers of a prompt, and change no share.
+
+    Raises:
+        ValueError: if a score is negative.
+    """
+    if ((score_BHT < 0) & (score_BHT > float("-inf"))).any():
+        raise ValueError(
+            "allocation.layers 'entropy' takes scores for shares of a whole, and there are scores below "
+            "zero: take a score in 'risk' or 'mass', or other layers."
+        )
+    tiny = 1e-16
+    score = score_BHT.double().masked_fill(~competes_BHT, 0.0).flatten(1)
+    p = score / (score.sum(-1, keepdim=True) + tiny)
+    return -(p * (p + tiny).log()).sum(-1).clamp_max(0.0)

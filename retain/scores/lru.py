@@ -23,12 +23,7 @@ def lru(evidence: Evidence, *, share: int | float = 1.0, chunk: int | None = Non
     recency: with `share = 0` every query accesses all that it sees, all entries tie, and ties go to the later
     position; with a share that no query reaches, an entry is as old as its position.
 
-    With a sink logit uniform attention is less than `1 / n_j`, so that at `share = 1` a query whose sink
-    takes most may access nothing. Pass a smaller share there.
-
-    LRU is the classical rule of caches; no paper. One published comparison's LRU breaks its ties by the
-    position's decimal *string* and so keeps neither the beginning nor the end: numbers made with it are not
-    comparable with this one.
+    With a sink logit uniform attention is less than `1 / n_j`: pass a smaller share there.
 
     Args:
         evidence: the layer, with `running`, or with S == T queries. A cache that kept `running` decided what

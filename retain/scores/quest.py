@@ -35,9 +35,7 @@ def quest(evidence: Evidence, *, page_size: int = 16, group: str = "max") -> Sco
     order, so they are not read.
 
     Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference, arXiv 2406.10774, which speaks of
-    one query head a KV head. `max` is the default because the maximum is still a bound, on what any query
-    head of the group could find there, and a mean of bounds bounds nothing; an entry is kept or evicted for
-    the whole group.
+    one query head a KV head. The maximum over a group is still a bound; a mean of bounds bounds nothing.
 
     Args:
         evidence: the layer; only its last query is read.
@@ -54,10 +52,7 @@ def quest(evidence: Evidence, *, page_size: int = 16, group: str = "max") -> Sco
     exists_BHT, keys_BHTD = evidence.exists_BHT, evidence.keys_BHTD
     B, H, T, _ = keys_BHTD.shape
     dtype = torch.promote_types(keys_BHTD.dtype, torch.float32)
-    if evidence.held_BHT is None and evidence.place_BT is None:
-        page_BT, low, high = _whole_pages(evidence, page_size)
-    else:
-        page_BT, low, high = _pages_left(evidence, page_size)
+    page_BT, low, high = _pages(evidence, page_size)
     low, high = low.to(dtype), high.to(dtype)
 
     query_BHGD = group_heads(evidence.queries_BQSD[:, :, -1].to(dtype), H)
@@ -86,23 +81,9 @@ def bound_of(
     return queries.clamp(min=0) @ highest + queries.clamp(max=0) @ lowest
 
 
-def _whole_pages(evidence: Evidence, page_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Page of each entry, and least and largest coordinates of each page's keys, if nothing was evicted."""
-    valid_BT, keys_BHTD = evidence.valid_BT, evidence.keys_BHTD
-    B, H, T, D = keys_BHTD.shape
-    num_pages = -(-T // page_size)
-    # Each sequence from its first own entry on. Places beyond the end repeat the last entry, which
-    # changes no bound of its page; pages wholly beyond it belong to no entry.
-    source_BN = torch.arange(num_pages * page_size, device=valid_BT.device) + (~valid_BT).sum(
-        -1, keepdim=True
-    )
-    source_BHND = source_BN.clamp_max(T - 1)[:, None, :, None].expand(B, H, -1, D)
-    pages = keys_BHTD.gather(2, source_BHND).unflatten(2, (num_pages, page_size))
-    return evidence.places_BT.clamp_min(0) // page_size, pages.amin(3), pages.amax(3)
-
-
-def _pages_left(evidence: Evidence, page_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The same after evictions; pages that no head holds are not counted."""
+def _pages(evidence: Evidence, page_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Page of each entry, and least and largest coordinates of each page's keys; pages that no head holds are
+    not counted."""
     keys_BHTD, exists_BHT1 = evidence.keys_BHTD, evidence.exists_BHT[..., None]
     B, H, T, D = keys_BHTD.shape
     number_BT = evidence.places_BT // page_size

@@ -1,6 +1,6 @@
 """Random scores: a control, reproducible one sequence at a time.
 
-Each number is a hash of (seed, layer, head, place among the sequence's own tokens), without generator state,
+Each number is a hash of (seed, layer, head, place among the sequence's tokens), without generator state,
 so a sequence gets the same scores alone, in any batch, under any padding, on any device and at every
 eviction.
 """
@@ -8,7 +8,7 @@ eviction.
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Float32, Int
 from torch import Tensor
 
 from retain.evidence import Evidence, Score, masked_score
@@ -49,6 +49,39 @@ def random(evidence: Evidence, *, seeds_B: Sequence[int] | Int[Tensor, " B"] | N
     state_BH = hashed(state_B[:, None] + heads_H)
     values_BHT = uniform_of(state_BH[:, :, None] + evidence.places_BT[:, None, :])
     return masked_score(values_BHT, evidence.exists_BHT, "rank")
+
+
+def draw_keys(
+    weight: Score, evidence: Evidence, seeds_B: Sequence[int] | Int[Tensor, " B"] | None = None
+) -> Float32[Tensor, "B H T"]:
+    """Keys of the draw: `q[b, h, i] = w[b, h, i] / (1 - r[b, h, i])`, with `r` in [0, 1) of the score
+    `random`, by which a share of a budget is drawn (`retain.budget.joint`).
+
+    Args:
+        weight: in risk or mass, non-negative where an entry exists, -inf elsewhere.
+        evidence: of the layer.
+        seeds_B: one integer a sequence; None: 0 for all, so that a sequence draws the same in any batch.
+
+    Raises:
+        ValueError: if a weight is negative, or in `rank`.
+    """
+    values_BHT = weight.values_BHT
+    if weight.unit == "rank":
+        raise ValueError(
+            "a draw goes in proportion to numbers, and the observed score is in 'rank', of which only the "
+            "order means something: take one in risk or mass."
+        )
+    # NaN stays, so that ranking refuses it by name.
+    exists_BHT = ~values_BHT.isneginf()
+    if ((values_BHT < 0) & exists_BHT).any():
+        raise ValueError(
+            "a draw takes weights of at least 0, and the observed score has some below: take one in risk or "
+            "mass."
+        )
+    seeds = [0] * len(evidence.valid_BT) if seeds_B is None else seeds_B
+    lots_BHT = random(evidence, seeds_B=seeds).values_BHT.to(values_BHT.device)
+    keys_BHT = values_BHT / (1.0 - lots_BHT.clamp_min(0.0))
+    return keys_BHT.masked_fill(~exists_BHT, float("-inf"))
 
 
 def uniform_of(state: Int[Tensor, "*any"]) -> Float[Tensor, "*any"]:

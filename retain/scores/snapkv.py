@@ -36,8 +36,8 @@ def snapkv(
 
     SnapKV: LLM Knows What You are Looking for Before Generation, arXiv 2404.14469. Defaults (avg, 5, pool
     first) are those of the released key-value presses; the papers that compare with it and LAVa's code use
-    `pool="max", pool_size=7`, the latter with `order="group_first"`. `aggregate="max"` is unpublished: it
-    is the one change that DefensiveKV (arXiv 2510.13334) argues for, made alone, so that it can be measured.
+    `pool="max", pool_size=7`, the latter with `order="group_first"`. `aggregate="max"` is the one change that
+    DefensiveKV (arXiv 2510.13334) argues for, made alone.
 
     Args:
         aggregate: `mean` or `max` over the queries of the window.

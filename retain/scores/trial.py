@@ -123,22 +123,17 @@ def _read(name: str, text: str) -> frozenset[str]:
             except ValueError:
                 read.add(what)
                 continue
-            parts = ("values_BHT", "first_BHT", "layer_weight_B")
-            same = [_same(getattr(score, part), getattr(other, part)) for part in parts]
-            read |= set() if all(same) else {what}
+            for part in ("values_BHT", "first_BHT", "layer_weight_B"):
+                one, two = getattr(score, part), getattr(other, part)
+                if one is not None and not torch.equal(one, two):
+                    read.add(what)
     return frozenset(read)
-
-
-def _same(one: torch.Tensor | None, two: torch.Tensor | None) -> bool:
-    if one is None or two is None:
-        return one is two
-    return torch.equal(one, two)
 
 
 def _made_up(name: str, settings: Mapping[str, Any]) -> Evidence:
     """A layer of one head and a few entries."""
     parameters = inspect.signature(SCORES[name].function).parameters
-    stated = {key: own.default for key, own in parameters.items() if key in ("window", "lag", "sinks")}
+    stated = {key: one.default for key, one in parameters.items() if key in ("window", "lag", "sinks")}
     stated.update((key, settings[key]) for key in stated if key in settings)
     # Longer than its window; where blocks are compared, two of them.
     T, D = stated.get("window", 1) + 8, 2

@@ -1,6 +1,6 @@
 """Computes statistics of the attention from the observation window (the last `W` queries), and pools them.
 
-Rows of attention are softmaxed over all entries and keep the window's own columns (published code drops them
+Rows of attention are softmaxed over all entries and keep the window's columns (published code drops them
 and pads them with huge scores instead; here protection keeps the window). Pooling treats the entries before
 the window and those inside it apart, so that the window's large self-attention does not leak, as if its
 columns had been dropped. Neighbours are defined by place: a gap of evicted entries stays a gap.
@@ -69,20 +69,18 @@ def _check_window(evidence: Evidence, window: int) -> None:
         if length < window:
             raise ValueError(
                 f"sequence {row} of {len(lengths)} has {length} tokens, which is shorter than the "
-                f"observation window of {window}: pass a smaller window, or keep this sequence whole "
-                "(keep_ratio=1 with a windowless policy)."
+                f"observation window of {window}: pass a smaller window, or keep this sequence whole."
             )
     if window > S:
         raise ValueError(
             f"the evidence holds the last {S} queries, the observation window needs {window}: "
             f"record more queries, or pass window={S}."
         )
-    for row, number in enumerate(queried[0] if queried else ()):
-        if number < window:
-            raise ValueError(
-                f"the evidence holds the last {number} queries of sequence {row} of {len(lengths)}, the "
-                f"observation window needs {window}: keep more queries of it, or pass window={number}."
-            )
+    if queried and (number := min(queried[0])) < window:
+        raise ValueError(
+            f"the evidence holds the last {number} queries of a sequence, the observation window needs "
+            f"{window}: keep more queries, or pass window={number}."
+        )
 
 
 def pool_entries(
@@ -103,7 +101,7 @@ def pool_entries(
         values_T: non-negative, zero on padding and where the head holds no entry.
         kind: `avg`, `max`, or None to leave the values alone.
         size: places, odd.
-        window: the last `window` entries are pooled on their own.
+        window: the last `window` entries are pooled apart.
         place_BT: place of each entry in its sequence (the first axis of the values), ascending; None: no
             place is missing.
 

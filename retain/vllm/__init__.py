@@ -9,6 +9,6 @@ Reading order: `settings` (what is asked for, and what can be served); `packing`
 length), `pages` (the engine's memory), `whole_pages` (budgets in whole pages a head), `eviction` (decides
 about one prompt, and packs what stays), `worker` (all requests, step by step);
 `plugin` (registers the rest), `check` (refuses engines that cannot be served), `scheduler` (frees blocks),
-`models` (gates beside the model's layers), `backend` (attention on a CPU), `connector` (joins scheduler and
+`models` (gates on the model's layers), `backend` (attention on a CPU), `connector` (joins scheduler and
 workers), `metrics` (counters), `demo`.
 """

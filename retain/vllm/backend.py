@@ -1,4 +1,4 @@
-"""Attention over the pages of evicted prompts, on a CPU: the engine's own kernel on tables of ours.
+"""Attends over the pages of evicted prompts, on a CPU: the engine's kernel, on tables of `retain`.
 
 A (request, KV head) is shown to the kernel as a sequence with one KV head (`retain.vllm.packing.tables`). A
 step without an evicted request runs as the engine runs it.
@@ -127,7 +127,7 @@ class EvictingImpl(CPUAttentionBackendImpl):
             N = attn_metadata.num_actual_tokens
             worker.observe_(place, query[:N])
             if worker.reading and worker.reads_heads:
-                worker.note_(place, queries_NQD=query[:N], keys_NHD=key[:N], values_NHD=value[:N])
+                worker.score_tokens_(place, queries_NQD=query[:N], keys_NHD=key[:N], values_NHD=value[:N])
             if isinstance(attn_metadata, EvictingMetadata):
                 self._attend(worker, place, query[:N], attn_metadata, output[:N])
                 return output
@@ -136,7 +136,7 @@ class EvictingImpl(CPUAttentionBackendImpl):
     def _attend(
         self, worker: Worker, place: int, query_NQD: Tensor, metadata: EvictingMetadata, output_NQD: Tensor
     ) -> None:
-        """Attend, each KV head of each request as a sequence of its own."""
+        """Attend, each KV head of each request as one sequence."""
         assert metadata.tables is not None and metadata.virtual_NH is not None
         N, Q, D = query_NQD.shape
         H, pages = worker.layout.num_heads, worker.pages
@@ -169,7 +169,7 @@ class EvictingCPUBackend(CPUAttentionBackend):
     """The CPU backend, with layers that evict where the engine asks for it."""
 
     # Whether the engine whose layers were made last in this process evicts: specs are asked for once layers
-    # are there, and are not told for which engine.
+    # are there, without the engine that they are for.
     evicts: ClassVar[bool] = False
 
     @classmethod

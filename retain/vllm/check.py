@@ -43,7 +43,7 @@ MODULES = {
 
 
 def is_tested() -> bool:
-    """Whether this is the release of vLLM that the tests were run with."""
+    """True for the release of vLLM that the tests were run with."""
     return vllm.__version__.startswith(TESTED)
 
 

@@ -41,13 +41,13 @@ from retain.vllm.packing.worker import Part, Worker
 from retain.vllm.scheduler import EvictingManager, EvictingSpec
 from retain.vllm.settings import Rules, options_of, settings_from
 
-# Under vLLM's own name: its loggers are the ones that a server prints.
+# Below vLLM's logger, whose messages a server prints.
 logger = init_logger("vllm.retain")
 
 
 @dataclass
 class Step(KVConnectorMetadata):
-    """What the workers are told of a step."""
+    """A step, as the scheduler tells it to the workers."""
 
     finished: set[str]
     parts: list[Part] = field(default_factory=list)
@@ -80,8 +80,8 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
             where = f"in {len(heads_L)} layers of {spec.num_kv_heads} KV heads"
             name = "tokens_per_head" if settings.keep_ratio is None else "keep_ratio"
             stated = f"{name} {getattr(settings, name)}"
-            said = f"policy {settings.policy}, {stated}, in blocks of {spec.block_size} entries"
-            logger.info("retain evicts entries of prompts: %s, %s.", said, where)
+            what = f"policy {settings.policy}, {stated}, in blocks of {spec.block_size} entries"
+            logger.info("retain evicts entries of prompts: %s, %s.", what, where)
         self.stats = EvictionStats()
         self.worker: Worker | None = None
 
@@ -170,7 +170,7 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
                 first_head=rank * H,
             )
             layers.append(layer)
-        if (weights := self.rules.policy.allocation.weights) is not None:
+        if (weights := self.rules.policy.weights) is not None:
             check_weights(weights, self.rules.heads_L, [layer.layer_idx for layer in layers])
         gates = self._gates(layers, getattr(modules[0], "retain_samples", {}))
 
@@ -202,8 +202,8 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
         dims = sizes | {"vocab_size": model.hf_text_config.vocab_size}
         known = fingerprint_here(samples, dims) if self.one_group else None
         if known is None:
-            said = "the weights that the gates in %s were trained on are compared by their sizes alone."
-            logger.warning(said, self.settings.gates)
+            message = "the weights that the gates in %s were trained on are compared by their sizes alone."
+            logger.warning(message, self.settings.gates)
         at_hand = known or sizes
         differ = [name for name, size in at_hand.items() if trained.get(name) != size]
         if differ and not (differ == ["sha256"] and self.settings.allow_other_weights):
@@ -234,7 +234,7 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         """The last call of a step: after its forward pass."""
         if self.worker is not None and (counts := self.worker.evict()):
-            # Every rank evicts from each request, and from heads of its own.
+            # Every rank evicts from each request, each from its heads.
             counts["evictions"] *= self.worker.layers[0].first_head == 0
             self.stats.count(**counts)
 

@@ -93,8 +93,8 @@ def ask(client: httpx.Client, count: int, **options: Any) -> tuple[list[str], in
 
     def one(place: int) -> str:
         question, begins, _ = write_question(place)
-        said = [{"role": "user", "content": question}, {"role": "assistant", "content": begins}]
-        body = {"model": NAME, "messages": said, "max_tokens": 32, "temperature": 0, "ignore_eos": True}
+        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": begins}]
+        body = {"model": NAME, "messages": messages, "max_tokens": 32, "temperature": 0, "ignore_eos": True}
         body |= {"add_generation_prompt": False, "continue_final_message": True, "vllm_xargs": options}
         reply = client.post("/v1/chat/completions", json=body)
         if reply.is_error:

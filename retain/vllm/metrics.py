@@ -1,4 +1,4 @@
-"""Counters of what was evicted, through the engine's own metrics (`/metrics` of its server)."""
+"""Counts evictions, in the engine's metrics (`/metrics` of its server)."""
 
 from typing import Any
 

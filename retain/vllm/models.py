@@ -1,6 +1,6 @@
-"""Puts what gates and scores read beside the attention layers of vLLM's models.
+"""Attaches what gates and scores read to the attention layers of vLLM's models.
 
-Each class is vLLM's own with two additions where the engine is asked to evict: a hook that shows the gate its
+Each class is vLLM's with two additions where the engine is asked to evict: a hook that shows the gate its
 layer's attention input, and copies of what is read of a checkpoint (output projections, rotary embeddings,
 samples of the weights, by which gates know their model).
 """
@@ -25,9 +25,9 @@ from retain.vllm.settings import settings_from
 
 # A decoder's embeddings, whose name in a checkpoint shows the prefix of the decoder's weights.
 EMBEDDINGS = "embed_tokens.weight"
-# What transformers does not read from checkpoints; and what it stacks, under names of its own.
+# Weights that transformers does not read from checkpoints; and those that it stacks under other names.
 UNREAD, STACKED = "inv_freq", re.compile(r"\.experts\.\d+\.")
-# What an output projection is called beside an attention layer.
+# Names of output projections.
 OUTPUTS = ("o_proj", "out_proj", "dense", "wo", "c_proj")
 
 
@@ -41,7 +41,7 @@ def __getattr__(name: str) -> Any:
 
 
 class _Evicting:
-    """What is added to a model of vLLM."""
+    """The additions to a model of vLLM."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
@@ -54,7 +54,7 @@ class _Evicting:
             parent.register_forward_pre_hook(_hook(module.layer_name, width), with_kwargs=True)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load a checkpoint, and keep beside the attention layers what scores and gates read of it."""
+        """Load a checkpoint, and put on the attention layers what scores and gates read of it."""
         samples: dict[str, bytes] = {}
 
         def seen() -> Iterable[tuple[str, Tensor]]:
@@ -88,19 +88,22 @@ def fingerprint_here(samples: Mapping[str, bytes], dims: Mapping[str, Any]) -> d
     found = [name.removesuffix(EMBEDDINGS) for name in samples if f".{name}".endswith(f".{EMBEDDINGS}")]
     if not found or any(map(STACKED.search, samples)):
         return None
-    own = {name: sample for name, sample in samples.items() if not name.endswith(UNREAD)}
-    mine = {name: sample for name, sample in own.items() if name.startswith(found[0])}
-    return fingerprint_of(dims, {name.removeprefix(found[0]): sample for name, sample in mine.items()})
+    decoder = {
+        name.removeprefix(found[0]): sample
+        for name, sample in samples.items()
+        if name.startswith(found[0]) and not name.endswith(UNREAD)
+    }
+    return fingerprint_of(dims, decoder)
 
 
 def _output_of(name: str, module: Any, parent: Any) -> Float[Tensor, "Q D E"]:
     """The output projection of an attention layer; a copy, since a CPU repacks it once it is loaded."""
     wide = module.num_heads * module.head_size
-    found = [getattr(getattr(parent, own, None), "weight", None) for own in OUTPUTS]
-    weights = [own for own in found if own is not None and own.ndim == 2 and own.shape[1] == wide]
+    found = [getattr(getattr(parent, output, None), "weight", None) for output in OUTPUTS]
+    weights = [weight for weight in found if weight is not None and weight.shape[1:] == (wide,)]
     if len(weights) != 1 or not weights[0].is_floating_point():
         raise ValueError(
-            f"the output projection of {name} is not found as a plain matrix [E, {wide}] beside it (it may "
+            f"the output projection of {name} is not found as a plain matrix [E, {wide}] next to it (it may "
             "be quantised), and the policy's score reads it: take a score that does not, such as 'snapkv', "
             "or an unquantised checkpoint."
         )
@@ -116,10 +119,10 @@ def _shared_rotary(model: Any) -> Rotary | None:
 
 
 def _rotary_of(parent: nn.Module) -> Rotary | None:
-    """The rotary embedding beside an attention layer, where it is understood: the halves convention, of which
+    """The rotary embedding of an attention layer, where it is understood: the halves convention, of which
     vLLM has a table. Position 1 turns by the frequencies."""
-    beside = getattr(parent, "rotary_emb", None)
-    table, halves = getattr(beside, "cos_sin_cache", None), getattr(beside, "is_neox_style", False)
+    rotary = getattr(parent, "rotary_emb", None)
+    table, halves = getattr(rotary, "cos_sin_cache", None), getattr(rotary, "is_neox_style", False)
     if not isinstance(table, Tensor) or table.dtype != torch.float32 or not halves:
         return None
     cosines, sines = table[:2].double().chunk(2, dim=-1)
@@ -133,28 +136,28 @@ def _hook(layer_name: str, width: int) -> Any:
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         hidden = [value for value in given if value.is_floating_point() and value.shape[-1] == width]
         assert hidden, f"{layer_name} is given no hidden states: {[tuple(value.shape) for value in given]}"
-        torch.ops.retain.note(kwargs.get("hidden_states", hidden[0]), layer_name)
+        torch.ops.retain.score_tokens(kwargs.get("hidden_states", hidden[0]), layer_name)
 
     return hook
 
 
-def _note(hidden: Tensor, layer_name: str) -> None:
-    """Note what the gate says of this step's tokens; nothing in a step that reads no prompt to evict from."""
+def _score_tokens(hidden: Tensor, layer_name: str) -> None:
+    """Store the gate's scores of this step's tokens; nothing in a step that reads no prompt to evict from."""
     worker = worker_here()
     if worker is None or not worker.reading or worker.reads_heads:
         return
     if (place := worker.order.get(layer_name)) is not None:
-        worker.note_(place, hidden_NE=hidden.flatten(0, -2)[: len(worker.positions_N)])
+        worker.score_tokens_(place, hidden_NE=hidden.flatten(0, -2)[: len(worker.positions_N)])
 
 
-def _no_note(hidden: Tensor, layer_name: str) -> None:
+def _score_nothing(hidden: Tensor, layer_name: str) -> None:
     """The same while a graph is traced."""
 
 
 # One op, so that a compiled graph holds the hook as it is; it says that it changes its input, which it does
 # not, so that no compiler drops it.
 _LIBRARY = torch.library.Library("retain", "FRAGMENT")
-if not hasattr(torch.ops.retain, "note"):
-    _LIBRARY.define("note(Tensor(a!) hidden, str layer_name) -> ()")
-    _LIBRARY.impl("note", _note, dispatch_key="CompositeExplicitAutograd")
-    _LIBRARY._register_fake("note", _no_note)
+if not hasattr(torch.ops.retain, "score_tokens"):
+    _LIBRARY.define("score_tokens(Tensor(a!) hidden, str layer_name) -> ()")
+    _LIBRARY.impl("score_tokens", _score_tokens, dispatch_key="CompositeExplicitAutograd")
+    _LIBRARY._register_fake("score_tokens", _score_nothing)

@@ -1,7 +1,7 @@
 """Frees the blocks of evicted prompts, on the scheduler's side.
 
-Which blocks an eviction leaves, `retain.vllm.packing.progress` knows. They go once the step that evicted is
-settled: by then every worker has packed what stays into the others.
+`retain.vllm.packing.progress` says which blocks an eviction frees. They are freed once the scheduler has
+processed the step that evicted: by then every worker has packed the kept entries into the other blocks.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ class EvictingSpec(FullAttentionSpec):
 
     @classmethod
     def merge(cls, specs: Sequence[Any]) -> "EvictingSpec":
-        """One spec for all layers of a group."""
+        """The spec for all layers of a group."""
         return cls.of(FullAttentionSpec.merge(list(specs)))
 
 
@@ -46,13 +46,13 @@ class EvictingManager(FullAttentionManager):
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
-        """Free blocks that an eviction has left; only steps that are settled count."""
+        """Free blocks that an eviction emptied; only steps that are processed count."""
         progress = self.progress.get(request_id)
         blocks = self.req_to_blocks.get(request_id)
         if progress is None or not blocks:
             return
         freed = []
-        for place in progress.settle(processed_computed_tokens):
+        for place in progress.free(processed_computed_tokens):
             freed.append(blocks[place])
             blocks[place] = self._null_block
         if freed:

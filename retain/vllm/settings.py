@@ -1,4 +1,4 @@
-"""What an engine is asked to serve: settings of the engine, options of a request, and what cannot be served.
+"""Reads settings of an engine and options of a request, and refuses policies that cannot be served.
 
 Nothing here imports vLLM: settings are plain JSON, from `additional_config["retain"]` of the engine and the
 flat extra arguments of a request (`retain.keep_ratio`, ...).
@@ -121,12 +121,12 @@ def options_of(
     if isinstance(off := stated.get("off"), int | float) and off in (0, 1):  # HTTP clients send no flags
         stated["off"] = bool(off)
     try:
-        own = build(stated, Options, PREFIX.rstrip("."))
-        amounts = own.keep_ratio, own.tokens_per_head
+        options = build(stated, Options, PREFIX.rstrip("."))
+        amounts = options.keep_ratio, options.tokens_per_head
         budget = settings.budget if amounts == (None, None) else Budget(*amounts)
     except ValueError as error:
         raise ValueError(f"options of the request do not fit: {' '.join(str(error).split())}") from None
-    return None if own.off else budget, (seed if own.seed is None else own.seed) or 0
+    return None if options.off else budget, (seed if options.seed is None else options.seed) or 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,7 +156,7 @@ class Rules:
         return max(int("window" in needs), self.policy.window)
 
     def plan(self, seen: int, budget: Budget) -> Plan:
-        """What is settled about a request of so many tokens before any layer is scored.
+        """The plan of a request of so many tokens, before any layer is scored.
 
         One that is shorter than the policy's observation window is held whole, and one of at most
         `SHORT_TOKENS` tokens whose budget cannot hold what is protected.

@@ -1,10 +1,11 @@
-"""Packed stores against loops over single numbers in float64: codes, groups, rows, and every byte."""
+"""Rows of codes against loops over single numbers in float64: codes, groups, rows, and every byte."""
 
 import pytest
 import torch
 
-from retain.cache.packed_store import GROUPS, Form, PackedStore, joined
-from retain.cache.store import LOG_WEIGHT
+from retain.cache.codec import GROUPS, Codec
+from retain.cache.layout import bytes_of
+from retain.cache.store import LOG_WEIGHT, RaggedStore
 from retain.kernels.codes import decode
 from retain.kernels.ragged_attention import ragged_attention
 from tests.close import assert_close
@@ -20,7 +21,7 @@ every_form = pytest.mark.parametrize("name", FORMS)
 
 
 def form_of(name, dtype=torch.float32):
-    return Form(FORMS[name], D, V, dtype)
+    return Codec(FORMS[name], D, V, dtype)
 
 
 def numbers(lengths, seed=0):
@@ -32,12 +33,18 @@ def numbers(lengths, seed=0):
     return keys, values, torch.cat([torch.arange(length) for length in lengths] or [torch.zeros(0)])
 
 
+def encoded(codec, keys, values, positions, lengths, **beside):
+    """A store of entries that come row after row."""
+    lengths = torch.tensor(lengths)
+    entries, table = codec.encode(keys, values, lengths)
+    entries["positions"] = positions.int()
+    return RaggedStore(entries, lengths, H, slack=0, beside=beside, codec=codec, key_scales_G2D=table)
+
+
 def made(name, lengths=LENGTHS, seed=0, **beside):
     """A store, and what it was made of."""
-    form = form_of(name)
     keys, values, positions = numbers(lengths, seed)
-    store = PackedStore.encoded(form, keys, values, positions, torch.tensor(lengths), H, beside=beside)
-    return store, (keys, values)
+    return encoded(form_of(name), keys, values, positions, lengths, **beside), (keys, values)
 
 
 def naive_codes(xs, bits):
@@ -73,12 +80,12 @@ def naive(form, keys, values, lengths):
 def naive_bytes(store):
     """Bytes of what attention reads: codes, scales of values and the number of a group, entry by entry, and
     the scales of each group."""
-    form = store.form
+    form = store.codec
     entry = (
         form.head_dim * form.bits // 8 + form.value_dim * form.bits // 8 + 4 * -(-form.value_dim // 32) + 4
     )
     entry += 4 if LOG_WEIGHT in store.beside else 0
-    groups = len(set(store._held[GROUPS][store.index_N()].tolist()))
+    groups = len(set(store.columns[GROUPS][store.index_N()].tolist()))
     return store.entries_held * entry + groups * 2 * 2 * form.head_dim
 
 
@@ -96,13 +103,13 @@ def same(one, other):
 @every_form
 def test_what_is_held_is_what_loops_encode(name):
     store, (keys, values) = made(name)
-    want_keys, want_values, step = naive(store.form, keys, values, LENGTHS)
+    want_keys, want_values, step = naive(store.codec, keys, values, LENGTHS)
     got_keys, got_values, positions = flat(store)
     assert_close(got_keys, want_keys.double())
     assert_close(got_values, want_values.double())
     assert torch.equal(positions, numbers(LENGTHS)[2])
     assert store.lengths_R.tolist() == LENGTHS and store.entries_held == sum(LENGTHS)
-    assert store.bytes_held == naive_bytes(store) <= store.bytes_allocated
+    assert store.bytes_held == naive_bytes(store) <= bytes_of(store.storages())
     assert step > 0 and not torch.equal(got_values, values)
     assert store.bytes_held < 4 * (D + V) * sum(LENGTHS)
 
@@ -115,7 +122,7 @@ def test_attention_is_that_over_what_is_decoded(name):
     seen_RS = store.lengths_R[:, None].expand(-1, 3).contiguous()
     where = {"scaling": 0.4, "pages": store.pages, "with_lse": True}
     given = (store.offsets_R1, store.lengths_R, seen_RS)
-    got, got_lse = ragged_attention(queries, store.keys, store.values, *given, **where)
+    got, got_lse = ragged_attention(queries, *store.codes, *given, **where)
     keys, values, _ = flat(store)
     for row, (keys_TD, values_TV) in enumerate(zip(keys.split(LENGTHS), values.split(LENGTHS), strict=True)):
         b, heads = row // H, slice(2 * (row % H), 2 * (row % H) + 2)
@@ -136,7 +143,7 @@ def test_evictions_move_codes_and_drop_groups(name, how):
     draw = torch.Generator().manual_seed(1)
     held = torch.arange(sum(LENGTHS))
     before, rows = flat(store), store.rows_N()
-    for share in (0.8, 0.5, 0.1, 0.0):
+    for share in (0.8, 0.5, 0.1):
         keep_N = torch.rand(len(held), generator=draw) < share
         keep_N[:7] = False  # a whole group goes
         getattr(store, how)(keep_N)
@@ -144,15 +151,9 @@ def test_evictions_move_codes_and_drop_groups(name, how):
         same(flat(store), [side[held] for side in before])
         assert torch.equal(store.beside["score"][store.index_N()], score[held])
         assert torch.equal(store.rows_N(), rows[held])
-        assert store.bytes_held == naive_bytes(store) <= store.bytes_allocated
+        assert store.bytes_held == naive_bytes(store) <= bytes_of(store.storages())
         left = {(int(rows[i]), int(before[2][i]) // 32) for i in held}
         assert len(store.key_scales_G2D) == len(left)
-    # Nothing is left, and attention over nothing still runs.
-    seen_RS = store.lengths_R[:, None]
-    queries = torch.ones(2, 2 * H, 1, D)
-    given = (store.offsets_R1, store.lengths_R, seen_RS)
-    out = ragged_attention(queries, store.keys, store.values, *given, scaling=1.0, pages=store.pages)
-    assert not out.any() and store.entries_held == 0
 
 
 @every_form
@@ -178,62 +179,19 @@ def test_sequences_are_chosen_and_repeated(name):
     assert chosen.bytes_held == naive_bytes(chosen)
 
 
-@every_form
-def test_stores_are_joined_row_by_row_or_stacked(name):
-    """Joining encodes nothing again."""
-    one, _ = made(name, score=torch.arange(80.0))
-    lengths = [2, 5, 0, 9]
-    keys, values, positions = numbers(lengths, seed=7)
-    other = PackedStore.encoded(
-        one.form,
-        keys,
-        values,
-        positions + 100,
-        torch.tensor(lengths),
-        H,
-        beside={"score": torch.arange(16.0) + 80},
-    )
-    both = joined([one, other], stack=False)
-    parts = [(*flat(own), own.beside["score"][own.index_N()]) for own in (one, other)]
-    own = zip(*(zip(a.split(LENGTHS), b.split(lengths), strict=True) for a, b in zip(*parts, strict=True)),
-              strict=True)  # fmt: skip
-    rows = [[torch.cat(pair) for pair in sides] for sides in own]
-    wanted = [torch.cat(sides) for sides in zip(*rows, strict=True)]
-    same((*flat(both), both.beside["score"][both.index_N()]), wanted)
-    assert both.lengths_R.tolist() == [9, 5, 3, 79] and both.bytes_held == naive_bytes(both)
-
-    stack = joined([one, other, one], stack=True)
-    wanted = [torch.cat([a, b, a]) for a, b in zip(*parts, strict=True)]
-    same((*flat(stack), stack.beside["score"][stack.index_N()]), wanted)
-    assert stack.lengths_R.tolist() == [*LENGTHS, *lengths, *LENGTHS]
-    assert stack.bytes_held == naive_bytes(stack)
-    same(flat(one), parts[0][:3])
-
-
 def test_decoded_numbers_are_rounded_to_the_models_precision_once():
     form = form_of("4 bits", torch.bfloat16)
     keys, values, positions = numbers([9, 3], 2)
-    store = PackedStore.encoded(
-        form, keys.bfloat16(), values.bfloat16(), positions, torch.tensor([9, 3]), H, beside={}
-    )
+    store = encoded(form, keys.bfloat16(), values.bfloat16(), positions, [9, 3])
     got_keys, got_values, _ = flat(store)
     assert got_keys.dtype == got_values.dtype == torch.bfloat16
     want_keys, want_values, _ = naive(form, keys.bfloat16(), values.bfloat16(), [9, 3])
     assert torch.equal(got_keys, want_keys.bfloat16()) and torch.equal(got_values, want_values.bfloat16())
-    assert_close(decode(store.keys, torch.float32)[store.index_N()], want_keys.double())
+    assert_close(decode(store.codes[0], torch.float32)[store.index_N()], want_keys.double())
 
 
 @pytest.mark.parametrize("side", [0, 1])
 def test_numbers_beyond_half_precision_are_refused(side):
-    *sides, positions = numbers([5])
+    *sides, _ = numbers([5, 0])
     sides[side][2, 3] = 7e4
-    refused(
-        "float16, up to 65504",
-        PackedStore.encoded,
-        form_of("4 bits"),
-        *sides,
-        positions,
-        torch.tensor([5]),
-        1,
-        beside={},
-    )
+    refused("float16, up to 65504", form_of("4 bits").encode, *sides, torch.tensor([5, 0]))

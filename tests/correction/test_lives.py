@@ -2,15 +2,12 @@
 every family, every regime. And what else is done with a cache.
 """
 
-import json
 from dataclasses import replace
 
 import pytest
 import torch
-from safetensors import safe_open
 
 import retain
-from retain.cache.file_format import FORMAT
 from retain.cache.store import LOG_WEIGHT
 from retain.correction.cuts import MERGED
 from retain.correction.merge import Merge
@@ -196,7 +193,7 @@ def test_scores_of_a_later_eviction_see_what_attention_sees():
     shown = []
     settings = {**SETTINGS, "correction": HOWS["count"], "regime": "prefill+decode", "every": 3}
     cache = run(model, "snapkv", **settings)
-    request = cache.state.bound_policy.request
+    request = cache.state.bound_policy
     scored = type(request).score
 
     def score(self, evidence, batch):
@@ -220,14 +217,3 @@ def test_scores_of_a_later_eviction_see_what_attention_sees():
         plain = attention_probs(replace(evidence, log_weight_BHT=None), 0, seen)
         heavy = evidence.log_weight_BHT.repeat_interleave(evidence.group, 1)[:, :, None] > 0
         assert float((paid * heavy).sum()) > float((plain * heavy).sum())
-
-
-def test_a_file_of_entries_that_count_has_a_later_schema(tmp_path):
-    """An older reader refuses what it would not add to logits."""
-    model = attached("qwen3")
-    ids, _ = tiny_batch((0,), 60)
-    path = tmp_path / "cache.safetensors"
-    for how, version in (("merge", 1), ("count", 2)):
-        Cache(model, "snapkv", correction=HOWS[how], **SETTINGS).prefill(ids).save(path)
-        with safe_open(path, "pt") as file:
-            assert json.loads(file.metadata()[FORMAT])["schema_version"] == version

@@ -17,7 +17,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def module_of(monkeypatch, main):
     """Every command's module is one with this `main`."""
-    monkeypatch.setattr(cli, "import_module", lambda name: SimpleNamespace(main=main, cli_evaluate=main))
+    stub = SimpleNamespace(main=main, cli_evaluate=main, lm_eval=cli.lm_eval)
+    monkeypatch.setattr(cli, "import_module", lambda name: stub)
 
 
 def test_help_lists_every_command(capsys):

@@ -1,19 +1,22 @@
 """A cache that is shown what another forward came to is one that read for itself, to the bit; and a context
 is read once for all cells."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from retain.eval.run.evaluated_model import Unit, load_evaluated
+import retain
+from retain.eval.run.checks import load_checked
 from retain.eval.run.first_forward import read_first_forward
-from retain.eval.run.runner import run_unit
-from retain.gates import GATES
+from retain.gates import GATES, GateSet
 from retain.hf.cache.cache import Cache
 from retain.hf.cache.regime import NAMES
 from retain.hf.intercept.attach import attach
+from retain.hf.intercept.lookahead_pass import lookahead_gates
 from retain.hf.model.decoder import base_model
 from retain.hf.version_names import CACHE
-from tests.eval.stub import MORE_STUB, gates_of, stub_config
+from tests.eval.small import lines_of, save_table, small
 from tests.tiny import tiny_batch, tiny_model
 
 CHUNK = 16
@@ -26,6 +29,18 @@ def model():
     own = tiny_model("qwen3", seed=0)
     attach(own)
     return own
+
+
+def gates_of(family: str) -> GateSet:
+    """Untrained gates of the model that tell entries apart."""
+    model = tiny_model("qwen3", seed=0)
+    torch.manual_seed(1)
+    if GATES[family].extension is not None:
+        return lookahead_gates(model, num_tokens=4, rank=2)
+    gates = retain.new_gates(model, family, seed=1)
+    for parameter in gates.parameters():
+        parameter.data.add_(0.3 * torch.randn_like(parameter))
+    return gates
 
 
 def state(cache):
@@ -123,29 +138,24 @@ def test_a_model_with_layers_of_its_own_reads_for_every_cache():
     same(read.into(shown), plain.prefill(ids, mask))
 
 
-@pytest.mark.parametrize(
-    ("regime", "task", "reads"),
-    [("context_only", "turns", 1), ("decode", "turns", 1), ("chunked", "ragged", 3)],
-)
-def test_a_context_is_read_once_for_all_cells(stub_gates, regime, task, reads):
-    config = stub_config(
-        stub_gates,
-        policies=("random", "snapkv", "fused"),
-        regimes=(regime,),
-        keep_ratios=(0.6, 0.7),
-        batch_items=3,
-        chunk_tokens=40,
-    )
-    evaluated = load_evaluated(config, MORE_STUB, 0)
+@pytest.mark.parametrize(("when", "reads"), [("prefill", 1), ("decode", 3), ("chunk", 3)])
+def test_a_context_is_read_once_for_all_policies_and_budgets(gated, tmp_path, when, reads):
+    table = save_table(tmp_path / "ragged.jsonl", shorter=60)
+    config = small(gated, policies=("random", "snapkv", "fused"), when=(when,), keep_ratios=(0.6, 0.7))
+    config = replace(config, tasks=(table,), items_per_task=3, batch_items=3, chunk_tokens=40, every=2)
     first = []
 
     def count(module, args, kwargs):
         if kwargs[CACHE].get_seq_length() == 0:
             first.append(kwargs["input_ids"].shape)
 
-    handle = base_model(evaluated.model).register_forward_pre_hook(count, with_kwargs=True)
-    path = "shared" if regime == "context_only" else regime
-    rows = run_unit(config, MORE_STUB, evaluated, Unit(0, task, 0, 3, path)).rows
-    handle.remove()
-    assert len(first) == reads  # contexts of unlike lengths are not read in chunks together
-    assert len(rows) == 3 * (3 if task == "turns" else 1) * (1 + 3 * 2)
+    def counted(*given):
+        loaded, contexts = load_checked(*given)
+        first.clear()
+        base_model(loaded.model).register_forward_pre_hook(count, with_kwargs=True)
+        return loaded, contexts
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tests.eval.small.load_checked", counted)
+        assert len(lines_of(config)) == 3 * (1 + 3 * 2)
+    assert len(first) == reads  # one by one where entries go meanwhile

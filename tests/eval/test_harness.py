@@ -143,13 +143,12 @@ def test_a_generation_task_says_what_was_asked_and_evicted(tasks: Path, folder: 
     results = evaluate(tasks, ["local_generate"], model_args=given)
     assert results["results"]["local_generate"]["exact_match,none"] == 0.0
     info = results["config"]["retain"]
-    assert (info["split"], info["budget"], info["regime"]) == ("query_aware", {"keep_ratio": 0.5}, "prefill")
+    assert (info["question"], info["budget"], info["regime"]) == ("known", {"keep_ratio": 0.5}, "prefill")
     assert info["policy"]["protection"]["minimum"] == 1
     counts = info["evicted"]
     assert (counts["sequences"], counts["sequences_evicted"]) == (3, 3)
-    assert counts["entries_evicted"] == counts["entries_seen"] - counts["entries_held"] > 0
     # Half of each prompt, and the tokens that were written behind it.
-    assert 0.5 < counts["keep_ratio_achieved"] <= counts["largest_share"] < 0.65
+    assert 0.5 < counts["keep_ratio_achieved"] < 0.65
     assert counts["bytes_held"] * counts["entries_seen"] == counts["bytes_full"] * counts["entries_held"]
     json.dumps(info)
 
@@ -287,7 +286,7 @@ def test_log_likelihoods_are_refused_unless_asked_for(tasks: Path, folder: str, 
     counts = results["config"]["retain"]["evicted"]
     assert (counts["sequences"], counts["sequences_evicted"]) == (3, 3)  # three choices share a context
     for lm in (make(keep_ratio=0.5), make(keep_ratio=0.5, loglikelihood="evict_context")):
-        with pytest.raises(ValueError, match=r"loglikelihood_rolling.*diagnose\.perplexity`"):
+        with pytest.raises(ValueError, match=r"loglikelihood_rolling.*retain diagnose"):
             lm.loglikelihood_rolling(instances("loglikelihood", [("a document", "")]))
 
 
@@ -408,12 +407,10 @@ def test_the_commands_of_the_page_run(tmp_path: Path, monkeypatch: pytest.Monkey
     quick = functools.partial(lm_eval.tasks.TaskManager, include_defaults=False)
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", quick)
     assert len(commands) == 2
-    for command, folder, split in zip(
-        commands, ("results", "split"), ("query_aware", "context_only"), strict=True
-    ):
+    for command, folder, question in zip(commands, ("results", "split"), ("known", "unknown"), strict=True):
         program, *arguments = shlex.split(command)
         assert program == "retain" and main(arguments) == 0
         (path,) = (tmp_path / folder).rglob("results_*.json")
         info = json.loads(path.read_text())["config"]["retain"]
-        assert (info["policy"]["name"], info["split"]) == ("recency", split)
+        assert (info["policy"]["name"], info["question"]) == ("recency", question)
         assert info["evicted"]["sequences_evicted"] == info["evicted"]["sequences"] == 2

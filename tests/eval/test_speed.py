@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from retain.eval import speed
-from retain.eval.report.grid import Column, grid
 from retain.eval.speed import Setting, lives_of, main, random_model
+from retain.eval.text_table import Column, text_table
 from retain.hf.intercept.attach import attach
 
 SHAPE = {"model": "random", "layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "intermediate": 48}
@@ -81,7 +81,7 @@ def test_a_cache_without_memory_is_said_and_the_others_go_on(monkeypatch):
     assert [row["failed"] for row in rows] == ["", "out of memory", "", ""]
     assert "token_over_plain" in rows[3] and "token_over_full" not in rows[3]
     columns = (Column("policy", "policy"), Column("token", "token_ms", ".1f", wide=True))
-    assert grid(columns, rows)[2].split() == ["full", "out", "of", "memory"]
+    assert text_table(columns, rows)[2].split() == ["full", "out", "of", "memory"]
 
 
 def test_the_plain_caches_have_the_same_weights_in_a_model_that_is_not_attached():

@@ -1,125 +1,302 @@
-"""The reference suite: items from (task, seed, index) alone, families that agree with the generator."""
+"""Generated tasks: rows of a request are always the same, hold their answer once, and are scored by it."""
 
 import hashlib
-from itertools import product
+import random
+import re
+from collections import Counter
+from itertools import pairwise, product
 
-import numpy as np
 import pytest
+import torch
 
-from retain.eval.tasks.reference_basic import (
-    ABOUT,
-    reference_documents,
-    reference_item,
-    reference_suite,
-    span,
-)
-from retain.eval.tasks.reference_more import DEPTHS, LENGTHS, reference_more_item
-from retain.eval.tasks.reference_more import TASKS as MORE
-from retain.eval.tasks.suites import load_suite
-from retain.reference.documents import Writer
-from retain.reference.items import HELD_OUT_TASKS, SEEN_TASKS, TASKS, write_item
-from tests.eval.asked_in_text import answered, check_item
+from retain.eval.metrics import METRICS
+from retain.eval.tasks import facts, reference, ruler_counting
+from retain.eval.tasks.encode import answer_text, encode
+from retain.eval.tasks.haystacks import different_places, identity, load_haystack
+from retain.eval.tasks.row import Request, Row
+from retain.eval.tasks.ruler import DEPTHS, GRID_DEPTHS, NOISE, singular
+from retain.eval.tasks.sources import SOURCES, load_rows, task_names
+from retain.reference import load_model, load_tokenizer
+from retain.reference.items import TASKS
 from tests.refused import refused
 
-
-def test_families_are_the_generators():
-    suite = reference_suite()
-    assert [task.name for task in suite.tasks.values() if task.family == "seen"] == list(SEEN_TASKS)
-    assert [task.name for task in suite.tasks.values() if task.family == "held-out"] == list(HELD_OUT_TASKS)
-    assert set(suite.tasks) == set(ABOUT)
-    assert "seed=1 output=there" in suite.train_gates.format(seed=1, gates="there")
+GENERATED = [name for name in SOURCES if not name.startswith("longbench")]
+IN_TEXT = [name for name in GENERATED if not name.startswith("reference")]
 
 
-@pytest.mark.parametrize("task", TASKS)
-def test_an_item_is_the_generators_own(task):
-    name = int.from_bytes(hashlib.sha256(task.encode()).digest()[:4], "big")
-    own = int(np.random.SeedSequence([7, 1, name, 5]).generate_state(1)[0])
-    context_ids, asked = write_item(Writer("eval", own), task, 600)
-    item = check_item(reference_item, task, 5, 6, 600)
-    assert item.context_ids == context_ids and item.question_ids == asked.ids
-    assert item.gold_ids == asked.gold_ids and item.generate == asked.generate
-    assert len(item.context_ids) == 600
+def made(task: str, item: int = 0, *, seed: int = 0, context_tokens: int = 1000, **settings) -> Row:
+    how = {"context_tokens": context_tokens, "seed": seed, "first_item": item, "items": 1}
+    return load_rows(task, load_tokenizer(), **how, **settings)[0]
 
 
-def test_documents_repeat_for_a_seed():
-    first, again = (list(reference_documents(0, 2, 400)) for _ in range(2))
-    assert first == again and first[0] != first[1]
-    assert first[0] != next(iter(reference_documents(1, 1, 400)))
+def measure(text: str) -> int:
+    return len(load_tokenizer()(text, add_special_tokens=False)["input_ids"])
 
 
-def test_unknown_suite():
-    refused("unknown suite of tasks 'rulr'", load_suite, "rulr")
+def needles(row: Row) -> list[str]:
+    return [row.context[start:stop] for start, stop in row.extra["evidence"]]
 
 
-@pytest.mark.parametrize("task", TASKS)
-def test_needles_hold_the_answer(task):
-    for index in range(3):
-        item = reference_item(task, 0, index, 600)
-        held = [item.context_ids[start:stop] for start, stop in item.needles]
-        answers = {*item.gold_ids[:-1]}
-        if task == "common":
-            assert not held
-            continue
-        assert answers <= {token for ids in held for token in ids}
-        assert len(held) == {"multivalue": 4, "multiquery": 4, "tracing": 4}.get(task, 1)
-        # Each is where its words first stand together, and is short.
-        assert all(
-            len(ids) <= 8 and span(item.context_ids, ids) == own
-            for ids, own in zip(held, item.needles, strict=True)
-        )
+# Digests of the first row of 1,000 tokens of a group's tasks: other texts are another benchmark.
+TEXTS = {
+    "facts": "17dbe541b1e0aee4",
+    "niah": "aa02a49706aff635",
+    "ruler": "a704e78c77f987ce",
+    "ruler_like": "b2f23de7a7944f06",
+}
 
 
-def test_spans():
-    assert span([1, 2, 1, 3], [1, 3]) == (2, 4)
-    assert span([1, 2], [2, 1]) is None and span([1], [1, 2]) is None
+@pytest.mark.parametrize("group", TEXTS)
+def test_tasks_keep_their_texts(group):
+    rows = [made(name) for name in task_names([group])]
+    said = [(row.context, row.question, row.answer_prefix, row.answers, row.max_new_tokens) for row in rows]
+    assert hashlib.sha256(repr(said).encode()).hexdigest()[:16] == TEXTS[group]
 
 
-def test_more_tasks_are_a_suite_of_their_own():
-    first, more = load_suite("reference"), load_suite("reference_more")
-    assert [*first.tasks] == [*TASKS] and [*MORE] == ["grid", "requests", "turns", "chain"]
-    assert [*more.tasks] == [*TASKS, *MORE]
-    assert reference_more_item("lists", 1, 2, 600).context_ids == first.item("lists", 1, 2, 600).context_ids
-    assert more.load_model is first.load_model and more.seeds == first.seeds
-    refused("unknown task 'grit': did you mean 'grid'", reference_more_item, "grit", 0, 0, 600)
+@pytest.mark.parametrize("name", GENERATED)
+def test_a_row_is_always_the_same_and_no_other(name):
+    row, later = load_rows(name, load_tokenizer(), context_tokens=900, seed=1, first_item=5, items=2)
+    assert row == made(name, 5, seed=1, context_tokens=900) and (row.item, later.item) == (5, 6)
+    assert (row.task, row.seed, row.stratum) == (name, 1, name)
+    contexts = {one.context for one in (row, later, made(name, 5, seed=2, context_tokens=900))}
+    assert len(contexts) == 3
 
 
-@pytest.mark.parametrize("task", MORE)
-def test_a_further_item_is_its_own(task):
-    item = check_item(reference_more_item, task, 43, 87, 600)
-    assert len(item.context_ids) == 600
-    held = {token for start, stop in item.needles for token in item.context_ids[start:stop]}
-    assert all({*asked.gold_ids[:-1]} <= held for asked in item.asked)
+@pytest.mark.parametrize("name", GENERATED)
+def test_the_right_answer_scores_one_and_an_empty_one_nothing(name):
+    tokenizer, row = load_tokenizer(), made(name)
+    encoded = encode(row, tokenizer)
+    shown = answer_text(row, encoded.answer_ids, tokenizer, encoded.end_ids)
+    assert METRICS[row.metric](shown, row) == 1.0 and METRICS[row.metric]("", row) == 0.0
+    # Rows of token ids end by their number of tokens.
+    assert len(encoded.answer_ids) <= row.max_new_tokens + (not encoded.end_ids)
+    assert len(encoded.context_ids) <= 1001 and len(encoded.question_ids) >= 2
+    if name.startswith("ruler"):
+        assert measure(row.context) > 930  # filled up to what was asked for
 
 
-def test_the_grid_is_filled_once():
+@pytest.mark.parametrize("name", [name for name in IN_TEXT if name not in ("ruler/cwe", "ruler/fwe")])
+def test_every_answer_stands_in_the_evidence_and_nowhere_else(name):
+    for item in range(5):
+        row = made(name, item, context_tokens=800)
+        held = needles(row)
+        for value in row.answers if "vt" not in name else ():
+            assert sum(value in text for text in held) == 1
+        assert all(row.context.count(text.rstrip()) == 1 for text in held)
+        tokenizer = load_tokenizer()
+        encoded = encode(row, tokenizer)
+        for text, (start, stop) in zip(held, encoded.evidence, strict=True):
+            assert text in tokenizer.decode(list(encoded.context_ids[start:stop]))
+
+
+@pytest.mark.parametrize("name", [name for name in IN_TEXT if name.startswith("ruler") and "fwe" not in name])
+def test_a_question_does_not_depend_on_the_length(name):
+    short, long = made(name), made(name, context_tokens=1500)
+    assert (short.question, short.answers) == (long.question, long.answers)
+
+
+def test_facts_lie_at_even_depths_and_never_in_the_last_sentences():
+    depths = []
+    for item in range(120):
+        row = made("facts/place", item, context_tokens=400)
+        assert row.context[row.extra["evidence"][0][1] :].count(".") >= facts.LAST
+        depths.append(row.extra["depth"])
+    quarters = [sum(low <= depth < low + 25 for depth in depths) for low in (0, 25, 50, 75)]
+    assert min(quarters) >= 15  # of 30 expected each
+
+
+@pytest.mark.parametrize("kind", facts.KINDS)
+def test_one_key_has_one_fact(kind):
+    row = made("facts/number", kind=kind, keys=3)
+    key = next(key for key in facts.KINDS[kind].keys if key in row.question.split("?")[0])
+    said = facts.KINDS[kind].says.format(key=key, value="|").split("|")[0]
+    assert row.context.count(said) == 1 and said in needles(row)[0]
+
+
+def test_every_cell_of_the_grid_once_with_the_needle_in_its_place():
     cells = []
-    for index in range(len(DEPTHS) * len(LENGTHS)):
-        item = reference_more_item("grid", 0, index, 400)
-        depth, length = item.about["depth"], item.about["length"]
-        cells.append((depth, length))
-        ((start, stop),) = item.needles
-        assert len(item.context_ids) == length
-        assert start - 1 == round(depth / 100 * (length - 1 - (stop - start)))
-        answer = item.gold_ids[0]
-        assert item.context_ids.count(answer) == 1 and answer in item.context_ids[start:stop]
-    wanted = [(depth, length * 400) for length, depth in product(LENGTHS, DEPTHS)]
-    assert sorted(cells) == sorted(wanted) and len(set(cells)) == len(wanted)
-    assert {length for _, length in cells[:4]} == {int(length * 400) for length in LENGTHS}
-    refused("shortest context is 0.4 of context_tokens=16", reference_more_item, "grid", 0, 0, 16)
+    for item in range(44):
+        row = made("niah/grid", item, context_tokens=600)
+        cells.append((row.extra["depth"], row.length))
+        assert 0.6 * row.length < measure(row.context) <= row.length
+        start = row.context.index("\n") + 1
+        (first, last) = row.extra["evidence"][0]
+        before, behind = first - start, len(row.context) - last
+        share = 100 * before / (before + behind)
+        # Half a sentence away at most.
+        assert share == pytest.approx(row.extra["depth"], abs=6000 / (before + behind))
+    assert {*cells} == {*product(map(float, GRID_DEPTHS), (150, 300, 450, 600))}
 
 
-def test_turns_are_requests_behind_what_was_said():
-    apart, after = (reference_more_item(task, 0, 2, 600) for task in ("requests", "turns"))
-    assert apart.context_ids == after.context_ids and apart.needles == after.needles
-    said: tuple[int, ...] = ()
-    for one, other in zip(apart.asked, after.asked, strict=True):
-        assert other.question_ids == (*said, *one.question_ids) and one.gold_ids == other.gold_ids
-        assert one.about == other.about
-        said = (*other.question_ids, *other.gold_ids)
-    assert sorted(str(asked.about["kind"]) for asked in after.asked) == ["get"] * 4 + ["trace"]
-    assert [asked.about["turn"] for asked in after.asked] == [0, 1, 2, 3, 4]
+def test_ruler_asks_in_the_published_words():
+    row = made("ruler_like/niah_multiquery")
+    asked = re.findall(r"for (.*) mentioned", row.question)[0]
+    said = f"special magic numbers for {asked} mentioned in the provided text"
+    assert row.question == f"\nWhat are all the {said}?" and row.answer_prefix == f" The {said} are"
+    assert row.context.startswith(
+        "Some special magic numbers are hidden within the following text. Make sure to memorize it. I will "
+        "quiz you about the numbers afterwards.\n"
+    )
+    every = re.findall(r"One of the special magic \w+ for (\S+) is: (\S+)\.", row.context)
+    assert [key for key, value in sorted(every) if value in row.answers] == sorted(
+        re.split(", and |, ", asked)
+    )
+    assert singular("Some answers are all here, and are there") == "A answer is here, and is there"
+    noise = made("ruler/niah_single_1")
+    lines = noise.context.split("\n")[1:]
+    assert Counter(lines) == {NOISE: len(lines) - 1, needles(noise)[0]: 1}
+    assert len(DEPTHS) == 40 and (DEPTHS[0], DEPTHS[19], DEPTHS[-1]) == (0, 49, 100)
 
 
-@pytest.mark.parametrize("task", MORE)
-def test_the_model_answers_with_the_full_cache(task):
-    assert answered([reference_more_item(task, 0, index, 700) for index in (3, 21, 40)], 0) > 0.9
+def test_needles_among_scattered_sentences_have_places_of_their_own():
+    assert different_places([0.0, 0.0, 0.0], 3) == [0, 1, 2] == different_places([0.99, 0.99, 0.999], 3)
+    assert different_places([0.1, 0.5, 0.999], 12) == [1, 6, 11]
+    for item in range(8):
+        row = made("ruler/niah_multikey_2", item, context_tokens=500, values=4)
+        lines = row.context.split("\n")
+        places = sorted(map(lines.index, needles(row)))
+        assert all(after > before for before, after in pairwise(places)) and len(places) == 4
+
+
+@pytest.mark.parametrize("tokens", [700, 1000])
+def test_variable_tracking(tokens):
+    row = made("ruler/vt", 3, context_tokens=tokens)
+    names, value = row.answers, re.findall(r"value (\d+) in", row.question)[0]
+    wanted = [f"VAR {names[0]} = {value}", *(f"VAR {b} = VAR {a}" for a, b in pairwise(names))]
+    assert needles(row) == wanted and len(names) == 5
+    example, _, main = row.context.partition("\n\nMemorize")
+    places = [main.index(line) for line in wanted]
+    assert places == sorted(places)
+    assert all(NOISE in main[before:after] for before, after in pairwise(places))
+    # The worked example has as many assignments as half of the context holds.
+    shown = [line for line in example.split("\n") if line.startswith("VAR ")]
+    assert f" {len(shown)} variables are assgined" in example and measure(example) <= min(500, tokens // 2)
+    assert (len(shown) == 5) == (tokens == 1000)
+
+
+@pytest.mark.parametrize(("tokens", "often", "seldom"), [(1000, 6, 1), (6000, 30, 3)])
+def test_common_words(tokens, often, seldom):
+    row = made("ruler/cwe", context_tokens=tokens)
+    main = row.context.rpartition("most often.\n")[2]
+    counted = Counter(re.findall(r"\d+\. (.*?)(?= \d+\. |$)", main))
+    assert {word for word, count in counted.items() if count == often} == {*row.answers}
+    assert {count for word, count in counted.items() if word not in row.answers} == {seldom}
+    assert len(row.answers) == ruler_counting.COMMON
+
+
+def test_frequent_words_follow_the_zeta_distribution():
+    row = made("ruler/fwe", context_tokens=2000)
+    (dots, most), *rest = Counter(row.context.partition("coded words. ")[2].split()).most_common()
+    assert dots == "..." and [word for word, _ in rest[:3]] == [*row.answers] and rest[2][1] > rest[3][1]
+    for rank, (_, count) in enumerate(rest[:6], 2):
+        assert count == pytest.approx(most / rank**2, abs=1.5)
+
+
+def test_a_haystack_of_a_file(tmp_path):
+    path = tmp_path / "a" / "mine.txt"
+    texts = ["Dr. Brown came at 5.30 p.m. today.", "Nobody knew why.", "The end is near.", "It was late!"]
+    for name, more in (("a", ""), ("b", ""), ("c", " So it was.")):
+        (tmp_path / name).mkdir()
+        text = f"{texts[0]} {texts[1]}\n{texts[2]}\n\n{texts[3]}{more}"
+        (tmp_path / name / "mine.txt").write_text(text)
+    found = load_haystack(f"file:{path}", random.Random(0))
+    known = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    assert found.name == f"file:mine.txt@{known}" and identity(f"file:{path}") == f"file:{known}"
+    assert {*found.sentences(8)} == {*texts} and found.sentences(8)[4:] == found.sentences(4)
+    rows = [
+        made("niah/grid", context_tokens=800, haystack=f"file:{tmp_path}/{name}/mine.txt") for name in "abc"
+    ]
+    # The same text in another folder gives the same rows, another text others.
+    assert rows[0] == rows[1] and rows[0].question != rows[2].question
+    (tmp_path / "empty.txt").write_text(" \n")
+    refused("holds no sentence", load_haystack, f"file:{tmp_path}/empty.txt", random.Random(0))
+
+
+@pytest.mark.parametrize("name", [f"reference/{task}" for task in TASKS] + ["reference_probes"])
+def test_evidence_of_the_reference_tasks_states_the_answer(name):
+    for item in range(3):
+        row = made(name, item, context_tokens=600)
+        ids = row.extra["token_ids"]
+        assert len(ids["context"]) == 600
+        held = {token for start, stop in ids["evidence"] for token in ids["context"][start:stop]}
+        if name.split("/")[-1] not in ("lists", "quote", "common"):
+            assert {*ids["answer"][:-1]} <= held
+        assert all(stop - start <= 8 for start, stop in ids["evidence"])
+
+
+def test_the_reference_grid_puts_the_fact_where_it_says():
+    cells = []
+    for item in range(44):
+        row = made("reference_grid", item, context_tokens=400)
+        ids = row.extra["token_ids"]
+        ((start, stop),) = ids["evidence"]
+        cells.append((row.extra["depth"], row.length))
+        assert start - 1 == round(row.extra["depth"] / 100 * (row.length - 1 - (stop - start)))
+        assert ids["context"].count(ids["answer"][0]) == 1
+    wanted = product(map(float, reference.DEPTHS), (160, 240, 320, 400))
+    assert {*cells} == {*wanted} and len(cells) == 44
+
+
+def test_the_reference_model_answers_with_the_full_cache():
+    model, tokenizer, right = load_model(0), load_tokenizer(), []
+    for name in ("reference/single", "reference/multiquery", "reference/tracing", "reference_grid"):
+        row = made(name, 3, context_tokens=500)
+        encoded = encode(row, tokenizer, model)
+        ids = torch.tensor([[*encoded.context_ids, *encoded.question_ids]])
+        exact = {"max_new_tokens": row.max_new_tokens, "min_new_tokens": row.max_new_tokens}
+        with torch.inference_mode():
+            output = model.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0, **exact
+            )
+        text = answer_text(row, output[0, ids.shape[1] :].tolist(), tokenizer, encoded.end_ids)
+        right.append(METRICS[row.metric](text, row))
+    assert sum(right) >= 3
+
+
+def test_names_of_tasks_and_groups():
+    given = ["niah", "niah/grid", "mine.jsonl", "hub:a/b"]
+    assert task_names(given) == given[1:]
+    assert task_names(["reference"]) == [f"reference/{task}" for task in reference.ABOUT]
+    assert {*TASKS} == {*reference.ABOUT}
+    refused("unknown task or group 'rulre': did you mean 'ruler'", task_names, ["rulre"])
+
+
+@pytest.mark.parametrize(
+    ("task", "settings", "said"),
+    [
+        ("niah/gird", {}, "unknown task 'niah/gird': did you mean 'niah/grid'"),
+        ("facts/number", {"keyes": 2}, "unknown setting of facts/number 'keyes': did you mean 'keys'"),
+        ("facts/number", {"kind": "colr"}, "kind of fact 'colr'"),
+        ("facts/number", {"keys": 0}, "keys, values and queries are 1 to 20"),
+        ("facts/trade", {"keys": 11}, "trade has 10 different values, and 11 are asked for"),
+        ("facts/number", {"context_tokens": 30}, "ask for a longer context"),
+        ("facts/number", {"metric": "match"}, "unknown metric 'match'"),
+        ("niah/grid", {"depths": [0, 101]}, "depths are per cent, 0 to 100"),
+        ("niah/grid", {"lengths": [2000]}, "lengths are shares, above 0 and at most 1"),
+        ("niah/grid", {"context_tokens": 60}, "niah_grid has at least .* ask for a longer"),
+        ("ruler/niah_single_1", {"values": 0}, "keys, values and queries are 1 or more"),
+        ("ruler/niah_single_1", {"haystack": "gen-prosa"}, "unknown haystack 'gen-prosa': .* 'gen-prose'"),
+        ("ruler/niah_single_1", {"key_kind": "uuid"}, "unknown kind of key or value 'uuid': .* 'uuids'"),
+        ("ruler/niah_single_1", {"haystack": "file:nowhere.txt"}, "cannot be read"),
+        ("ruler/vt", {"context_tokens": 100}, "the worked example of ruler_vt .* ask for a longer context"),
+        ("reference_grid", {"context_tokens": 16}, "shortest context is 0.4 of context_tokens=16"),
+    ],
+)
+def test_wrong_settings_are_refused(task, settings, said):
+    refused(said, made, task, **settings)
+
+
+def test_the_largest_size_that_fits(monkeypatch):
+    monkeypatch.setattr(Request, "count", lambda self, text: len(text))
+    for limit in (7, 8, 50, 51):
+        size = Request(None, limit, 0, 0).fit(lambda count: "abc" * count + ".", least=2, what="it")
+        assert 3 * size + 1 <= limit < 3 * size + 4
+    refused(
+        "it has at least 7 tokens, more than context_tokens=6",
+        Request(None, 9, 0, 0).fit,
+        lambda count: "abc" * count + ".",
+        least=2,
+        what="it",
+        most=6,
+    )
+    refused("say how many", load_rows, "niah/grid", load_tokenizer(), items=None)

@@ -32,10 +32,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 import retain
-from retain.eval.diagnose.head_weights import importance_weights
+from retain.eval.head_weights import importance_weights
 from retain.head_weights import format_weights
-from retain.hf.model.named import load_named_model
 from retain.hf.version_names import CACHE
+from retain.models.named import load_named_model
 from retain.presets import Policy
 from tests.tiny import tiny_model
 
@@ -140,7 +140,7 @@ def run(cell: str, jitter: int = 0) -> np.ndarray:
 def _with_weights(policy: Policy, model: Any) -> Iterator[Policy]:
     """The policy, and while it is needed the file of weights that it reads: retrieval and streaming heads
     take turns, and every third query head finds no needles."""
-    if policy.allocation.weights is None:
+    if policy.weights is None:
         yield policy
         return
     config = model.config

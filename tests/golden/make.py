@@ -2,11 +2,9 @@
 
     python -m tests.golden.make kept|report|manifest|demo|all [--check]
 
-`kept`: entries that
-policies keep in each regime (`tests.golden.kept`). `report`: the report and the
-table of cells made from the rows in `report/`. `manifest`: commands, YAML keys and public names.
-`demo`: the sha256 of the gates that `make gates-seed0` trains; minutes, and compared on the CPU that made it
-alone.
+`kept`: entries that policies keep in each regime (`tests.golden.kept`). `report`: the report of the table in
+`report/`. `manifest`: commands, YAML keys and public names. `demo`: the sha256 of the gates that `make
+gates-seed0` trains; minutes, and compared on the CPU that made it alone.
 
 Golden files change in commits of their own, and CHANGELOG.md says what changed on purpose.
 """
@@ -14,7 +12,6 @@ Golden files change in commits of their own, and CHANGELOG.md says what changed 
 import argparse
 import hashlib
 import json
-import math
 import os
 import re
 import shutil
@@ -24,57 +21,40 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from retain.eval.report.render import write_report
-from retain.eval.report.run import Run
-from retain.eval.stats.ceilings import write_cells
 from tests.golden import kept, manifest
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
-# Rows of a run of `report/compare.yaml`, and what is made from them.
+# Table of a run of `report/compare.yaml`, and what is made from it.
 REPORT = FOLDER / "report"
-ROWS = ("items.jsonl", "references.jsonl", "manifest.json")
-MADE = ("report.md", "cells.json")
-# Of numbers of cells.json, which are written in full.
-RELATIVE = 1e-9
+ROWS = ("results.jsonl", "manifest.json")
+MADE = "report.md"
 MANIFEST, DEMO = FOLDER / "manifest.json", FOLDER / "demo.json"
 NUMBER = re.compile(r"[+-]?\d[\d,]*(?:\.\d+)?")
 
 
 def write_reports(folder: Path) -> Path:
-    """Make everything that is compared from a copy of the golden rows."""
+    """Write the report of a copy of the golden table."""
     for name in ROWS:
         shutil.copy(REPORT / name, folder / name)
-    run = Run.read(folder)
-    write_cells(folder, run.tasks)
-    write_report(run)
-    return folder
+    return write_report(folder).path
 
 
 def make_report() -> None:
-    """Write report and cells beside their rows."""
+    """Write the report into the folder of its table."""
     with tempfile.TemporaryDirectory() as name:
-        folder = write_reports(Path(name))
-        for own in MADE:
-            shutil.copy(folder / own, REPORT / own)
+        shutil.copy(write_reports(Path(name)), REPORT / MADE)
 
 
 def check_report() -> list[str]:
-    """What differs of report and cells."""
+    """Lines of the report that differ."""
     with tempfile.TemporaryDirectory() as name:
-        folder = write_reports(Path(name))
-        wrong = []
-        for own in MADE:
-            found, golden = (folder / own).read_text(), (REPORT / own).read_text()
-            if own.endswith(".json"):
-                wrong += [f"{own}: {text}" for text in unlike(json.loads(found), json.loads(golden))]
-            else:
-                wrong += [f"{own}: {text}" for text in differing_lines(found, golden)]
-    return wrong
+        found, golden = write_reports(Path(name)).read_text(), (REPORT / MADE).read_text()
+    return [f"{MADE}: {text}" for text in differing_lines(found, golden)]
 
 
 def differing_lines(found: str, golden: str) -> Iterator[str]:
@@ -86,21 +66,6 @@ def differing_lines(found: str, golden: str) -> Iterator[str]:
         if line != own:
             what = "words" if NUMBER.findall(line) == NUMBER.findall(own) else "NUMBERS"
             yield f"line {number}, {what}: {line!r}, golden: {own!r}"
-
-
-def unlike(found: Any, golden: Any, where: str = "") -> Iterator[str]:
-    """Places at which two JSON values differ by more than the rounding of another machine."""
-    if isinstance(found, dict) and isinstance(golden, dict) and found.keys() == golden.keys():
-        for key in golden:
-            yield from unlike(found[key], golden[key], f"{where}/{key}")
-    elif isinstance(found, list) and isinstance(golden, list) and len(found) == len(golden):
-        for place, pair in enumerate(zip(found, golden, strict=True)):
-            yield from unlike(*pair, f"{where}/{place}")
-    elif isinstance(found, float) and isinstance(golden, float):
-        if not math.isclose(found, golden, rel_tol=RELATIVE, abs_tol=RELATIVE):
-            yield f"{where}: {found}, golden: {golden}"
-    elif type(found) is not type(golden) or found != golden:
-        yield f"{where}: {found!r}, golden: {golden!r}"
 
 
 def make_manifest() -> None:

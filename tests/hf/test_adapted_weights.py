@@ -158,5 +158,5 @@ def test_sequences_with_adapters_of_their_own_have_no_one_weight():
         own.set_adapter("two")
         row = {**how, "input_ids": IDS[1:], "attention_mask": MASK[1:]}
         assert torch.equal(own.generate(**row, **{CACHE: cache()})[0], both[1])
-        said = "adapters of their own.*one adapter at a time.*'snapkv'"
+        said = "another adapter here.*one adapter at a time.*'snapkv'"
         refused(said, own.generate, input_ids=IDS, **{CACHE: cache("criticalkv")}, **how, **names)

@@ -5,10 +5,10 @@ import torch
 from transformers import Gemma2ForCausalLM
 
 import retain
-from retain.eval.inspection.model import ModelDescription, describe_model, main
+from retain.eval.describe import ModelDescription, describe_model, main
 from retain.hf.model.decoder import layout_of
-from retain.hf.model.named import load_named_model
-from retain.hf.model.unloaded import meta_model
+from retain.models.named import load_named_model
+from retain.models.unloaded import meta_model_of, named_config
 from tests.refused import refused
 from tests.tiny import attached, tiny_batch, tiny_model
 
@@ -31,7 +31,8 @@ def test_bytes_are_those_that_a_cache_holds(family, tmp_path):
     cache = retain.Cache(model, policy="merge", keep_ratio=0.2, gates=retain.new_gates(model))
     report = cache.prefill(ids, mask).report()
     assert report.total.bytes_held == want.kept
-    assert sum(row.bytes_held for row in report.alone) == want.alone
+    alone = sum(row.bytes_held for row in report.alone)
+    assert want.alone == (None if family == "qwen3_next" else alone)
     if family == "mistral_window":  # 23 tokens are left of a window of 24, which is less than a fifth
         assert want.kept == want.full == 3 * 2 * 23 * 2 * 8 * 4
     else:
@@ -55,7 +56,7 @@ def test_the_command_prints_a_config_or_why_not(tmp_path, capsys):
         assert line in shown
     (tmp_path / "config.json").write_text('{"model_type": "deepseek_v32", "num_hidden_layers": 1}')
     assert main([str(tmp_path)]) == 1
-    assert "refused" in (shown := capsys.readouterr().out) and "an indexer picks" in shown
+    assert "refused" in (shown := capsys.readouterr().out) and "which is not understood" in shown
     assert main([str(tmp_path), "--tokens", "many"]) == 2
     assert main([str(tmp_path / "nothing")]) == 2
     assert "whole numbers of tokens" in (shown := capsys.readouterr().err) and "cannot be loaded" in shown
@@ -70,6 +71,26 @@ def test_lengths_are_those_that_the_model_has_positions_for():
     assert beyond.endswith("(more than the 4,096 positions of its config)")
 
 
+def test_a_training_step_is_counted_for_whoever_sizes_a_device(tmp_path, capsys):
+    """Operations of a dense model by hand, and bytes that are no fewer than the weights'."""
+    config = tiny_model("llama").config
+    config.save_pretrained(tmp_path)
+    found = describe_model(str(tmp_path), [100, 200], dtype="float32")
+    N, L, Q, D, E = (
+        100,
+        config.num_hidden_layers,
+        config.num_attention_heads,
+        config.head_dim,
+        config.hidden_size,
+    )
+    inside = found.parameters - 2 * config.vocab_size * E * (1 - config.tie_word_embeddings / 2) - E
+    flops = 2 * inside * N + 2 * L * 2 * Q * D * N**2 + L * 2 * Q * D * E * N + 6 * found.gate_parameters * N
+    (one, two), weights = found.steps, 4 * found.parameters
+    assert one[0] == pytest.approx(flops) and 2 * one[0] < two[0] < 4 * one[0]
+    assert weights < one[1] < two[1] and two[1] - weights < 2 * (one[1] - weights)
+    assert str(found).count("for a step on a document of") == 2
+
+
 def test_a_folder_that_is_not_there_is_said_to_be_none():
     for name in ("no/such/folder", "./nothing"):
         for call in (describe_model, load_named_model):
@@ -79,7 +100,7 @@ def test_a_folder_that_is_not_there_is_said_to_be_none():
 
 def test_a_model_without_weights_is_described_and_not_used(tmp_path):
     tiny_model("qwen3").config.save_pretrained(tmp_path)
-    model = meta_model(str(tmp_path))
+    model = meta_model_of(named_config(str(tmp_path)), torch.float32)
     assert len(layout_of(model, on_meta=True).evicting) == 3
     refused("on the meta device", layout_of, model)
     refused("on the meta device", retain.attach, model)

@@ -85,7 +85,7 @@ def assert_nothing_frozen(cache) -> None:
     for layer in cache.state.ragged:
         store = layer.store
         columns = (store.keys_CD, store.values_CD, store.positions_C, *store.beside.values())
-        assert not any(x.is_inference() for x in (*columns, store.offsets_R1, store.lengths_R))
+        assert not any(x.is_inference() for x in (*columns, store.plain.offsets_R1, store.lengths_R))
 
 
 def assert_equal(got, want) -> None:

@@ -36,6 +36,8 @@ PADS, TOKENS, NEW, EVERY = (0, 7), 45, 9, 4
 POLICIES = {"fused": {"scope": "model"}, "defensivekv": {}, "layer_defensivekv": {}, "lava": {}}
 # Whose observed score takes no value norm, and those that run on a device only, where a run is cheap.
 NO_NORM = ("adakv", "lava", "snapkv")
+# All their statistics of attention are of pooled windows, which are plain PyTorch.
+POOLED = ("defensivekv", "layer_defensivekv", "snapkv", "adakv", "criticalkv")
 ON_A_GPU = ("snapkv", "adakv", "criticalkv")
 BUDGET = {"keep_ratio": 0.4}
 # Evicting while decoding goes through all that a prefill's eviction does; sinks and sliding windows.
@@ -163,15 +165,10 @@ def launched() -> Iterator[set[str]]:
         backend.path_for = own
 
 
-def expected_ops(policy: Policy, regime: str) -> set[str]:
-    """All that such a generation goes through: a first prompt's entries are copied out, later ones go in
-    place."""
-    names = {"attention_stats", "append", "ragged_attention"}
-    return (
-        names
-        | ({"compact"} if "decode" in regime else set())
-        | (set() if policy.name in NO_NORM else {"value_norm"})
-    )
+def expected_ops(policy: Policy) -> set[str]:
+    """All that such a generation goes through."""
+    names = {"ragged_attention"} | (set() if policy.name in POOLED else {"attention_stats"})
+    return names | (set() if policy.name in NO_NORM else {"value_norm"})
 
 
 def agree(model, policy: Policy, regime: str, kernels: str | None) -> None:
@@ -183,7 +180,7 @@ def agree(model, policy: Policy, regime: str, kernels: str | None) -> None:
             assert_same_run(off, plain)  # or else a decision hangs on rounding: take another seed
     with launched() as ops, backend.using(kernels) if kernels else nullcontext():
         fast = generated(model, policy, regime)
-    assert ops == expected_ops(policy, regime)
+    assert ops == expected_ops(policy)
     assert_same_run(fast, plain)
     assert len(fast.scores) == len(plain.scores) > 0
     for one, two in zip(fast.scores, plain.scores, strict=True):
@@ -228,7 +225,7 @@ def both_paths(name: str, dtype: torch.dtype, device: str, kernels: str | None, 
         off = generated(model, policy, "prefill", noisy(0, model.device))
     with launched() as ops, backend.using(kernels) if kernels else nullcontext():
         fast = generated(model, policy, "prefill")
-    assert ops == expected_ops(policy, "prefill")
+    assert ops == expected_ops(policy)
     for one, two, three in zip(fast.held, plain.held, off.held, strict=True):
         assert torch.equal(two, three)  # or else a decision hangs on rounding: take another seed
         assert torch.equal(one[:, :, :TOKENS], two[:, :, :TOKENS])

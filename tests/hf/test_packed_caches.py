@@ -10,7 +10,6 @@ from transformers.cache_utils import DynamicLayer
 
 import retain
 from retain.cache.store import LOG_WEIGHT
-from retain.cache.tiered_store import TieredStore
 from retain.hf.cache.cache import Cache
 from retain.hf.intercept.attach import cache_in
 from retain.hf.version_names import CACHE
@@ -112,7 +111,7 @@ def held(cache):
     found = []
     for store in cache.state.stores:
         packed = {}
-        if isinstance(store, TieredStore) and store.packed is not None:
+        if store.packed is not None:
             keys, values, positions, rows = store.packed.flat()
             for key, value, position, row in zip(
                 keys, values, positions.tolist(), rows.tolist(), strict=True
@@ -195,7 +194,7 @@ def test_decoded_tokens_are_packed_once_a_group_of_them_has_come(policy):
         decode(model, cache, TOKENS[:, step : step + 1], torch.cat([mask, mask.new_ones(2, step)], dim=1))
         wanted = 4 + (step + 1) % 32
         assert all(bool((store.plain.lengths_R == wanted).all()) for store in cache.state.stores)
-    assert all(store.packed.form.bits == 4 for store in cache.state.stores)
+    assert all(store.packed.codec.bits == 4 for store in cache.state.stores)
 
 
 @every_setting

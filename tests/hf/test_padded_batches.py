@@ -13,6 +13,7 @@ import torch
 import retain
 from retain.hf.cache.cache import Cache
 from retain.hf.model.decoder import layout_of
+from retain.presets import rescoped
 from tests.close import MODEL, assert_close
 from tests.evictions import small
 from tests.hf.masked import masked_logits
@@ -86,7 +87,7 @@ def test_padding_that_layers_left_alone_would_take_for_tokens_is_refused(family,
         hook = model.model.layers[0].register_forward_pre_hook(lambda *args: calls.append(1))
         with pytest.raises(
             ValueError,
-            match=r"padding behind tokens.*layers \((linear|sliding)_attention\).*batch_select_indices",
+            match=r"padding behind tokens.*layers .*\((linear|sliding)_attention\).*batch_select_indices",
         ):
             forward(model, cache, turn, grown(mask, turn_mask))
         with pytest.raises(ValueError, match="padding behind tokens"):
@@ -141,7 +142,7 @@ def test_what_is_held_whole_is_evicted_later_as_alone(heads_file):
         held = Cache(model, None).prefill(ids, mask, **whole)
         solo = [Cache(model, None).prefill(ids[b : b + 1, mask[b].bool()], **whole) for b in range(3)]
         for policy, gates in (("snapkv", None), ("gate", trained(model))):
-            policy = replace(small(policy, heads_file), scope="head")
+            policy = rescoped(small(policy, heads_file), "head")
             got = held.fork().evict(policy, gates=gates, **asked)
             first = Cache(model, policy, gates=gates, **asked).prefill(ids, mask)
             for b, alone in enumerate(solo):

@@ -123,8 +123,8 @@ def test_policies_by_name_are_in_the_file(name, regime, tmp_path):
     path = cache.save(tmp_path / "context.safetensors")
     again = Cache.load(path, model, gates=gates)
     assert_same_state(again, cache)
-    assert again.state.bound_policy.request.policy == cache.state.bound_policy.request.policy
-    assert again.state.bound_policy.request.budget == cache.state.bound_policy.request.budget
+    assert again.state.bound_policy.policy == cache.state.bound_policy.policy
+    assert again.state.bound_policy.budget == cache.state.bound_policy.budget
     assert torch.equal(continued(model, again, mask), continued(model, cache, mask))
     assert_same_state(again, cache)
     assert cache.entries_evicted > 0
@@ -230,9 +230,13 @@ def test_other_files_are_refused(tmp_path):
         Cache.load(tmp_path / "nowhere", model)
     save_file({"weight": torch.ones(3)}, path)
     refused("was not written by cache.save", Cache.load, path, model)
-    newer = json.dumps({"schema_version": 4, "header": {"unknown": 1}})
-    save_file({"weight": torch.ones(3)}, path, {file_format.FORMAT: newer})
-    refused("schema version 4, this retain reads up to 3: upgrade retain", Cache.load, path, model)
+    for version, step in (
+        (5, "upgrade retain to load it"),
+        (3, "read the context again and save it, or load"),
+    ):
+        told = json.dumps({"schema_version": version, "header": {"unknown": 1}})
+        save_file({"weight": torch.ones(3)}, path, {file_format.FORMAT: told})
+        refused(f"schema version {version}, this retain reads 4: {step}", Cache.load, path, model)
 
 
 def test_another_model_is_refused(tmp_path):

@@ -19,8 +19,9 @@ from tests.hf.regime_runs import FEW, gates_of
 from tests.tiny import attached, tiny_batch
 
 FAMILIES = ("llama", "qwen3", "gemma3", "mistral_window", "gpt_oss")
-# Equal rows, ragged rows, and entries that stand for others.
-POLICIES = ("snapkv", "layer_defensivekv", "merge")
+# Equal rows, ragged rows, entries that stand for others; and the last two held in fewer bits.
+POLICIES = ("snapkv", "layer_defensivekv", "merge", "packed_ragged", "packed_merged")
+PACKED = {"packed_ragged": ("layer_defensivekv", 8), "packed_merged": ("merge", 4)}
 PADS = {1: (0,), 3: (0, 9, 23)}
 
 
@@ -43,6 +44,9 @@ def model_of(family: str) -> Any:
 
 
 def cache_of(model: Any, policy: str, **how: Any) -> Cache:
+    if policy in PACKED:
+        policy, bits = PACKED[policy]
+        how = {"precision": {"bits": bits, "recent": 8}, **how}
     gates = {"gates": gates_of(model).float()} if load_policy(policy).learned else {}
     return Cache(model, policy, **{"keep_ratio": 0.4, "protection": FEW, **gates, **how})
 
@@ -64,7 +68,7 @@ def assert_accounts(cache: Cache) -> None:
     """What is allocated is what storages take, each once."""
     report = cache.report()
     assert report.decoded is not None and report.decoded.endswith("tokens in one graph")
-    columns = [own for store in cache.state.stores for own in store.storages()]
+    columns = [own for store in cache.state.stores for own in store.plain.storages()]
     storages = {own.untyped_storage().data_ptr(): own.untyped_storage().nbytes() for own in columns}
     assert report.total.bytes_allocated == sum(storages.values())
 
@@ -75,6 +79,7 @@ def as_written_and_compiled(
     """Asks both ways, and again at a turn behind it; what comes, and what is held, is equal."""
     plain, static = cache_of(model, policy), cache_of(model, policy)
     ids, mask = tiny_batch(PADS[batch], 60)
+    tokens += 20 * (policy in PACKED)  # so that some are packed on the way
     for _ in range(2):
         want = answer(plain, ids, mask, tokens, **how)
         got = answer(static, ids, mask, tokens, compile_config=compiling(backend), **how)
@@ -87,7 +92,7 @@ def as_written_and_compiled(
 
 def one_graph_and_the_same_tokens(family: str, policy: str, batch: int) -> None:
     model, (ids, mask) = model_of(family), tiny_batch(PADS[batch], 60)
-    answer(cache_of(model, policy), ids, mask, 20, compile_config=compiling())
+    answer(cache_of(model, policy), ids, mask, 40, compile_config=compiling())
     assert graphs() == 1 and not counters["graph_break"]
     as_written_and_compiled(model, policy, batch)
 
@@ -96,12 +101,13 @@ def the_same_by_inductor(family: str) -> None:
     as_written_and_compiled(model_of(family), "merge", 3, backend="inductor")
 
 
-def further_prompts_make_no_graph() -> None:
+def further_prompts_make_no_graph(policies: tuple[str, ...]) -> None:
     model = model_of("llama")
     for number, tokens in enumerate((60, 60, 57, 52, 49, 61)):
         ids, mask = tiny_batch((0,), tokens, seed=number)
-        cache = cache_of(model, ("snapkv", "layer_defensivekv")[number % 2])
-        answer(cache, ids, mask, 12, compile_config=compiling())
+        cache = cache_of(model, policies[number % len(policies)])
+        new = 34 if policies[0] in PACKED else 12  # so that some are packed; and in rooms of one size
+        answer(cache, ids, mask, new, compile_config=compiling())
         assert graphs() == 1 and cache.entries_held < cache.entries_seen
 
 
@@ -111,16 +117,17 @@ def more_tokens_than_rooms_were_given() -> None:
     as_written_and_compiled(model_of("llama"), "layer_defensivekv", 3, tokens=100)
 
 
-def evictions_while_decoding(policy: str) -> None:
-    """Steps as written show an eviction its queries, and the same graph goes on behind it."""
+def evictions_while_decoding(policy: str, every: int) -> None:
+    """A step as written evicts by what the graph has shown, and the same graph goes on behind it."""
     model, (ids, mask) = model_of("llama"), tiny_batch(PADS[3], 60)
-    how = {"regime": "prefill+decode", "every": 12, "observed_settings": {"window": 4}}
-    how = {**how, "tokens_per_head": 20, "keep_ratio": None}
+    how = {"regime": "prefill+decode", "every": every, "tokens_per_head": 20, "keep_ratio": None}
+    if policy not in ("h2o", "gate"):
+        how["observed_settings"] = {"window": 4}
     plain, static = (cache_of(model, policy, **how) for _ in range(2))
     want = answer(plain, ids, mask, 40)
     got = answer(static, ids, mask, 40, compile_config=compiling())
     assert torch.equal(got, want) and static.evictions == plain.evictions > 3
-    assert graphs() == 1 and static.report().decoded == "27 tokens in one graph"
+    assert graphs() == 1 and static.report().decoded == f"{39 - 39 // every} tokens in one graph"
     assert_same_entries(static, plain)
 
 
@@ -159,30 +166,54 @@ def an_error_between_steps_leaves_a_whole_cache() -> None:
     assert_same_entries(static, plain)
 
 
+def a_crop_comes_back_to_the_graph(policy: str) -> None:
+    model, (ids, mask) = model_of("llama"), tiny_batch((0,), 60)
+    plain, static = (cache_of(model, policy) for _ in range(2))
+    want = answer(plain, ids, mask, 12)
+    got = answer(static, ids, mask, 12, compile_config=compiling())
+    for cache in (plain, static):
+        cache.crop(65)
+    again = torch.cat([want[:, :65], tiny_batch((0,), 3, seed=5)[0]], 1)
+    more = torch.ones_like(again)
+    want, got = answer(plain, again, more, 12), answer(static, again, more, 12, compile_config=compiling())
+    assert torch.equal(got, want) and graphs() == 1
+    assert_same_entries(static, plain)
+
+
 def what_is_not_static_runs_as_written() -> None:
     model, (ids, mask) = model_of("llama"), tiny_batch((0,), 60)
-    for how in ({"precision": {"bits": 4, "recent": 4}}, {"regime": "prefill+decode", "every": 4}):
-        cache = cache_of(model, "h2o" if "regime" in how else "snapkv", **how)
-        assert static_decoding.refused(cache.state) is not None
-        answer(cache, ids, mask, 12, compile_config=compiling())
-    answer(cache_of(model, "snapkv"), ids, mask, 12, compile_config=compiling(), num_beams=2)
+    cache, plain = (cache_of(model, "snapkv") for _ in range(2))
+    got = answer(cache, ids, mask, 12, compile_config=compiling(), num_beams=2)
+    assert torch.equal(got, answer(plain, ids, mask, 12, num_beams=2)) and graphs() == 0
+    assert "as written: beams" in str(cache.report()) and plain.report().decoded is None
     answer(cache_of(model, "snapkv"), ids, mask, 12)
     assert graphs() == 0
+    answer(cache_of(model, "snapkv"), ids, mask, 12, compile_config=compiling())
+    answer(cache_of(model, "snapkv"), ids, mask, 12, compile_config=compiling(), num_beams=2)
+    answer(cache_of(model, "snapkv"), ids, mask, 12, compile_config=compiling())
+    assert graphs() == 1
 
 
 FEW_CHECKS = [
     (one_graph_and_the_same_tokens, ("llama", "merge", 3)),
     (one_graph_and_the_same_tokens, ("gemma3", "layer_defensivekv", 3)),
-    (further_prompts_make_no_graph, ()),
+    (one_graph_and_the_same_tokens, ("llama", "packed_merged", 1)),
+    (further_prompts_make_no_graph, (("snapkv", "layer_defensivekv"),)),
     (more_tokens_than_rooms_were_given, ()),
-    (evictions_while_decoding, ("snapkv",)),
+    (evictions_while_decoding, ("snapkv", 12)),
+    (evictions_while_decoding, ("h2o", 8)),
+    (evictions_while_decoding, ("fused", 8)),
+    (a_crop_comes_back_to_the_graph, ("snapkv",)),
     (sequences_that_end_before_others, ()),
     (an_error_between_steps_leaves_a_whole_cache, ()),
     (what_is_not_static_runs_as_written, ()),
 ]
 ALL_CHECKS = [
     *((one_graph_and_the_same_tokens, own) for own in itertools.product(FAMILIES, POLICIES, PADS)),
-    (evictions_while_decoding, ("criticalkv",)),
+    (evictions_while_decoding, ("criticalkv", 12)),
+    (evictions_while_decoding, ("packed_ragged", 12)),
+    *((further_prompts_make_no_graph, ((policy,),)) for policy in ("merge", *PACKED)),
+    (a_crop_comes_back_to_the_graph, ("packed_merged",)),
     (the_same_by_inductor, ("llama",)),
     (the_same_by_inductor, ("gemma3",)),
 ]

@@ -21,17 +21,6 @@ from tests.hub.server import Hub
 
 WORDS = ("the", "a", "river", "lantern", "old", "keeps", "seven", "ropes", "under", "bridge", "north", "of")
 # The curve of an artifact, for its card.
-CURVE = {"keep_ratio": [0.1, 0.2], "threshold": [0.75, 0.5], "mean": [0.125, 0.25]}
-# Hidden units of gates whose weights are larger than what a client reads at once (10 MiB).
-LARGE = 48000
-SCBENCH = b"""---
-configs:
-- config_name: scbench_kv
-  data_files: [{split: train, path: kv/train-*}, {split: test, path: kv/test-*}]
-- config_name: scbench_vt
-  data_files: [{split: test, path: vt/test-*}]
----
-"""
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -80,13 +69,11 @@ def fill(hub: Hub, folder: Path) -> None:
     load_tokenizer().save_pretrained(folder / "tiny")
     for name, private in (("tiny", False), ("hidden", True)):
         hub.commit("models", f"owner/{name}", files(folder / "tiny"), private=private)
-    for seed, name in enumerate(("gates", "moved", "large", "torn")):
-        gates = retain.new_gates(model, seed=seed, **({"F": LARGE} if name == "large" else {}))
+    for seed, name in enumerate(("gates", "moved")):
+        gates = retain.new_gates(model, seed=seed)
         record = {"base_model": "owner/tiny", "target": {"horizon": 8}, "loss": {"terms": {"mse": 1.0}}}
         save_gates(gates, folder / name, fingerprint=fingerprint(model), metadata=record)
         hub.commit("models", f"owner/{name}", files(folder / name))
-    hub.cut((folder / "large" / "gates.safetensors").read_bytes(), after=11 * 2**20)
-    hub.cut((folder / "torn" / "gates.safetensors").read_bytes(), after=0, times=7)
     rows = texts(40)
     halves = {f"data/train-0000{n}-of-00002.parquet": parquet(rows[20 * n :][:20]) for n in range(2)}
     hub.commit("datasets", "owner/lines", {"train.jsonl": jsonl(rows)})
@@ -96,23 +83,15 @@ def fill(hub: Hub, folder: Path) -> None:
 
 
 def _fill_benchmarks(hub: Hub) -> None:
-    """Small data sets under the names, with the files and columns, that cards ask for."""
-    paragraphs = [
+    """Small data sets under the names, with the files and columns, that tasks ask for."""
+    asked = [
         {
-            "title": "Sums",
-            "context": f"One more than {n} is {n + 1}.",
-            "question": f"What is {n} + 1?",
-            "answers": {"text": [str(n + 1)], "answer_start": [0]},
+            **{"context": f"One more than {n} is {n + 1}.", "question": f"What is {n} + 1?", "task": "qa_1"},
+            **{"answer": [str(n + 1)], "answer_prefix": "Answer:", "max_new_tokens": 32},
         }
         for n in range(4)
     ]
-    hub.commit("datasets", "rajpurkar/squad_v2", {"validation.jsonl": jsonl(paragraphs)})
-    asked = [
-        {"context": f"a: {n}, b: 7", "multi_turns": [{"input": "a?", "answer": f"{n}"}]} for n in range(3)
-    ]
-    parts = {"kv/train": asked[:1], "kv/test": asked, "vt/test": asked[:2]}
-    own = {f"{part}-00000-of-00001.parquet": parquet(rows) for part, rows in parts.items()}
-    hub.commit("datasets", "microsoft/SCBench", {"README.md": SCBENCH, **own})
+    hub.commit("datasets", "simonjegou/ruler", {"4096/test-00000-of-00001.parquet": parquet(asked)})
     rows = [
         {
             **{"input": "Which river?", "context": " ".join(one["text"] for one in texts(3)), "length": 270},

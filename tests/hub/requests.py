@@ -64,17 +64,14 @@ class Handler(BaseHTTPRequestHandler):
         self.rfile.readline()
         return read
 
-    def _send(self, status: int, data: bytes, headers: Mapping[str, str], cut: int | None = None) -> None:
+    def _send(self, status: int, data: bytes, headers: Mapping[str, str]) -> None:
         self.send_response(status)
         for name, value in {"Content-Length": str(len(data)), **headers, **self.headers_more}.items():
             self.send_header(name, value)
         self.end_headers()
         if self.command == "HEAD":
             return
-        self.wfile.write(data if cut is None else data[:cut])
-        if cut is not None:
-            self.wfile.flush()
-            self.close_connection = True
+        self.wfile.write(data)
 
     # Who asks, and what for.
 
@@ -246,11 +243,7 @@ class Handler(BaseHTTPRequestHandler):
             start, stop = int(found[1]), int(found[2] or len(data) - 1) + 1
             status, sent = (206, data[start:stop]) if start < len(data) else (416, b"")
             headers["Content-Range"] = f"bytes {start}-{start + len(sent) - 1}/{len(data)}"
-        cut = None
-        for own in self.hub.cuts:
-            if self.command == "GET" and own.data == data and own.times > 0:
-                own.times, cut = own.times - 1, own.after
-        self._send(status, sent, headers, cut)
+        self._send(status, sent, headers)
 
     # What is written.
 

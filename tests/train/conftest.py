@@ -56,8 +56,8 @@ def make_config(tiny_folder: Path, documents_path: Path, tmp_path: Path) -> Call
     """`make_config(**{"training.steps": 3})`: a small run with some keys changed."""
 
     def make(**changes: Any) -> Any:
+        from retain.config import build
         from retain.train.recipe import DistillConfig
-        from retain.train.settings import build_settings as build
 
         mapping: dict[str, Any] = yaml.safe_load(SMALL)
         mapping |= {"output": str(tmp_path / "run"), "model": str(tiny_folder)}

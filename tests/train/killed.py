@@ -20,10 +20,10 @@ from typing import Any
 
 from accelerate import Accelerator
 
+from retain.config import load
 from retain.train.distill import distill
 from retain.train.recipe import DistillConfig
 from retain.train.run.checkpoint import CHECKPOINTS, _is_whole, latest, read_log
-from retain.train.settings import read_settings as load
 
 # Of the kills, those that come while the run loads and looks around.
 EARLY = 0.25

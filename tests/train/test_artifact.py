@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 
 import retain
-from retain.config import save
+from retain.config import load, save
 from retain.train import loop
 from retain.train.distill import distill, main
 from retain.train.recipe import DistillConfig
 from retain.train.run import artifact
 from retain.train.run.checkpoint import latest, read_log
-from retain.train.settings import read_settings as load
 from tests.train.runs import same_gates, stopped_by, terminate
 
 Make = Callable[..., Any]

@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 
+from retain import config
 from retain.gates import GateSet, LinearGate, build_gates
 from retain.gates.calibrate import LEAST_RISE, SMALLEST_SLOPE, axis
 from retain.gates.decay import DecayGate
@@ -24,7 +25,6 @@ from retain.train.calibration.fit import (
     sampled,
     threshold_curve,
 )
-from retain.train.settings import build_settings
 from tests.close import assert_close
 from tests.refused import refused
 
@@ -387,10 +387,7 @@ def test_another_unit_and_what_cannot_be_fitted():
 
 def test_settings_say_all_that_is_wrong_at_once():
     wrong = {"kind": "remap", "knots": 4}
-    refused("'remap'.*gone since .*use calibration.kind: shared", build_settings, wrong, CalibrationSettings)
-    outside = {"knots": 1, "keep_ratios": [0.0, 1.0]}
-    message = r"(?s)knots: .*, got 1\n.*keep_ratios\[0\]: .* got 0.0\n.*keep_ratios\[1\]: .* got 1.0"
-    refused(message, build_settings, outside, CalibrationSettings)
-    with pytest.raises(ValueError, match="knots"):
-        CalibrationSettings(knots=1)
-    assert build_settings({"kind": "shared", "keep_ratios": [0.1]}, CalibrationSettings).keep_ratios == (0.1,)
+    refused("'remap'.*gone since .*use calibration.kind: shared", config.build, wrong, CalibrationSettings)
+    said = r"(?s)knots.* than or equal to 2 .*keep_ratios.0.* than 0 .*keep_ratios.1.* than 1 "
+    refused(said, CalibrationSettings, knots=1, keep_ratios=(0.0, 1.0))
+    assert config.build({"kind": "shared", "keep_ratios": [0.1]}, CalibrationSettings).keep_ratios == (0.1,)

@@ -19,10 +19,10 @@ TOLERANCE = 2e-3
 
 def curve() -> list[float]:
     """Losses of 20 steps on a tiny random model and random documents, everything from fixed seeds."""
+    from retain.config import build
     from retain.train.distill import distill
     from retain.train.recipe import DistillConfig
     from retain.train.run.checkpoint import read_log
-    from retain.train.settings import build_settings as build
     from tests.tiny import tiny_model
 
     draw = random.Random(7)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from retain.config import build
 from retain.future import future_risk, future_use
 from retain.gates import build_gates
 from retain.hf.intercept.observe import observe
@@ -21,7 +22,6 @@ from retain.train.objectives.targets import (
     token_targets,
 )
 from retain.train.recipe import check
-from retain.train.settings import build_settings as build
 from retain.train.teacher import Frozen, View, walk
 from tests.naive import naive_overlap
 from tests.refused import refused

@@ -19,6 +19,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from retain.config import load
 from retain.gates import GateInputs, GateSet, build_gates
 from retain.hf.model.identity import fingerprint
 from retain.hf.model.projection import dense_weight
@@ -40,7 +41,6 @@ from retain.train.run.parallel import (
     shard_frozen_,
 )
 from retain.train.run.signals import Signals
-from retain.train.settings import read_settings as load
 from retain.train.teacher import load_frozen
 from tests.tiny import tiny_model
 

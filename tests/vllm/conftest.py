@@ -2,6 +2,7 @@
 
 import importlib.util
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,16 @@ from tests.vllm.engine import Engines
 from tests.vllm.oracle import Oracle
 
 HERE = Path(__file__).parent
+ENGINE = {"test_served.py", "test_server.py"}
 
 # `make test-vllm` runs them; elsewhere they are not collected, so that nobody counts thousands of skips.
 if importlib.util.find_spec("vllm") is None:
-    collect_ignore_glob = ["test_served_*.py"]
+    collect_ignore = sorted(ENGINE)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.path.parent == HERE and item.path.name.startswith("test_served_"):
+        if item.path.parent == HERE and item.path.name in ENGINE:
             item.add_marker(pytest.mark.vllm)
             # The later filter wins: an error is what comes from the plug-in itself.
             item.add_marker(pytest.mark.filterwarnings("ignore"))
@@ -28,7 +30,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def oracle() -> Iterator[Oracle]:
-    """One process for all tests."""
+    """The process of all tests."""
     oracle = Oracle()
     yield oracle
     oracle.close()
@@ -36,7 +38,7 @@ def oracle() -> Iterator[Oracle]:
 
 @pytest.fixture(scope="module")
 def engines() -> Iterator[Engines]:
-    """One engine at a time, kept while tests of a file ask for the same one; a process can have no second."""
+    """The engine of this process, kept while tests of a file ask for the same one."""
     engines = Engines()
     yield engines
     engines.stop()
@@ -46,20 +48,17 @@ def engines() -> Iterator[Engines]:
 def reference(oracle: Oracle, tmp_path_factory: pytest.TempPathFactory) -> str:
     """Folder of the reference model."""
     folder = str(tmp_path_factory.mktemp("reference"))
-    return str(oracle.ask_one({"make": "reference", "folder": folder})["folder"])
+    return str(oracle.ask({"make": "reference", "folder": folder})["folder"])
 
 
 @pytest.fixture(scope="session")
 def new_gates(oracle: Oracle, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     """Untrained gates of a family for a model: folder of the model, family, settings -> folder."""
-    made: dict[str, str] = {}
 
+    @cache
     def make(model: str, family: str, **settings: Any) -> str:
-        key = f"{model} {family} {settings}"
-        if key not in made:
-            folder = str(tmp_path_factory.mktemp("gates"))
-            task = {"make": "gates", "model": model, "family": family, "settings": settings}
-            made[key] = oracle.ask_one({**task, "folder": folder})["folder"]
-        return made[key]
+        folder = str(tmp_path_factory.mktemp("gates"))
+        task = {"make": "gates", "model": model, "family": family, "settings": settings, "folder": folder}
+        return str(oracle.ask(task)["folder"])
 
     return make

@@ -20,13 +20,13 @@ def make_engine(model: str, retain: dict[str, Any] | None, **settings: Any) -> A
     Args:
         model: folder.
         retain: settings of the plug-in; None: a full cache.
-        **settings: of the engine, beside or in place of these.
+        **settings: of the engine, in place of the ones here.
     """
     from vllm import LLM
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    own: dict[str, Any] = {
+    asked: dict[str, Any] = {
         "dtype": "float32",
         "enforce_eager": True,
         "max_model_len": 2048,
@@ -37,13 +37,13 @@ def make_engine(model: str, retain: dict[str, Any] | None, **settings: Any) -> A
         "disable_log_stats": True,
         "model_impl": "transformers",
         "async_scheduling": False,
+        "additional_config": {} if retain is None else {"retain": retain},
+        **settings,
     }
-    extra = {} if retain is None else {"retain": retain}
-    asked = {**own, **settings}
     if not asked["async_scheduling"]:
-        return LLM(model=model, additional_config=extra, **asked)
+        return LLM(model=model, **asked)
     # vLLM switches asynchronous scheduling off on a CPU while it reads settings; its CPU runner can do it.
-    config = EngineArgs(model=model, additional_config=extra, **asked).create_engine_config()
+    config = EngineArgs(model=model, **asked).create_engine_config()
     config.scheduler_config.async_scheduling = True
     engine = LLMEngine.from_vllm_config(config)
     assert type(engine.engine_core.engine_core.scheduler).__name__ == "AsyncScheduler"
@@ -99,11 +99,12 @@ class Run:
         outputs: request id -> its last output.
         kept: request id -> tokens seen at an eviction -> places that each head of each layer keeps.
         steps, most_running, most_held: steps, and the most requests at once and blocks held in any.
-        preempted: request id -> times that it was.
         again: request id -> how many tokens it had answered when it was preempted, each time.
     """
 
     def __init__(self, llm: Any):
+        from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
         self.engine = llm.llm_engine
         self.scheduler = self.engine.engine_core.engine_core.scheduler
         self.pool = self.scheduler.kv_cache_manager.block_pool
@@ -111,16 +112,13 @@ class Run:
         self.answers: dict[str, list[int]] = {}
         self.outputs: dict[str, Any] = {}
         self.kept: dict[str, dict[int, list[list[list[int]]]]] = {}
-        self.preempted: dict[str, int] = {}
         self.again: dict[str, list[int]] = {}
         self.steps = self.most_running = self.most_held = 0
-        from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
-
         self.worker = getattr(get_kv_transfer_group(), "worker", None) if has_kv_transfer_group() else None
         if self.worker is not None:
-            self.worker.watch = self._note
+            self.worker.watch = self._watch
 
-    def _note(self, request_id: str, keeps: Any) -> None:
+    def _watch(self, request_id: str, keeps: Any) -> None:
         self.kept.setdefault(_asked(request_id), {})[keeps[0].shape[1]] = places_of(keeps)
 
     @property
@@ -137,7 +135,7 @@ class Run:
         self.engine.add_request(request_id, TokensPrompt(prompt_token_ids=list(prompt)), params)
 
     def step(self) -> None:
-        """One step."""
+        """Run a step."""
         for output in self.engine.step():
             if output.finished:
                 self.outputs[output.request_id] = output
@@ -146,31 +144,28 @@ class Run:
         self.most_running = max(self.most_running, len(self.scheduler.running))
         self.most_held = max(self.most_held, self.held)
         for request in self.scheduler.requests.values():
-            own = _asked(request.request_id)
-            if request.num_preemptions > self.preempted.get(own, 0):
-                self.preempted[own] = request.num_preemptions
-                self.again.setdefault(own, []).append(request.num_output_tokens)
-
-    def abort(self, *request_ids: str) -> None:
-        """End requests before they are answered."""
-        self.engine.abort_request(list(request_ids))
-
-    def leftovers(self) -> dict[str, int]:
-        """Sizes of all that the plug-in knows of requests, and blocks held: zeros once all have ended and a
-        step has told the workers."""
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-        connector, worker = self.scheduler.connector, get_kv_transfer_group().worker
-        known = {
-            "progress": connector.manager.progress,
-            "requests": worker.requests,
-        }
-        return {"blocks": self.held, **{name: len(own) for name, own in known.items()}}
+            times = self.again.setdefault(_asked(request.request_id), [])
+            if request.num_preemptions > len(times):
+                times.append(request.num_output_tokens)
 
     def finish(self) -> None:
         """Step until all are answered."""
         while self.engine.has_unfinished_requests():
             self.step()
+
+    def answer(self, prompts: Sequence[Sequence[int]], new: int, **sampling: Any) -> None:
+        """Requests `0`, `1`, ... at once, to their ends."""
+        for i, prompt in enumerate(prompts):
+            self.add(str(i), prompt, new, **sampling)
+        self.finish()
+
+    def check_empty(self) -> None:
+        """Nothing is left of requests once all have ended: no block, and nothing that the plug-in knows. The
+        workers hear of the last ones in a later step."""
+        self.add("last", [5, 6, 7], 1)
+        self.finish()
+        assert self.worker is not None
+        assert (self.held, self.worker.requests, self.scheduler.connector.manager.progress) == (0, {}, {})
 
 
 def _asked(request_id: str) -> str:
@@ -183,14 +178,14 @@ _SEEN: dict[str, dict[int, list[list[list[int]]]]] = {}
 
 
 def watch_rank(worker: Any) -> bool:
-    """On a rank: note every eviction from here on. For `LLM.collective_rpc`, as the next."""
+    """On a rank: remember every eviction from here on. For `LLM.collective_rpc`, as the next."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    def note(request_id: str, keeps: Any) -> None:
+    def watch(request_id: str, keeps: Any) -> None:
         _SEEN.setdefault(_asked(request_id), {})[keeps[0].shape[1]] = places_of(keeps)
 
     _SEEN.clear()
-    get_kv_transfer_group().worker.watch = note
+    get_kv_transfer_group().worker.watch = watch
     return True
 
 

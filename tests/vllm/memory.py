@@ -8,6 +8,7 @@ A block's keys are stored transposed, as the engine's CPU kernel has them.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -69,27 +70,19 @@ class Steps:
 
     def __init__(self, worker: Worker):
         self.worker, self.layout = worker, worker.layout
-        # Block 0 stands for those that are gone, as in the engine.
+        # Block 0 stands for freed ones, as in the engine.
         self.pool = list(range(1, self.layout.num_blocks))
         self.requests: dict[str, Served] = {}
         self.finished: set[str] = set()
         # Request -> length of its prompt, and the places that each head of each layer kept.
         self.kept: dict[str, tuple[int, list[list[list[int]]]]] = {}
-        worker.watch = self._note
+        worker.watch = self._watch
         self.counts = {"evictions": 0, "evictions_failed": 0, "entries_freed": 0}
 
-    def _note(self, request_id: str, keeps: list[Tensor]) -> None:
+    def _watch(self, request_id: str, keeps: list[Tensor]) -> None:
         self.kept[request_id] = keeps[0].shape[1], places_of(keeps)
 
-    def add(
-        self,
-        request_id: str,
-        length: int,
-        arrival: Arrival | None,
-        *,
-        seed: int,
-        new: int = 40,
-    ) -> None:
+    def add(self, request_id: str, length: int, arrival: Arrival | None, *, seed: int, new: int = 40) -> None:
         """A request of so many tokens, `new` more of which may come; without an arrival it is untouched."""
         draw = torch.Generator().manual_seed(seed)
         L, _, H, _ = self.layout
@@ -116,31 +109,29 @@ class Steps:
         self.requests[request_id].done = 0
 
     def give_back(self, request_id: str) -> None:
-        own = self.requests[request_id]
+        request = self.requests[request_id]
         # The next request gets the blocks that were freed last.
-        self.pool += [block for block in own.blocks if block]
-        own.blocks = []
+        self.pool += [block for block in request.blocks if block]
+        request.blocks = []
 
     def step(self, counts: Mapping[str, int]) -> None:
         """Compute so many tokens of each request."""
         worker, page = self.worker, self.layout.page
         parts, rows = [], list(counts)
         for request_id, count in counts.items():
-            own = self.requests[request_id]
-            stop = own.done + count
-            while len(own.blocks) * page < stop:
-                own.blocks.append(self.pool.pop())
-            if own.arrival is None or own.progress is None:
+            request = self.requests[request_id]
+            stop = request.done + count
+            while len(request.blocks) * page < stop:
+                request.blocks.append(self.pool.pop())
+            if request.arrival is None or request.progress is None:
                 continue
-            evicts = own.progress.step(own.done, stop)
-            last = own.blocks[(stop - 1) // page]
-            evicted = own.progress.evicted and not evicts
-            parts.append(Part(own.arrival, last, own.done, stop, evicted, evicts))
+            evicts = request.progress.step(request.done, stop)
+            last = request.blocks[(stop - 1) // page]
+            evicted = request.progress.evicted and not evicts
+            parts.append(Part(request.arrival, last, request.done, stop, evicted, evicts))
         worker.begin(parts, self.finished)
         self.finished = set()
-        starts = [0]
-        for count in counts.values():
-            starts.append(starts[-1] + count)
+        starts = [0, *accumulate(counts.values())]
         blocks_RB = self.block_table(rows)
         lengths_R = torch.tensor([self.requests[one].done + counts[one] for one in rows], dtype=torch.int32)
         if parts:
@@ -149,19 +140,19 @@ class Steps:
             spans = [slice(self.requests[one].done, self.requests[one].done + counts[one]) for one in rows]
             self._write(place, rows, spans)
             pairs = [(self.requests[one], span) for one, span in zip(rows, spans, strict=True)]
-            queries = torch.cat([own.queries_LQTD[place][:, span] for own, span in pairs], 1)
+            queries = torch.cat([request.queries_LQTD[place][:, span] for request, span in pairs], 1)
             worker.observe_(place, queries.transpose(0, 1))
             if worker.gates is not None and worker.reading:
-                hidden = torch.cat([own.hidden_TE[span] for own, span in pairs])
-                worker.note_(place, hidden_NE=hidden)
+                hidden = torch.cat([request.hidden_TE[span] for request, span in pairs])
+                worker.score_tokens_(place, hidden_NE=hidden)
         for name, count in worker.evict().items():
             self.counts[name] += count
         for part in parts:
-            own = self.requests[part.asked.request_id]
-            assert own.progress is not None
-            for place in own.progress.settle(part.stop):
-                self.pool.append(own.blocks[place])
-                own.blocks[place] = 0
+            request = self.requests[part.asked.request_id]
+            assert request.progress is not None
+            for place in request.progress.free(part.stop):
+                self.pool.append(request.blocks[place])
+                request.blocks[place] = 0
         for one in rows:
             self.requests[one].done += counts[one]
 
@@ -170,12 +161,12 @@ class Steps:
         L, blocks, H, page = self.layout
         store, D = self.worker.pages, self.worker.pages.head_dim
         for one, span in zip(rows, spans, strict=True):
-            own = self.requests[one]
+            request = self.requests[one]
             for t in range(span.start, span.stop):
                 for h in range(H):
-                    number = ((L - 1 - place) * blocks + own.blocks[t // page]) * H + h
+                    number = ((L - 1 - place) * blocks + request.blocks[t // page]) * H + h
                     there = read_page(store, number)
-                    given = own.keys_LHTD[place, h, t], own.values_LHTD[place, h, t]
+                    given = request.keys_LHTD[place, h, t], request.values_LHTD[place, h, t]
                     for page_ED, x in zip(there, given, strict=True):
                         assert page_ED.shape[1] == D
                         page_ED[t % page] = x
@@ -188,30 +179,21 @@ class Steps:
             dtype=torch.int32,
         )
 
-    def tables(self, rows: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """Tables of requests as the next step's attention would see what they hold now."""
-        page, (lengths, full, starts) = self.layout.page, ([], [], [])
-        for one in rows:
-            own, progress = self.requests[one], self.requests[one].progress
-            evicted = progress is not None and progress.evicted
-            lengths.append(own.done)
-            full.append(progress.asked.length // page if evicted else 0)
-            none = torch.zeros(self.layout.per_block + 1, dtype=torch.int32)
-            starts.append(self.worker.requests[one].starts_P if evicted else none)
-        tensors = torch.tensor(lengths), torch.tensor(full), torch.stack(starts)
-        return build_tables(self.layout, self.block_table(rows), *tensors, self.worker.places_L)
-
     def held(self, request_id: str) -> list[list[tuple[Tensor, Tensor]]]:
-        """Keys and values that each head of each layer of a request reads, in order, through its table."""
-        (pages_LNW, lengths_LN), page = self.tables([request_id]), self.layout.page
+        """Keys and values that each head of each layer of a request reads, in order, through its table in the
+        next step's attention."""
+        request, page = self.requests[request_id], self.layout.page
+        full, starts_P = 0, torch.zeros(self.layout.per_block + 1, dtype=torch.int32)
+        if request.progress is not None and request.progress.evicted:
+            full = request.progress.asked.length // page
+            starts_P = self.worker.requests[request_id].starts_P
+        columns = torch.tensor([request.done]), torch.tensor([full]), starts_P[None]
+        tables = build_tables(self.layout, self.block_table([request_id]), *columns, self.worker.places_L)
         read = []
-        for place in range(self.layout.num_layers):
+        for pages_HW, lengths_H in zip(*tables, strict=True):
             heads = []
-            for h in range(self.layout.num_heads):
-                length = int(lengths_LN[place, h])
-                pages = pages_LNW[place, h, : -(-length // page)].tolist()
-                both = [read_page(self.worker.pages, number) for number in pages]
-                keys, values = zip(*both, strict=True)
-                heads.append((torch.cat(keys)[:length], torch.cat(values)[:length]))
+            for pages, length in zip(pages_HW.tolist(), lengths_H.tolist(), strict=True):
+                both = [read_page(self.worker.pages, number) for number in pages[: -(-length // page)]]
+                heads.append(tuple(torch.cat(part)[:length] for part in zip(*both, strict=True)))
             read.append(heads)
         return read

@@ -34,13 +34,13 @@ def serving(
     words = [python, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)]
     words += ["--model", str(model), "--served-model-name", "reference"]
     words += ["--additional-config", json.dumps({"retain": dict(settings)})]
-    # vLLM's own Qwen3 has no place for the biases of this model's output projections.
+    # vLLM's Qwen3 has no place for the biases of this model's output projections.
     words += ["--model-impl", "transformers", "--dtype", "float32", "--enforce-eager"]
     words += ["--block-size", str(BLOCK), "--kv-cache-memory-bytes", str(POOL_BYTES)]
     words += ["--max-model-len", "2048", "--max-num-batched-tokens", "2048", *more]
-    own = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-    own["VLLM_LOGGING_LEVEL"] = "INFO"
-    environ = {"OMP_NUM_THREADS": "1", **os.environ, **own}
+    fixed = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    fixed["VLLM_LOGGING_LEVEL"] = "INFO"
+    environ = {"OMP_NUM_THREADS": "1", **os.environ, **fixed}
     environ.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
     url = f"http://127.0.0.1:{port}"
     with running(words, url, log, env=environ):

@@ -28,9 +28,9 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(text.encode())
 
     def do_GET(self) -> None:
-        own = "".join(f'vllm:retain_{name}_total{{engine="0"}} {n}\n' for name, n in COUNTS.items())
+        counted = "".join(f'vllm:retain_{name}_total{{engine="0"}} {n}\n' for name, n in COUNTS.items())
         idle = 'vllm:num_requests_running{engine="0"} 0.0\nvllm:kv_cache_usage_perc{engine="0"} 0.0\n'
-        self._send(f'# HELP x\n{own}{idle}vllm:cache_config_info{{num_gpu_blocks="129"}} 1.0\n')
+        self._send(f'# HELP x\n{counted}{idle}vllm:cache_config_info{{num_gpu_blocks="129"}} 1.0\n')
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

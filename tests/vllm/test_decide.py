@@ -22,7 +22,7 @@ SERVED = tuple(
     name
     for name in PRESETS
     if name != "full"
-    and load_policy(name).allocation.weights is None
+    and load_policy(name).weights is None
     and not load_policy(name).learned
     and not problems(load_policy(name), ("vllm",))
 )
@@ -44,24 +44,25 @@ def made(name: str, length: int, *overrides: str, num_layers: int = 3):
 
 
 def decided(rules, evidence, gates, budget, seed=3):
-    """Decide as a worker does: of the last queries alone, and what the gates noted. `[B, H, T]` a layer."""
+    """Decide as a worker does: of the last queries alone, and the gates' scores. `[B, H, T]` a layer."""
     T, window = evidence[0].num_seen, rules.window
 
     def shown(one):
         queries = one.queries_BQSD[:, :, T - window :]
-        noted = gates.noted(one) if gates else None
-        return replace(one, queries_BQSD=queries, learned_BHT=noted, hidden_BTE=None)
+        learned_BHT = gates.noted(one) if gates else None
+        return replace(one, queries_BQSD=queries, learned_BHT=learned_BHT, hidden_BTE=None)
 
     asked = Arrival("a", T, rules.kept(T, budget), budget, seed)
     return [keep_HT[None] for keep_HT in decide(rules, map(shown, evidence), asked, gates)]
 
 
 def expected(rules, evidence, gates, budget, seed=3):
+    """Masks `[B, H, T]` of each layer, decided from all tensors of a prompt."""
     plan, policy = rules.plan(evidence[0].num_seen, budget), rules.policy
     learned = [gates.score(one) if gates else None for one in evidence]
     pairs = zip(evidence, learned, strict=True)
-    scores = [score_entries(policy, one, learned=own, seeds_B=[seed]) for one, own in pairs]
-    return keep_pages(plan, [candidates_of(plan, score) for score in scores], PAGE)
+    scores = [score_entries(policy, one, learned=score, seeds_B=[seed]) for one, score in pairs]
+    return keep_pages(plan, [candidates_of(plan, score) for score in scores], rules.page)
 
 
 @pytest.mark.parametrize("name", SERVED)
@@ -119,7 +120,7 @@ def test_a_policy_that_keeps_everything_frees_nothing():
 
 
 @pytest.mark.parametrize("name", ["snapkv", "fused"])
-def test_what_stays_is_announced_by_length_and_budget_alone(name):
+def test_the_number_of_pages_follows_from_length_and_budget_alone(name):
     rules, _, _ = made(name, 20)
     for length in (1, PAGE - 1, PAGE, PAGE + 1, 299, 304, 999):
         budget = Budget(keep_ratio=0.3)

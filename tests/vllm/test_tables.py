@@ -21,7 +21,7 @@ def made(seed: int):
     blocks, lengths, full, starts = [], [], [], []
     for _ in range(R):
         count = draw.randint(1, 9)
-        own = draw.sample(range(1, 50), count)
+        row = draw.sample(range(1, 50), count)
         length = draw.randint((count - 1) * page + 1, count * page)
         whole = draw.randint(0, length // page) if draw.random() < 0.6 else 0
         held = [0] * (L * H)
@@ -30,8 +30,8 @@ def made(seed: int):
             kept = draw.randint(1, whole)
             for _ in range(kept * L * H):  # of at most `whole` pages a head
                 held[draw.choice([i for i in range(L * H) if held[i] < whole])] += 1
-        own[kept:whole] = [0] * (whole - kept)
-        blocks.append(own + [0] * (12 - count))
+        row[kept:whole] = [0] * (whole - kept)
+        blocks.append(row + [0] * (12 - count))
         lengths.append(length)
         full.append(whole)
         starts.append([sum(held[:i]) for i in range(L * H + 1)])
@@ -59,7 +59,7 @@ def plain(layout, blocks, lengths, full, starts, places) -> dict:
 @pytest.mark.parametrize("seed", range(40))
 def test_tables_are_those_of_three_loops(seed):
     given = layout, *rows, places = made(seed)
-    integers = [torch.tensor(own, dtype=torch.int32) for own in rows]
+    integers = [torch.tensor(row, dtype=torch.int32) for row in rows]
     pages_LNW, lengths_LN = build_tables(layout, *integers, torch.tensor(places))
     assert pages_LNW.dtype == lengths_LN.dtype == torch.int32
     for (l, r, h), (pages, length) in plain(*given).items():

@@ -1,7 +1,6 @@
 """Budgets in whole pages: counts, exact totals, and who keeps what, against plain loops."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 
@@ -61,10 +60,12 @@ def test_every_head_holds_whole_pages_and_the_tail(heads_file, name, seed, ratio
 
 
 def rounded_by_hand(entries, total: int, page: int, least, most) -> list[int]:
-    """One page after another."""
-    pages = [min(max(own // page, low), high) for own, low, high in zip(entries, least, most, strict=True)]
+    """Add or take a page at a time."""
+    pages = [
+        min(max(count // page, low), high) for count, low, high in zip(entries, least, most, strict=True)
+    ]
     while sum(pages) != total:
-        beyond = [Fraction(own, page) - count for own, count in zip(entries, pages, strict=True)]
+        beyond = [Fraction(count, page) - held for count, held in zip(entries, pages, strict=True)]
         if sum(pages) < total:
             open_to = [i for i in range(len(pages)) if pages[i] < most[i]]
             pages[max(open_to, key=lambda i: (beyond[i], -i))] += 1
@@ -96,87 +97,64 @@ def test_the_largest_remainder_wins_and_the_smallest_pays():
     refused(said, round_to_pages, [8, 8], 4, 4, [3, 2], [4, 5])
 
 
-def kept_by_hand(policy, shares, candidates, page: int, seen: int) -> list[list[set[int]]]:
-    """Rules of heads and of entries in loops: budgets of heads as without pages, rounded, then filled."""
-    b, H, tail = 0, candidates[0].score_BHT.shape[1], seen % page
-    own = policy.allocation
-    held = [(layer.score_BHT[b] > float("-inf")).sum(-1).tolist() for layer in candidates]
-    crosses = policy.scope == "model" or own.layers != "uniform" or own.weights is not None
-    wons = head_budgets(shares, candidates)
-    budgets = [won.budget_BH[b].tolist() for won in wons]
-    sure = [layer.guaranteed_BH[b].tolist() for layer in candidates]
-    groups = [range(len(candidates))] if crosses else [[idx] for idx in range(len(candidates))]
-    rounded: dict[int, list[int]] = {}
-    for group in groups:
-        places = [(idx, h) for idx in group for h in range(H)]
-        entries = [budgets[idx][h] - tail for idx, h in places]
-        least = [max(0, math.ceil(Fraction(sure[idx][h] - tail, page))) for idx, h in places]
-        total = Fraction(sum(entries), page)
-        if crosses:
-            total = Fraction(shares.totals.total_B[b] - tail * H * len(candidates), page)
+def counts_by_hand(plan: Plan, candidates, page: int) -> list[list[int]]:
+    """Entries of each head of each layer: those without pages, rounded to pages and the tail."""
+    split, totals = plan.shares.split, plan.shares.totals
+    (seen,), crosses = totals.lengths_B, split.scope == "model" or split.layers != "uniform"
+    crosses = crosses or split.weights is not None
+    tail, L, H = seen % page, len(candidates), candidates[0].score_BHT.shape[1]
+    budgets = [won.budget_BH[0].tolist() for won in head_budgets(plan.shares, candidates)]
+    sure = [layer.guaranteed_BH[0].tolist() for layer in candidates]
+    counts = []
+    for group in [range(L)] if crosses else [[idx] for idx in range(L)]:
+        entries = [budgets[idx][h] - tail for idx in group for h in range(H)]
+        least = [max(0, math.ceil(Fraction(sure[idx][h] - tail, page))) for idx in group for h in range(H)]
+        total = Fraction(totals.total_B[0] - tail * H * L if crosses else sum(entries), page)
         assert total.denominator == 1
-        most = [(held[idx][h] - tail) // page for idx, h in places]
-        pages = rounded_by_hand(entries, int(total), page, least, most)
-        for (idx, _), count in zip(places, pages, strict=True):
-            rounded.setdefault(idx, []).append(count * page + tail)
-    answer = []
-    for idx, layer in enumerate(candidates):
-        row = []
-        for h in range(H):
-            kept = set(layer.kept_BHT[b, h].nonzero().flatten().tolist())
-            scores, budget = layer.score_BHT[b, h].tolist(), rounded[idx][h]
-            exists = [i for i, value in enumerate(scores) if value > float("-inf")]
-            if policy.draw is not None:
-                pool = candidates if policy.scope == "model" else [layer]
-                all_budgets = budgets if policy.scope == "model" else [budgets[idx]]
-                row.append(drawn_by_hand(policy, pool, all_budgets, candidates, (idx, b, h), budget, exists))
-                continue
-            if policy.split.two_stages:
-                first = layer.first_BHT[b, h].tolist()
-                order = sorted(exists, key=lambda i: (i in kept, first[i], i), reverse=True)
-                kept |= set(order[: math.floor(exact(policy.first_stage.share) * budget)])
-            order = sorted(exists, key=lambda i: (i in kept, scores[i], i), reverse=True)
-            row.append(set(order[:budget]))
-        answer.append(row)
-    return answer
+        pages = rounded_by_hand(entries, int(total), page, least, [seen // page] * len(entries))
+        counts += [pages[first : first + H] for first in range(0, len(pages), H)]
+    return [[number * page + tail for number in layer] for layer in counts]
 
 
-def bids_of(layer, idx: int, b: int) -> list[tuple]:
-    """Bids `(value, place, -layer, -head, key)` of a sequence, which stand at their places."""
-    H, bids = layer.score_BHT.shape[1], layer.bids
-    columns = bids.value_N, bids.place_N, bids.row_N, bids.draw_N
-    rows = zip(*(own.tolist() for own in columns), strict=True)
-    return [(value, place, -idx, -(row % H), key) for value, place, row, key in rows if row // H == b]
+def best_by_hand(policy, layer, h: int, count: int) -> set[int]:
+    """The entries of a head that stay: in two stages, or by score."""
+    kept = set(layer.kept_BHT[0, h].nonzero().flatten().tolist())
+    stages = [(layer.score_BHT, count)]
+    if policy.split.two_stages:
+        stages.insert(0, (layer.first_BHT, math.floor(exact(policy.first_stage.share) * count)))
+    exists = (layer.score_BHT[0, h] > float("-inf")).nonzero().flatten().tolist()
+    for score_BHT, number in stages:
+        scores = score_BHT[0, h].tolist()
+        kept |= set(sorted(exists, key=lambda i: (i in kept, scores[i], i), reverse=True)[:number])
+    return kept
 
 
-def drawn_by_hand(policy, pool: Sequence, budgets, candidates, where, budget: int, exists) -> set[int]:
-    """What a head keeps of which a share is drawn: it has won so many bids, so many of them by lot."""
-    idx, b, h = where
-    numbers = [next(i for i, one in enumerate(candidates) if one is layer) for layer in pool]
-    bids = [bid for number, layer in zip(numbers, pool, strict=True) for bid in bids_of(layer, number, b)]
-    sure = sum(int(layer.bids.guaranteed_BH[b].sum()) for layer in pool)
-    free = sum(map(sum, budgets)) - sure
-    drawn = math.floor(exact(policy.draw.share).limit_denominator(10**6) * free)
-    by_score = sorted(bids, key=lambda bid: bid[:4], reverse=True)[: free - drawn]
-    rest = sorted(set(bids) - set(by_score), key=lambda bid: (bid[4], *bid[1:4]), reverse=True)[:drawn]
-    mine = [bid for bid in bids if bid[2:4] == (-idx, -h)]
-    d, w = len(set(mine) & set(rest)), len(set(mine) & {*by_score, *rest})
-    guaranteed = set(exists) - {bid[1] for bid in mine}
-    places = budget - len(guaranteed)
-    lots = d * places // w if w else 0
-    order = sorted(mine, key=lambda bid: (bid[0], bid[1]), reverse=True)
-    left = sorted(order[places - lots :], key=lambda bid: (bid[4], bid[1]), reverse=True)
-    return guaranteed | {bid[1] for bid in (*order[: places - lots], *left[:lots])}
+def drawn_by_hand(layer, won, h: int, count: int) -> set[int]:
+    """The entries of a head of which a share is drawn: it won w bids, d of them by lot."""
+    bids, places = layer.bids, set((layer.score_BHT[0, h] > float("-inf")).nonzero().flatten().tolist())
+    columns = (bids.row_N, bids.place_N, bids.value_N, bids.draw_N, won.drawn_N)
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    mine = [tuple(bid) for row, *bid in rows if row == h]
+    guaranteed = places - {place for place, *_ in mine}
+    d, w = sum(bid[3] for bid in mine), int(won.budget_BH[0, h]) - len(guaranteed)
+    free = count - len(guaranteed)
+    lots = d * free // w if w else 0
+    by_score = sorted(mine, key=lambda bid: (bid[1], bid[0]), reverse=True)
+    by_lot = sorted(by_score[free - lots :], key=lambda bid: (bid[2], bid[0]), reverse=True)
+    return guaranteed | {bid[0] for bid in (*by_score[: free - lots], *by_lot[:lots])}
 
 
 def check_by_hand(policy, layers, scores, ratio: float, page: int) -> None:
     plan = plan_for(policy, layers, ratio, page)
     candidates = [candidates_of(plan, score) for score in scores]
-    keeps = keep_pages(plan, candidates, page)
-    wanted = kept_by_hand(policy, plan.shares, candidates, page, layers[0].num_seen)
-    for keep_BHT, row in zip(keeps, wanted, strict=True):
-        for h, kept in enumerate(row):
-            assert keep_BHT[0, h].nonzero().flatten().tolist() == sorted(kept)
+    counts, wons = counts_by_hand(plan, candidates, page), head_budgets(plan.shares, candidates)
+    for idx, keep_BHT in enumerate(keep_pages(plan, candidates, page)):
+        for h, count in enumerate(counts[idx]):
+            if policy.draw is not None:
+                wanted = drawn_by_hand(candidates[idx], wons[idx], h, count)
+            else:
+                wanted = best_by_hand(policy, candidates[idx], h, count)
+            assert set(keep_BHT[0, h].nonzero().flatten().tolist()) == wanted
 
 
 @settings(deadline=None, max_examples=60)

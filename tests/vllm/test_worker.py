@@ -8,15 +8,15 @@ import torch
 from retain.budget.statement import Budget
 from retain.evidence import Evidence
 from retain.gates import build_gates
-from retain.policy import candidates_of, load_policy, score_entries
+from retain.policy import load_policy
 from retain.vllm.packing.eviction import with_tokens
 from retain.vllm.packing.progress import Arrival
 from retain.vllm.packing.tables import Layout
-from retain.vllm.packing.whole_pages import keep_pages
 from retain.vllm.packing.worker import Worker
 from retain.vllm.settings import Rules
 from tests.vllm.engine import places_of
 from tests.vllm.memory import Steps, make_store
+from tests.vllm.test_decide import expected
 
 PAGE = 4
 LAYOUT = Layout(2, 60, 2, PAGE)
@@ -56,38 +56,34 @@ def arrival(steps: Steps, request_id: str, length: int, seed: int = 0, budget: B
 
 def wanted(steps: Steps, request_id: str) -> list[list[list[int]]]:
     """Places that each head of each layer keeps of a prompt, decided from all its tensors."""
-    own, worker, given = steps.requests[request_id], steps.worker, steps.requests[request_id].arrival
-    T, gates = given.length, worker.gates
+    request, worker, given = steps.requests[request_id], steps.worker, steps.requests[request_id].arrival
+    T = given.length
     evidence = [
         with_tokens(
             layer,
-            own.keys_LHTD[place][None, :, :T],
-            queries_BQSD=own.queries_LQTD[place][None, :, :T],
-            values_BHTD=own.values_LHTD[place][None, :, :T],
-            hidden_BTE=own.hidden_TE[None, :T],
+            request.keys_LHTD[place][None, :, :T],
+            queries_BQSD=request.queries_LQTD[place][None, :, :T],
+            values_BHTD=request.values_LHTD[place][None, :, :T],
+            hidden_BTE=request.hidden_TE[None, :T],
         )
         for place, layer in enumerate(worker.layers)
     ]
-    plan, policy, seeds = worker.rules.plan(T, given.budget), worker.rules.policy, [given.seed]
-    learned = [gates.score(one) if gates else None for one in evidence]
-    pairs = zip(evidence, learned, strict=True)
-    scores = [score_entries(policy, one, learned=own, seeds_B=seeds) for one, own in pairs]
-    masks = keep_pages(plan, [candidates_of(plan, score) for score in scores], PAGE)
+    masks = expected(worker.rules, evidence, worker.gates, given.budget, given.seed)
     return places_of([mask[0] for mask in masks])
 
 
 def check(steps: Steps, request_id: str) -> None:
     """Each head reads its kept entries and then all later ones, and nothing else."""
-    own = steps.requests[request_id]
-    evicted = own.progress is not None and own.progress.evicted
+    request = steps.requests[request_id]
+    evicted = request.progress is not None and request.progress.evicted
     seen, kept = steps.kept[request_id] if evicted else (0, None)
     for place, heads in enumerate(steps.held(request_id)):
         for h, (keys, values) in enumerate(heads):
             before = kept[place][h] if kept is not None else []
             assert before == sorted(set(before))
-            positions = before + list(range(seen, own.done))
-            assert torch.equal(keys, own.keys_LHTD[place, h, positions])
-            assert torch.equal(values, own.values_LHTD[place, h, positions])
+            positions = before + list(range(seen, request.done))
+            assert torch.equal(keys, request.keys_LHTD[place, h, positions])
+            assert torch.equal(values, request.values_LHTD[place, h, positions])
 
 
 def forget(steps: Steps) -> None:
@@ -103,7 +99,7 @@ def forget(steps: Steps) -> None:
 @pytest.mark.parametrize("length", [39, 40, 41])
 @pytest.mark.parametrize("chunks", [(50,), (7,) * 10, (36, 3, 1), (38, 1, 1, 1), (1,) * 45])
 def test_heads_read_what_stays_of_a_prompt_and_then_its_answer(name, length, chunks):
-    """Whatever its chunks are: windows of 5 queries begin in one and end in a later one."""
+    """Windows of 5 queries begin in one chunk and end in a later one."""
     steps = make_steps(name)
     steps.add("a", length, arrival(steps, "a", length, seed=3), seed=length)
     for chunk in chunks:
@@ -116,9 +112,9 @@ def test_heads_read_what_stays_of_a_prompt_and_then_its_answer(name, length, chu
     for _ in range(2 * PAGE + 1):
         check(steps, "a")
         steps.step({"a": 1})
-    gone = length // PAGE - steps.worker.rules.kept(length, BUDGET)
-    assert steps.requests["a"].blocks.count(0) == gone > 0
-    assert steps.counts["entries_freed"] == gone * PAGE * 4
+    freed = length // PAGE - steps.worker.rules.kept(length, BUDGET)
+    assert steps.requests["a"].blocks.count(0) == freed > 0
+    assert steps.counts["entries_freed"] == freed * PAGE * 4
     forget(steps)
 
 
@@ -142,53 +138,33 @@ def test_a_prompt_whose_end_comes_with_its_answer_is_evicted_from_alone():
     forget(steps)
 
 
-def test_requests_of_one_step_are_told_apart():
-    """Evicted, being read and untouched ones together, in an order that changes."""
-    steps = make_steps()
-    steps.add("evicted", 40, arrival(steps, "evicted", 40), seed=1)
-    steps.add("other", 33, arrival(steps, "other", 33, budget=Budget(keep_ratio=0.6)), seed=2)
-    steps.add("whole", 25, None, seed=3)
-    steps.add("reading", 45, arrival(steps, "reading", 45), seed=4)
-    steps.step({"whole": 25, "evicted": 40})
-    steps.step({"evicted": 1, "reading": 20, "other": 33, "whole": 1})
-    for _ in range(3):
-        steps.step({"other": 1, "whole": 1, "reading": 7, "evicted": 1})
-        for request_id in steps.requests:
-            check(steps, request_id)
-    steps.step({"whole": 2, "reading": 4})
-    for request_id in steps.requests:
-        check(steps, request_id)
-    forget(steps)
-
-
 @pytest.mark.parametrize("seed", range(12))
 def test_any_order_of_steps_preemptions_and_aborts(seed):
-    draw = random.Random(seed)
+    """Evicted, being read and untouched requests in one step, in an order that changes."""
+    draw, begun = random.Random(seed), 0
     steps = make_steps(draw.choice(["snapkv", "knorm", "fused"]))
-    begun = 0
     for _ in range(40):
         if len(steps.requests) < 3 and draw.random() < 0.6:
             begun += 1
             request_id, length = f"r{begun}", draw.randint(1, 45)
-            own = arrival(steps, request_id, length, seed=draw.randint(0, 9))
-            evicts = draw.random() < 0.8
-            steps.add(request_id, length, own if evicts else None, seed=begun)
+            given = arrival(steps, request_id, length, seed=draw.randint(0, 9))
+            steps.add(request_id, length, given if draw.random() < 0.8 else None, seed=begun)
         if draw.random() < 0.1 and steps.requests:
             steps.finish(draw.choice(list(steps.requests)))
         if draw.random() < 0.1 and steps.requests:
             steps.preempt(draw.choice(list(steps.requests)))
         counts = {}
         for request_id in draw.sample(list(steps.requests), len(steps.requests)):
-            own = steps.requests[request_id]
-            T = own.arrival.length if own.arrival is not None else 45
-            ahead = max(1, T - own.done)
-            if own.done + 12 < own.keys_LHTD.shape[2]:
-                counts[request_id] = draw.randint(1, ahead if draw.random() < 0.7 else ahead + 9)
-                counts[request_id] = min(counts[request_id], own.keys_LHTD.shape[2] - own.done)
+            request = steps.requests[request_id]
+            left = request.keys_LHTD.shape[2] - request.done
+            ahead = max(1, (request.arrival.length if request.arrival else 45) - request.done)
+            if left > 12:
+                more = ahead if draw.random() < 0.7 else ahead + 9
+                counts[request_id] = min(draw.randint(1, more), left)
         if counts:
             steps.step(counts)
-        for request_id, own in steps.requests.items():
-            if own.done:
+        for request_id, request in steps.requests.items():
+            if request.done:
                 check(steps, request_id)
     assert steps.counts["evictions"] > 0
     forget(steps)

@@ -18,6 +18,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from retain.budget.largest_remainder import exact
+from retain.config import ProperShare
 from retain.evidence import Evidence
 from retain.gates import GateSet
 from retain.gates.base import UNITS
@@ -26,7 +27,7 @@ from retain.gates.calibrate import Calibrator
 from retain.ranking import order_entries, rank_entries
 from retain.train.calibration.isotonic import fit_shared, space_of
 from retain.train.objectives.case import keyed_generator
-from retain.train.settings import ProperShare, section
+from retain.train.settings import section
 
 # Of a document: layer -> one number for each entry that counts, `[H, counted]`.
 Rows = Mapping[int, Tensor]

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from retain.hf.model.named import load
+from retain.models.named import load
 from retain.process.command import command
 from retain.process.provenance import write_text
 

@@ -8,9 +8,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from retain.config import Count, Positive, ProperShare, Tokens, Whole
 from retain.registry import suggest
 from retain.train.rules import broken, refuse
-from retain.train.settings import Count, Positive, ProperShare, Tokens, Whole, section
+from retain.train.settings import section
 
 ROLES = ("text", "context", "question", "answer", "messages", "tools", "context_ids", "appendix_ids")
 # How a row can be read: the column that holds the context, and those that may go with it.

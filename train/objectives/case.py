@@ -8,8 +8,9 @@ from jaxtyping import Bool, Float
 from pydantic import Field
 from torch import Tensor
 
+from retain.config import NotNegative, Positive, PositiveShare, ProperShare, Whole
 from retain.gates import Gate
-from retain.train.settings import NotNegative, Positive, PositiveShare, ProperShare, Whole, section
+from retain.train.settings import section
 
 
 @section

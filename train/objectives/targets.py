@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Float32
 from torch import Tensor
 
+from retain.config import Count, Positive, Tokens
 from retain.future import SOURCES, future_use
 from retain.gates import GateInputs
 from retain.kernels.value_norm import value_norm
@@ -20,7 +21,7 @@ from retain.train.data.document import Reading
 from retain.train.objectives.case import keyed_generator
 from retain.train.objectives.losses import head_overlaps
 from retain.train.rules import refuse, unknown
-from retain.train.settings import Count, Positive, Tokens, section
+from retain.train.settings import section
 from retain.train.teacher import Frozen, View, walk
 
 Granularity = Literal["head", "layer", "token"]

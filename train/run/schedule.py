@@ -9,13 +9,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from retain.train.settings import NUMBER, Count, Many, NotNegative, Positive, Whole, section
+from retain.config import Count, Many, NotNegative, Positive, Whole
+from retain.train.settings import section
 
 # Shares of the steps after the warm-up: where `halving` halves, and where `decay` begins to fall.
 HALVED_AT = (0.5, 0.75)
 STABLE = 0.9
 
-Beta = Annotated[float, Field(ge=0, lt=1), NUMBER]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 @section

@@ -1,33 +1,21 @@
-"""Binds a policy, a budget and gates, as a user named them, to a model: one object that decides what is kept.
+"""Binds a policy, a budget and gates, as a user named them, to a model (`BoundPolicy`).
 
 Everything that can be wrong about the request is found when the cache is made, before any token is read.
 """
 
 import dataclasses
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from retain import config
 from retain.budget.statement import Budget
 from retain.capability import BEFORE_ROPE, Use, refuse
-from retain.correction.merge import Merge
-from retain.evidence import Evidence
 from retain.gate_fit import check_gates
 from retain.head_weights import check_weights
-from retain.hf.cache.batch_context import Arriving, BatchContext
-from retain.hf.cache.eviction_request import (
-    EvictionRequest,
-    JointReEviction,
-    Keep,
-    LayerByLayer,
-    OneByOne,
-    Scorer,
-    Wants,
-)
+from retain.hf.cache.eviction_request import BoundPolicy, Scorer
 from retain.hf.model.decoder import rotary_of
 from retain.hf.model.gates import gates_for, own_gates
 from retain.hf.model.layout import LayerSpec
@@ -47,100 +35,6 @@ KEYWORDS = (
 
 # What is done with a short sequence that the policy cannot evict from within its budget.
 SHORT = {"keep": "it is held whole", "raise": "it is refused, as a longer one is"}
-
-# Who decides layer by layer while a model first reads, and who decides about all layers at once.
-Eviction = LayerByLayer | OneByOne
-EvictionStep = JointReEviction | OneByOne
-
-
-@dataclass(frozen=True, eq=False)
-class BoundPolicy:
-    """How the evidence of layers becomes keep masks: by a policy, by a function, or not at all.
-
-    Args:
-        name: for reports.
-        request: the policy, with its budget.
-        function: of one layer's evidence.
-        held_in: precision of a policy that keeps everything.
-    """
-
-    name: str
-    request: EvictionRequest | None = None
-    function: Callable[[Evidence], Keep] | None = None
-    held_in: Precision | None = None
-
-    @property
-    def keeps_all(self) -> bool:
-        """Whether it evicts nothing."""
-        return self.request is None and self.function is None
-
-    @property
-    def correction(self) -> Merge | None:
-        """How what stays makes up for what goes."""
-        return None if self.request is None else self.request.policy.correction
-
-    @property
-    def precision(self) -> Precision | None:
-        """In how many bits what stays is held."""
-        return self.held_in if self.request is None else self.request.policy.precision
-
-    @property
-    def reads_output(self) -> bool:
-        """Whether it looks at the output projections."""
-        return self.function is not None or (self.request is not None and self.request.reads_output)
-
-    @property
-    def inputs(self) -> frozenset[str]:
-        """What its gates look at, of `retain.gates.base.INPUTS`."""
-        return frozenset() if self.request is None else self.request.inputs
-
-    @property
-    def looks_ahead(self) -> bool:
-        """Whether its gates ask through tokens of their own, behind a whole prompt."""
-        return self.request is not None and "lookahead" in self.request.inputs
-
-    @property
-    def wants(self) -> Wants:
-        """What a later eviction wants to know of entries that came before it."""
-        return Wants(queries=1) if self.request is None else self.request.wants
-
-    def refuse(self, *uses: Use) -> None:
-        """Refuse uses that do not go with a part of it (`retain.capability`).
-
-        Raises:
-            ValueError: with all problems.
-        """
-        if (request := self.request) is None:
-            return
-        stated = ("bytes",) if request.budget.in_bytes else ()
-        refuse(request.policy, (*uses, *stated), gates=request.gates, scorer=request.scorer)
-
-    def begin(self, batch: BatchContext, call: Arriving) -> Eviction | None:
-        """Start an eviction layer by layer, and refuse what cannot be; None keeps everything."""
-        if self.request is not None:
-            return LayerByLayer(self.request, batch, call)
-        return None if self.function is None else OneByOne(self.function)
-
-    def again(self, batch: BatchContext, call: Arriving, spared: Collection[int] = ()) -> EvictionStep | None:
-        """Start an eviction of all layers at once, which spares some sequences; None keeps everything."""
-        if self.request is not None:
-            return JointReEviction(self.request, batch, call, spared)
-        return None if self.function is None else OneByOne(self.function)
-
-    def decide(self, evidence: Sequence[Evidence], batch: BatchContext) -> Sequence[Tensor | None] | None:
-        """Keep masks of all layers at once, of evidence that shows everything; None keeps it."""
-        if self.request is not None:
-            return self.request.decide(evidence, batch)
-        return None if self.function is None else [self.function(layer) for layer in evidence]
-
-    def noted(self, evidence: Evidence) -> Evidence:
-        """The evidence with what later evictions want to know of its entries."""
-        return evidence if self.request is None else self.request.noted(evidence)
-
-    def counted(self, evidence: Evidence) -> Evidence:
-        """The evidence with running statistics that its own queries are part of, if they are wanted."""
-        request = self.request
-        return request.counted(evidence) if request is not None and request.wants.running else evidence
 
 
 def short_limit(short: str, short_tokens: int) -> int:
@@ -225,16 +119,16 @@ def bind_policy(
         raise ValueError("\n".join(problems))
     check_precision(chosen.precision, layers)
     if chosen.keeps_all and scorer is None:
-        return BoundPolicy(chosen.name, held_in=chosen.precision)
+        return BoundPolicy(chosen.name, precision=chosen.precision)
     gates = _gates(model, chosen, gates)
     if chosen.learned and (caution := check_gates(chosen, keep, gates, scored_elsewhere=scorer is not None)):
         warn(caution)
     before = BEFORE_ROPE & set(getattr(gates, "inputs", ())) if chosen.learned else ()
     rope: tuple[Use, ...] = ("unknown_rope",) if before and rotary_of(model) is None else ()
     refuse(chosen, rope, gates=gates, scorer=scorer)
-    request = EvictionRequest(chosen, keep, gates, scorer, tuple(layers), short_tokens)
     _check_files(chosen, layers)
-    return BoundPolicy(chosen.name, request)
+    of_policy = chosen, keep, gates, scorer, tuple(layers), short_tokens
+    return BoundPolicy(chosen.name, *of_policy, precision=chosen.precision)
 
 
 def check_precision(precision: Precision | None, layers: Sequence[LayerSpec]) -> None:
@@ -255,10 +149,10 @@ def check_precision(precision: Precision | None, layers: Sequence[LayerSpec]) ->
 
 def _check_files(policy: Policy, layers: Sequence[LayerSpec]) -> None:
     """Refuse weights of heads and centres of another model."""
-    if (weights := policy.allocation.weights) is not None:
-        check_weights(weights, [own.num_kv_heads for own in layers], [own.layer_idx for own in layers])
     if (centres := policy.observed_settings.get("centres")) is not None:
-        check_centres(centres, [(own.layer_idx, own.num_heads, own.head_dim) for own in layers])
+        check_centres(centres, [(layer.layer_idx, layer.num_heads, layer.head_dim) for layer in layers])
+    if (weights := policy.weights) is not None:
+        check_weights(weights, [own.num_kv_heads for own in layers], [own.layer_idx for own in layers])
 
 
 def _bind_function(policy: Any, extra: Sequence[str], **asked: Any) -> BoundPolicy:
@@ -302,7 +196,8 @@ def _overridden(policy: Policy, overrides: dict[str, Any]) -> Policy:
 
     Settings belong to a score: where the override names another score, the policy's own are left behind.
     """
-    mapping, overrides = config.to_mapping(policy), config.plain_numbers(overrides)
+    mapping = config.stated_of(policy) | {"scope": policy.scope}
+    overrides = config.plain_numbers(overrides)
     if overrides.get("observed", policy.observed) != policy.observed:
         mapping["observed_settings"] = {}
     for name, value in overrides.items():

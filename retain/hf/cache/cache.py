@@ -37,7 +37,6 @@ from retain.hf.cache.batch_context import (
 from retain.hf.cache.bound_policy import bind_policy, check_precision, short_limit
 from retain.hf.cache.changes import cannot_crop, concat, crop, cut_all, select_batch
 from retain.hf.cache.engine import Engine
-from retain.hf.cache.held_back import decide
 from retain.hf.cache.regime import Regime
 from retain.hf.cache.report import ReportingCache
 from retain.hf.cache.state import State
@@ -300,13 +299,13 @@ class Cache(ReportingCache):
         chosen = state.seeds if seeds is None else seeds_of(seeds_from(seeds), self.batch_size)
         evidence: Sequence[Evidence] = self.evidence
         pinned_BT = pinned_of(state.pinned if pinned is None else pinned, evidence[0].valid_BT)
-        if bound.looks_ahead and bound.request is not None:
+        if bound.looks_ahead:
             with torch.no_grad(), attach(self.model):
-                evidence = look_ahead(self.model, bound.request.gates, self.engine.read_only(), self.evidence)
-        keep = decide(state, bound, evidence, BatchContext(chosen, pinned_BT))
+                evidence = look_ahead(self.model, bound.gates, self.engine.read_only(), self.evidence)
+        eviction = bound.decide(evidence, BatchContext(chosen, pinned_BT))
+        kept = [None] * len(self.evidence) if eviction is None else eviction.finish()
         del evidence
-        everything = [None] * len(self.evidence)
-        kept = everything if keep is None else keep
+        state.held_whole = [] if eviction is None else [*eviction.held_whole]
         cut_all(state, kept, bound.correction, bound.precision)
         state.bound_policy, state.seeds = bound, chosen
         return self
@@ -385,8 +384,7 @@ class Cache(ReportingCache):
         Args:
             path: of the file.
             bits: 8, 4 or 2: keys and values that are held as they are become codes in the file, which `load`
-                decodes (`retain.cache.tier_file`). None: the loaded cache goes on
-                exactly.
+                decodes. None: the loaded cache goes on exactly.
 
         Returns:
             the path.

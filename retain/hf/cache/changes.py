@@ -7,11 +7,12 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from retain.cache.store import LOG_WEIGHT, normal_tensors
-from retain.cache.tiered_store import Store, crop_, drop_, stacked_tiers
+from retain.cache.layer_store import Store, stacked
+from retain.cache.layout import normal_tensors
+from retain.cache.store import LOG_WEIGHT
 from retain.correction.cuts import MERGED, cut_, forget_notes_
 from retain.correction.merge import Merge
-from retain.hf.cache.bound_policy import BoundPolicy
+from retain.hf.cache.eviction_request import BoundPolicy
 from retain.hf.cache.layer import Recent
 from retain.hf.cache.regime import Regime
 from retain.hf.cache.state import History, State
@@ -95,7 +96,7 @@ def drop(state: State, forgotten_BT: Bool[Tensor, "B P"]) -> None:
     gone_BP[b, positions_BT[b, t]] = True
     with state.changing():
         for store in state.stores:
-            drop_(store, gone_BP)
+            store.drop_(gone_BP)
         state.history = state.history.without(forgotten_BT)
 
 
@@ -127,7 +128,7 @@ def crop(state: State, length: int, cut: History) -> None:
         for layer in state.ragged:
             layer.seen, layer.recent = length, layer.recent.cut(removed)
             if layer.store is not None:
-                crop_(layer.store, cut.last_B + 1)
+                layer.store.crop_(cut.last_B + 1)
             else:
                 layer.hold(*(tensor[:, :, :length].clone() for tensor in layer.dense()))
     state.noted, state.packed_at = min(state.noted, length), min(state.packed_at, length)
@@ -190,7 +191,7 @@ def concat(parts: Sequence[State], slack: int | None) -> State:
         if idx in whole.layout.alone:
             whole.layers[idx] = pass_through_layers.concat([part.layers[idx] for part in parts])
             continue
-        layer.store = stacked_tiers(_alike_([part.layers[idx].store for part in parts]), slack)
+        layer.store = stacked(_alike_([part.layers[idx].store for part in parts]), slack)
         layer.recent = Recent()
     whole.history = History.concat([part.history for part in parts if part.history is not None])
     whole.prompt_B = list(whole.history.lengths_B)

@@ -19,14 +19,13 @@ from torch import Tensor
 from retain.attention.rotary import Rotary
 from retain.budget.statement import Stock
 from retain.cache.attend import attend_store
+from retain.cache.step_rows import StepRows, step_rows_of
 from retain.correction.cuts import cut_
 from retain.evidence import Evidence
 from retain.hf.cache.batch_context import Arriving, pins_of, seeds_of
-from retain.hf.cache.bound_policy import Eviction, EvictionStep
 from retain.hf.cache.changes import count_eviction, drop, end_prompt, shrink
-from retain.hf.cache.eviction_request import LayerByLayer
+from retain.hf.cache.eviction_request import Eviction
 from retain.hf.cache.generation import Generation, check_ids
-from retain.hf.cache.held_back import HeldBack, note_whole
 from retain.hf.cache.later_evidence import (
     beside_of,
     evidence_of,
@@ -38,7 +37,7 @@ from retain.hf.cache.later_evidence import (
     without_expired,
     without_queries,
 )
-from retain.hf.cache.layer import Layer
+from retain.hf.cache.layer import MOST_UNNOTED, Layer
 from retain.hf.cache.packing import pack, packs_now
 from retain.hf.cache.state import History, State
 from retain.hf.intercept.forward_call import Call, read_call
@@ -52,10 +51,6 @@ from retain.hf.version_names import CHECKPOINTING, checkpoints
 from retain.kernels.backend import without_autocast
 from retain.kernels.ragged_attention.pages import PAGE
 
-# Decoded tokens whose queries and attention inputs are held before they are looked at, where no eviction is
-# due.
-MOST_UNNOTED = 128
-
 
 class Engine(Interceptor):
     """The side of `retain.Cache` that runs during a forward.
@@ -67,31 +62,33 @@ class Engine(Interceptor):
 
     def __init__(self, model: torch.nn.Module, state: State):
         self.model, self.state = model, state
-        self.held_back = HeldBack(state)
         self.generation = Generation()
         self.evict_at_prefill, self.hold_evidence = True, False
         self.recorded: frozenset[str] = frozenset()  # what held evidence shows beyond the usual
         self._rotary: Rotary | None = None
+        self.refused: ValueError | None = None  # why a later eviction did not happen; raised in the end
         self._forget()
 
     def _forget(self) -> None:
         """Forget what is of one forward."""
         self._next: History | None = None  # what will have been seen once the call is over, if somebody asked
         self._eviction: Eviction | None = None
-        self._held: list[Evidence] = []  # of a prompt behind which lookahead tokens are still to ask
+        self.columns: list[Evidence] = []  # of a prompt behind which lookahead tokens are still to ask
+        self._waiting: list[dict[str, Tensor] | None] = []  # of layers that are cut with the others
         self._expected: int | None = None  # the layer whose attention is about to run
+        self.is_quick = False
 
     def reset(self) -> None:
         """Forget everything; the state may be filled again."""
         self.state.reset()
-        self.held_back.reset()
+        self.refused = None
         self.generation.forget()
         self._forget()
 
     def fork(self, state: State) -> "Engine":
         """The same for a copy of the cache. Whoever generates, it is not the copy."""
         other = copy.copy(self)
-        other.state, other.held_back = state, self.held_back.fork(state)
+        other.state = state
         other.generation = Generation()
         return other
 
@@ -174,6 +171,8 @@ class Engine(Interceptor):
         if call.forgotten_BT is not None:
             drop(state, call.forgotten_BT)
         state.call, self._next = call, None
+        if (rows := self._quick_rows(call)) is not None:
+            self._begin_quick(rows, call.positions_BS[:, 0].contiguous())
         try:
             if call.is_prefill:
                 self._begin_prompt(call)
@@ -182,6 +181,44 @@ class Engine(Interceptor):
         except ValueError:
             state.call = None
             raise
+
+    def _quick_rows(self, call: Call) -> list[StepRows] | None:
+        """The rows of all layers, if the step is one that on a CPU appends and attends in one call a layer:
+        nothing is padded, differentiated or cast, and no eviction asks for attention inputs."""
+        state, wants = self.state, self.state.bound_policy.wants
+        if state.is_read(call) or call.valid_BS is not None or torch.is_grad_enabled():
+            return None
+        if torch.is_autocast_enabled("cpu") or self._looks_again and {"hidden", "stream"} & {*wants.inputs}:
+            return None
+        found = []
+        for layer, spec in zip(state.ragged, state.specs, strict=True):
+            if layer.store is None or layer.store.packed is not None or layer.scaling is None:
+                return None
+            if layer.store.precision is not None:
+                return None
+            store = layer.store.plain
+            if store.free < 1:
+                store.make_room_(1)
+            if store.step_rows is None:
+                how = {"scaling": layer.scaling, "soft_cap": layer.soft_cap, "window": spec.window}
+                store.step_rows = step_rows_of(store, **how, sinks=spec.sinks_Q is not None)
+            if store.step_rows is None:
+                return None
+            found.append(store.step_rows)
+        return found
+
+    def _begin_quick(self, rows: list[StepRows], positions_B: Tensor) -> None:
+        """Tell the layers of a step where its token stands."""
+        wants, positions = self.state.bound_policy.wants, {}
+        looks = self._looks_again and (wants.queries != 0 or wants.running or wants.own_queries)
+        for layer, spec, own in zip(self.state.ragged, self.state.specs, rows, strict=True):
+            H = spec.num_kv_heads
+            if H not in positions:
+                positions[H] = positions_B.repeat_interleave(H).to(torch.int32)
+            layer.quick, own.positions_R, own.last_B = own, positions[H], positions_B
+            own.queries = layer.recent.queries if looks else None
+            layer.store.plain.free -= 1
+        self.is_quick = True
 
     def _begin_prompt(self, call: Call) -> None:
         """Start the eviction of a first prompt, or at least find what is wrong with it before it is read."""
@@ -194,7 +231,7 @@ class Engine(Interceptor):
         bound.refuse(*(("chunks",) if chunks else ()), *(("window",) if beyond else ()))
         if self._reads_whole_prompt and state.due(call):
             self._eviction = self._planned(call.mask_BT, stock)
-            self.held_back.forget()
+            self._waiting = []
         elif state.width is not None and state.regime.evicts_prompt:
             self._planned(state.known(call.mask_BT))
         elif not state.regime.evicts_prompt:
@@ -226,7 +263,7 @@ class Engine(Interceptor):
         intact_BT = torch.cat([intact_tokens(state.ragged, past).to(new_BS.device), new_BS], dim=1)
         stock = Stock(held_BL, tuple(history.lengths_B), intact_BT, tuple(state.prompt_B or ()))
         arriving = Arriving(history.valid_BT, state.element_size, stock)
-        state.bound_policy.again(state.batch_context(history.valid_BT), arriving)
+        state.bound_policy.begin(state.batch_context(history.valid_BT), arriving, joint=True)
 
     def check_ids(self, ids: Any, attention_mask: Any, inputs_embeds: Any = None) -> None:
         check_ids(self.state, ids, attention_mask, inputs_embeds)
@@ -292,12 +329,15 @@ class Engine(Interceptor):
         state, call = self.state, self.state.call
         layer, spec = state.layers[step.layer_idx], state.layout.spec_of[step.layer_idx]
         assert call is not None and layer.scaling is not None
+        if self.is_quick:  # in a model that is compiled
+            assert layer.quick is not None
+            return layer.quick.attend(queries_BQSD, keys_BHSD, values_BHSD, None, {"s_aux": spec.sinks_Q})[0]
         if layer.store is None:  # a prefill that was not evicted goes on with everything
             layer.store = state.cut_dense(layer, None, state.valid_BT, state.positions_BT)
         store, device = layer.store, keys_BHSD.device
         positions_BS = call.positions_BS.to(device)
         valid_BS = None if call.valid_BS is None else call.valid_BS.to(device)
-        seen_RS = store.append_(keys_BHSD, values_BHSD, positions_BS, valid_BS)
+        seen_RS = store.plain.append_(keys_BHSD, values_BHSD, positions_BS, valid_BS)
         out_BQSD = attend_store(
             store,
             queries_BQSD,
@@ -352,27 +392,27 @@ class Engine(Interceptor):
             if state.evidence is not None:
                 state.evidence.append(evidence)
             return
-        if isinstance(self._eviction, LayerByLayer):
+        if self._eviction is not None:
             # Keys may not be in the weights' precision; then other sequences may be decided on.
             self._eviction.measure(evidence.keys_BHTD.element_size())
         if self._eviction is not None and state.bound_policy.looks_ahead and self._eviction.rows:
-            self._held.append(remembered(evidence, state.bound_policy))
+            self.columns.append(remembered(evidence, state.bound_policy))
             return
         self._cut(layer, evidence)
 
     def _cut(self, layer: Layer, evidence: Evidence) -> None:
         """Cut a layer of the first prompt, and those before it again; or leave all whole until all came."""
-        state, eviction, again, keep_BHT = self.state, self._eviction, self._looks_again, None
+        state, eviction, keep_BHT = self.state, self._eviction, None
         bound, call = state.bound_policy, state.call
         assert call is not None
-        if self.held_back.holds(eviction):
-            self.held_back.add(eviction, evidence, again)
-            return
+        beside = beside_of(evidence) if self._looks_again else None
         if eviction is not None:
-            keep_BHT, lower = eviction.add(evidence)
-            shrink(state, lower, eviction.rows)
+            keep_BHT = eviction.look(evidence)
+            if eviction.joint:
+                self._waiting.append(beside)
+                return
+            shrink(state, eviction.lower, eviction.rows)
         where, now = (evidence.valid_BT, evidence.positions_BT), packs_now(state, eviction, call)
-        beside = beside_of(evidence) if again else None
         layer.store = state.cut_dense(
             layer, keep_BHT, *where, beside, bound.correction, bound.precision, pack=now
         )
@@ -383,9 +423,10 @@ class Engine(Interceptor):
         call = state.call
         assert call is not None
         self._check_ran()
-        if self._held:
+        if self.columns:
             self._evict_ahead()
-        self.held_back.cut()
+        if self._waiting:
+            self._cut_waiting(call)
         due, read = state.due(call), state.is_read(call)
         looks_again, cut = self._looks_again, self._eviction
         if self._next is None and state.history is not None:
@@ -404,7 +445,7 @@ class Engine(Interceptor):
                 state.noted = state.num_seen
         if cut is not None:
             count_eviction(state, state.layout.num_kv_heads * sum(state.history.lengths_B))
-            note_whole(state, cut)
+            state.held_whole = [*cut.held_whole]
         elif due and self.evict_at_prefill:
             self._evict_again(release=read)
         pack(state, read=read)
@@ -413,17 +454,27 @@ class Engine(Interceptor):
         if ends:
             end_prompt(state)
         state.call = self._next = self._eviction = None
-        state.decodes = not read
-        self.held_back.say()
+        state.decodes, self.is_quick = not read, False
+        refused, self.refused = self.refused, None
+        if refused is not None:  # now that all is in order
+            raise refused
         if state.prompt_B is not None:
             self.generation.decode_static(state)
+
+    def _cut_waiting(self, call: Call) -> None:
+        """Cut all layers of a first prompt, which were decided on together."""
+        state, bound, waiting = self.state, self.state.bound_policy, self._waiting
+        assert self._eviction is not None
+        self._waiting = []
+        for layer, keep_BHT, beside in zip(state.ragged, self._eviction.finish(), waiting, strict=True):
+            where = call.mask_BT, call.positions_BS
+            layer.store = state.cut_dense(layer, keep_BHT, *where, beside, bound.correction, bound.precision)
 
     @torch.no_grad()
     def _evict_ahead(self) -> None:
         """Cut all layers, which hold the first prompt whole, by what lookahead tokens ask behind it."""
-        request = self.state.bound_policy.request
-        assert request is not None and self._eviction is not None
-        held, self._held = look_ahead(self.model, request.gates, self.read_only(), self._held), []
+        gates = self.state.bound_policy.gates
+        held, self.columns = look_ahead(self.model, gates, self.read_only(), self.columns), []
         self._cut_ahead(held)
 
     @without_autocast
@@ -498,20 +549,21 @@ class Engine(Interceptor):
             first = max(wanted, history.num_seen - layers[0].recent.num_queries)
         spared = without_queries(history, first, state.bound_policy.wants.queries) if first > wanted else []
         try:
-            step = state.bound_policy.again(state.batch_context(history.valid_BT), call, spared)
+            batch = state.batch_context(history.valid_BT)
+            step = state.bound_policy.begin(batch, call, joint=True, spared=spared)
         except ValueError as error:
             # A short sequence, say, has grown too long to be held whole.
-            self.held_back.refused = error
+            self.refused = error
             return
         try:
-            note_whole(state, step)
+            state.held_whole = [] if step is None else [*step.held_whole]
             if step is not None and not step.idle:
                 self._cut_again(step, history, first, release)
         finally:
             if not state.broken:
                 count_eviction(state, held_before)
 
-    def _cut_again(self, step: EvictionStep, history: History, first: int, release: bool) -> None:
+    def _cut_again(self, step: Eviction, history: History, first: int, release: bool) -> None:
         """Show every layer to a step, and then cut them all."""
         state = self.state
         where, wants = [], state.bound_policy.wants
@@ -530,10 +582,12 @@ class Engine(Interceptor):
             step.look(evidence, columns.token_BT)
             where.append(columns.where())
             del evidence, columns  # one layer's copy at a time
-        keeps = step.keeps()
+        keeps = step.finish()
         with state.changing():
             for store, entries, keep_BHT in zip(state.stores, where, keeps, strict=True):
                 keep_N = entries.select(keep_BHT.to(store.device))
-                spare = store.num_rows * (state.slack + state.regime.every + PAGE)
-                in_place = not release and store.num_places <= int(keep_N.sum()) + spare
+                spare = len(store.lengths_R) * (state.slack + state.regime.every + PAGE)
+                in_place = (
+                    not release and sum(part.num_places for part in store.parts) <= int(keep_N.sum()) + spare
+                )
                 cut_(store, keep_N, state.bound_policy.correction, in_place=in_place)

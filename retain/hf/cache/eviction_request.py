@@ -1,9 +1,10 @@
-"""A policy with everything that it needs, which turns the evidence of layers into keep masks.
+"""A policy that is bound to a model, and one eviction by it: what it looks at, and keep masks.
 
-It decides layer by layer while a model first reads (`LayerByLayer`), or of all layers at once at a later
-eviction, when heads hold different numbers of entries already (`JointReEviction`). A sequence whose budget
-holds all that it has is neither scored nor checked for what a score wants, so that a batch decides for each
-sequence what a run of its own would.
+Layers are shown one after another. While a model first reads, each is decided on as it comes, and lower ones
+shrink; where layers must be decided on together (a later eviction, when heads hold different numbers of
+entries already; a correction of entries that layers compete for), all are decided on in the end. A sequence
+whose budget holds all that it has is neither scored nor checked for what a score wants, so that a batch
+decides for each sequence what a run of its own would.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -15,15 +16,19 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from retain.budget.allocation import Candidates
 from retain.budget.cascade import Cascade
-from retain.budget.shares import Candidates
-from retain.budget.statement import Budget, LayerShape, Stock
+from retain.budget.statement import Budget, LayerShape
+from retain.capability import Use, refuse
+from retain.correction.merge import Merge
 from retain.evidence import Evidence
 from retain.gate_fit import unit_of
 from retain.gates import GateSet
 from retain.hf.cache.batch_context import Arriving, BatchContext
 from retain.hf.model.layout import LayerSpec
+from retain.kernels.backend import without_autocast
 from retain.policy import Plan, candidates_of, keep_masks, plan_of, score_entries, stock_of
+from retain.precision import Precision
 from retain.presets import Policy
 from retain.scores import SCORES, Score, masked_score
 from retain.scores.trial import entries_read
@@ -62,113 +67,154 @@ class Wants:
 
 
 @dataclass(frozen=True, eq=False)
-class EvictionRequest:
-    """A policy, checked.
+class BoundPolicy:
+    """How the evidence of layers becomes keep masks: by a policy, by a function, or not at all.
 
     Args:
-        policy: the stages' settings.
-        budget: what may be kept.
+        name: for reports.
+        policy: the stages' settings, checked; None for a function, and where everything is kept.
+        budget: of the policy: what may be kept.
         gates: that score entries, if the policy takes a gate's score.
         scorer: stands in for the policy's own score.
         layers: those that evict.
         short_tokens: a sequence of at most so many tokens is held whole where its budget, or the sequence
             itself, is too short for the policy; 0: that is an error.
+        function: of one layer's evidence.
+        precision: in how many bits what stays is held; None: as it was.
     """
 
-    policy: Policy
-    budget: Budget
-    gates: Any
-    scorer: Scorer | None
-    layers: tuple[LayerSpec, ...]
+    name: str
+    policy: Policy | None = None
+    budget: Budget | None = None
+    gates: Any = None
+    scorer: Scorer | None = None
+    layers: tuple[LayerSpec, ...] = ()
     short_tokens: int = 0
+    function: Callable[[Evidence], Keep] | None = None
+    precision: Precision | None = None
 
-    @cached_property
-    def inputs(self) -> frozenset[str]:
-        """What the gates look at; a control that does not say is shown the attention input."""
-        return frozenset(getattr(self.gates, "inputs", ("hidden",))) if self.policy.learned else frozenset()
+    @property
+    def keeps_all(self) -> bool:
+        """Whether it evicts nothing."""
+        return self.policy is None and self.function is None
 
-    @cached_property
-    def wants(self) -> Wants:
-        """What a later eviction by this policy wants."""
-        if self.policy.observed is None:
-            return Wants(learned=self.policy.learned, inputs=self.inputs, keys=False, values=False)
-        needs = SCORES[self.policy.observed].needs_with(self.policy.observed_settings)
-        queries = None if "queries" in needs else max(int("window" in needs), self.window)
-        read = entries_read(self.policy.observed, self.policy.observed_settings)
-        return Wants(
-            queries,
-            self.policy.learned,
-            self.inputs,
-            "running" in needs,
-            "value_norm" in needs,
-            keys="keys" in read,
-            values="values" in read,
-        )
+    @property
+    def learned(self) -> bool:
+        """Whether it takes a gate's score."""
+        return self.policy is not None and self.policy.learned
+
+    @property
+    def correction(self) -> Merge | None:
+        """How what stays makes up for what goes."""
+        return None if self.policy is None else self.policy.correction
 
     @property
     def gates_source(self) -> str | None:
         """Where the gates came from, for reports; None: the policy takes none."""
-        if not self.policy.learned:
-            return None
-        return getattr(self.gates, "source", "") or "made by the caller"
+        return (getattr(self.gates, "source", "") or "made by the caller") if self.learned else None
+
+    @cached_property
+    def inputs(self) -> frozenset[str]:
+        """What the gates look at, of `retain.gates.base.INPUTS`; a control that does not say is shown the
+        attention input."""
+        return frozenset(getattr(self.gates, "inputs", ("hidden",))) if self.learned else frozenset()
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether its gates ask through tokens of their own, behind a whole prompt."""
+        return "lookahead" in self.inputs
 
     @cached_property
     def reads_output(self) -> bool:
-        """Whether its score looks at the output projection; gates of ours never do."""
-        if self.scorer is not None or (self.policy.learned and not isinstance(self.gates, GateSet)):
+        """Whether it looks at the output projections; gates of ours never do."""
+        if self.policy is None or self.scorer is not None:
+            return not self.keeps_all
+        if self.policy.learned and not isinstance(self.gates, GateSet):
             return True
-        if self.policy.observed is None:
-            return False
-        return "output_weight" in entries_read(self.policy.observed, self.policy.observed_settings)
+        return "output_weight" in self._read
+
+    @cached_property
+    def _read(self) -> frozenset[str]:
+        """What the policy's own score reads of an evidence."""
+        policy = self.policy
+        if policy is None or policy.observed is None:
+            return frozenset()
+        return frozenset(entries_read(policy.observed, policy.observed_settings))
 
     @cached_property
     def window(self) -> int:
         """Last queries that the policy's score observes."""
-        return 0 if self.scorer is not None else self.policy.window
+        return 0 if self.policy is None or self.scorer is not None else self.policy.window
+
+    @cached_property
+    def wants(self) -> Wants:
+        """What a later eviction wants to know of entries that came before it."""
+        policy, read = self.policy, self._read
+        if policy is None:
+            return Wants(queries=1)
+        if policy.observed is None:
+            return Wants(learned=policy.learned, inputs=self.inputs, keys=False, values=False)
+        needs = SCORES[policy.observed].needs_with(policy.observed_settings)
+        return Wants(
+            queries=None if "queries" in needs else max(int("window" in needs), self.window),
+            learned=policy.learned,
+            inputs=self.inputs,
+            running="running" in needs,
+            value_norm="value_norm" in needs,
+            keys="keys" in read,
+            values="values" in read,
+        )
+
+    def refuse(self, *uses: Use) -> None:
+        """Refuse uses that do not go with a part of it (`retain.capability`).
+
+        Raises:
+            ValueError: with all problems.
+        """
+        if self.policy is not None and self.budget is not None:
+            stated = ("bytes",) if self.budget.in_bytes else ()
+            refuse(self.policy, (*uses, *stated), gates=self.gates, scorer=self.scorer)
 
     def noted(self, evidence: Evidence) -> Evidence:
         """The evidence with what later evictions want to know of its entries, made from what it shows now."""
-        wants = self.wants
-        if wants.learned and evidence.learned_BHT is None:
+        if self.policy is None:
+            return evidence
+        if self.wants.learned and evidence.learned_BHT is None:
             own = self.gates
             # A control has no more than a score, which does not age.
             noted_BHT = own.noted(evidence) if hasattr(own, "noted") else own.score(evidence).values_BHT
             evidence = replace(evidence, learned_BHT=noted_BHT)
-        if wants.value_norm and evidence.value_norm_BQT is None:
+        if self.wants.value_norm and evidence.value_norm_BQT is None:
             evidence = replace(evidence, value_norm_BQT=value_norms(evidence))
         return evidence
 
     def counted(self, evidence: Evidence) -> Evidence:
-        """The evidence with running statistics that its own queries are part of."""
-        assert self.policy.observed is not None
-        return SCORES[self.policy.observed].counted(evidence, self.policy.observed_settings)
+        """The evidence with running statistics that its own queries are part of, if they are wanted."""
+        policy = self.policy
+        if policy is None or policy.observed is None or not self.wants.running:
+            return evidence
+        return SCORES[policy.observed].counted(evidence, policy.observed_settings)
 
     def score(self, evidence: Evidence, batch: BatchContext) -> Score:
         """The policy's score of one layer."""
+        assert self.policy is not None
         learned = None
-        if self.policy.learned and evidence.learned_BHT is not None and not hasattr(self.gates, "noted"):
-            unit = unit_of(self.gates)
-            learned = masked_score(evidence.learned_BHT, evidence.exists_BHT, unit)
-        elif self.policy.learned:
+        if self.learned and evidence.learned_BHT is not None and not hasattr(self.gates, "noted"):
+            learned = masked_score(evidence.learned_BHT, evidence.exists_BHT, unit_of(self.gates))
+        elif self.learned:
             learned = self.gates.score(evidence)
         observed = None if self.scorer is None else self.scorer(evidence)
         return score_entries(self.policy, evidence, learned=learned, observed=observed, seeds_B=batch.seeds_B)
 
-    def plan(self, call: Arriving, batch: BatchContext, stock: Stock | None = None) -> Plan:
-        """What is settled before any layer is scored, and what can be found to be wrong by then."""
+    def plan(self, call: Arriving, batch: BatchContext) -> Plan:
+        """What is known before any layer is scored, and what can be found to be wrong by then."""
+        assert self.policy is not None and self.budget is not None
         size = call.element_size
         shapes = [
             LayerShape(own.num_kv_heads, own.entry_width * size, element_size=size) for own in self.layers
         ]
-        plan = plan_of(
-            self.policy,
-            self.budget,
-            call.valid_BT,
-            shapes,
-            batch.pinned_BT,
-            stock=stock,
-            short_tokens=self.short_tokens,
-        )
+        given = self.policy, self.budget, call.valid_BT, shapes, batch.pinned_BT
+        plan = plan_of(*given, stock=call.stock, short_tokens=self.short_tokens)
         lengths_B, short = call.valid_BT.sum(-1).tolist(), []
         for row, (covered, length) in enumerate(zip(plan.covers_B, lengths_B, strict=True)):
             if not covered and length < self.window:
@@ -183,157 +229,178 @@ class EvictionRequest:
                 )
         return plan.hold_whole(short, call.valid_BT) if short else plan
 
-    def decide(self, evidence: Sequence[Evidence], batch: BatchContext) -> list[Keep]:
-        """Keep masks of all layers at once, of evidence that shows everything."""
-        return self.joint_eviction(evidence, batch).keeps()
+    def begin(
+        self, batch: BatchContext, call: Arriving, *, joint: bool = False, spared: Collection[int] = ()
+    ) -> "Eviction | None":
+        """Start an eviction, and refuse what cannot be; None keeps everything.
 
-    def joint_eviction(self, evidence: Sequence[Evidence], batch: BatchContext) -> "JointReEviction":
-        """An eviction that has looked at all layers, of evidence that shows everything."""
+        Args:
+            batch: seeds and pins of the batch.
+            call: padding of all tokens seen, and what there is to choose from.
+            joint: decide on all layers in the end, rather than on each as it comes.
+            spared: sequences from which nothing goes this time.
+        """
+        if self.function is not None:
+            return ByFunction(self.function, joint)
+        return None if self.policy is None else ByPolicy(self, batch, call, joint=joint, spared=spared)
+
+    @without_autocast
+    def decide(self, evidence: Sequence[Evidence], batch: BatchContext) -> "Eviction | None":
+        """An eviction that has seen all layers, of evidence that shows everything; None keeps it."""
         first, size = evidence[0], evidence[0].keys_BHTD.element_size()
-        call = Arriving(first.valid_BT, size, stock_of(evidence))
-        step = JointReEviction(self, batch, call)
-        for layer in evidence:
-            step.look(layer, None)
-        return step
+        eviction = self.begin(batch, Arriving(first.valid_BT, size, stock_of(evidence)), joint=True)
+        if eviction is not None:
+            for layer in evidence:
+                eviction.look(layer)
+        return eviction
 
 
-class OneByOne:
-    """A function of one layer's evidence, whenever it is asked."""
+class ByFunction:
+    """An eviction by a function of one layer's evidence."""
 
-    rows: list[int] | None = None
+    rows: list[int] | None = None  # the sequences that are decided on; None: all
+    lower: Sequence[Tensor | None] = ()
+    held_whole: Sequence[int] = ()
+    crosses_layers = idle = False
 
-    def __init__(self, keep: Callable[[Evidence], Keep]):
-        self.keep = keep
+    def __init__(self, function: Callable[[Evidence], Keep], joint: bool = False):
+        self.function, self.joint = function, joint
         self.kept: list[Keep] = []
 
-    def add(self, evidence: Evidence) -> tuple[Keep, Sequence[Tensor | None]]:
-        return self.keep(evidence), ()
+    def measure(self, element_size: int) -> None:
+        """Nothing depends on it."""
 
-    @property
-    def idle(self) -> bool:
-        return False
-
-    def look(self, evidence: Evidence, token_BT: Int[Tensor, "B T"] | None) -> None:
-        keep_BHT, shape = self.keep(evidence), tuple(evidence.exists_BHT.shape)
-        if tuple(keep_BHT.shape) != shape or keep_BHT.dtype != torch.bool:
+    def look(self, evidence: Evidence, token_BT: Int[Tensor, "B T"] | None = None) -> Keep | None:
+        keep_BHT, shape = self.function(evidence), tuple(evidence.exists_BHT.shape)
+        if not isinstance(keep_BHT, Tensor) or keep_BHT.dtype != torch.bool or keep_BHT.shape != shape:
+            shown = f"{keep_BHT.dtype} {tuple(keep_BHT.shape)}" if isinstance(keep_BHT, Tensor) else keep_BHT
             raise ValueError(
-                f"the policy function gave {keep_BHT.dtype} {tuple(keep_BHT.shape)} for layer "
-                f"{evidence.layer_idx}, which shows {shape[2]} columns: return a bool tensor "
-                f"{list(shape)}, True = "
-                "kept. At a later eviction the columns are the tokens that are still held."
+                f"the policy function gave {shown} for layer {evidence.layer_idx}, which shows {shape[2]} "
+                f"columns: return a bool tensor {list(shape)}, True = kept. At a later eviction the columns "
+                "are the tokens that are still held."
             )
+        if not self.joint:
+            return keep_BHT
         self.kept.append(keep_BHT)
+        return None
 
-    def keeps(self) -> list[Keep]:
+    def finish(self) -> list[Keep]:
         return self.kept
 
 
-class _Decides:
-    """A policy at work: its plan, the sequences that are decided on, and their part of the plan."""
+class ByPolicy:
+    """An eviction by a policy.
 
-    def _settle(
-        self, request: EvictionRequest, batch: BatchContext, call: Arriving, spared: Collection[int] = ()
-    ) -> None:
-        self.request, self.batch, self.call = request, batch, call
-        self.plan = request.plan(call, batch, call.stock)
-        covers_B = self.plan.covers_B
-        self.rows = [row for row, covered in enumerate(covers_B) if not covered and row not in spared]
-        self.part = self.plan if len(self.rows) == len(covers_B) else self.plan.select_batch(self.rows)
-
-
-class LayerByLayer(_Decides):
-    """A policy while a model first reads; lower layers may shrink as layers come."""
-
-    def __init__(self, request: EvictionRequest, batch: BatchContext, call: Arriving):
-        self._begin(request, batch, call)
-
-    def _begin(self, request: EvictionRequest, batch: BatchContext, call: Arriving) -> None:
-        self._settle(request, batch, call)
-        self.cascade = Cascade(self.part.shares) if self.rows else None
-
-    def measure(self, element_size: int) -> None:
-        """Settle it anew where keys come in another precision than weights are in (autocast), as long as no
-        layer has been decided on: bytes hold other entries then, and `rows` may be others.
-
-        Args:
-            element_size: bytes of a number of the keys.
-        """
-        if element_size != self.call.element_size and (self.cascade is None or not self.cascade.num_added):
-            self._begin(self.request, self.batch, replace(self.call, element_size=element_size))
-
-    def add(self, evidence: Evidence) -> tuple[Keep, Sequence[Tensor | None]]:
-        self.measure(evidence.keys_BHTD.element_size())
-        if self.cascade is None:
-            return evidence.exists_BHT, ()
-        part, batch = _part(self.rows, evidence, self.batch)
-        keep_BHT, lower = self.cascade.add(candidates_of(self.part, self.request.score(part, batch)))
-        return _beside_others(keep_BHT, self.rows, evidence.exists_BHT), lower
-
-
-class JointReEviction(_Decides):
-    """One eviction by a policy, of all layers at once.
-
-    Args:
-        request: the policy.
-        batch: seeds and pins of the batch.
-        call: padding of all tokens seen, and what there is to choose from.
-        spared: sequences from which nothing goes this time.
+    Attributes:
+        rows: the sequences that are decided on; all others keep everything.
+        joint: whether all layers are decided on in the end (`finish`), not each as it comes.
+        lower: after a look, what each lower layer still keeps of the entries that it holds of these
+            sequences; None for one that keeps them all.
     """
 
     def __init__(
-        self, request: EvictionRequest, batch: BatchContext, call: Arriving, spared: Collection[int] = ()
+        self,
+        bound: BoundPolicy,
+        batch: BatchContext,
+        call: Arriving,
+        *,
+        joint: bool = False,
+        spared: Collection[int] = (),
     ):
-        self._settle(request, batch, call, spared)
+        self.bound, self.batch, self.asked_jointly, self.spared = bound, batch, joint, spared
+        self.lower: Sequence[Tensor | None] = ()
         self.candidates: list[Candidates] = []
         self.whole: list[Keep] = []
+        self._plan(call)
+
+    def _plan(self, call: Arriving) -> None:
+        self.call, self.plan, self.num_looked = call, self.bound.plan(call, self.batch), 0
+        covers_B, correction = self.plan.covers_B, self.bound.correction
+        self.rows = [row for row, covered in enumerate(covers_B) if not covered and row not in self.spared]
+        self.part = self.plan if len(self.rows) == len(covers_B) else self.plan.select_batch(self.rows)
+        self.cascade = Cascade(self.part.shares)
+        # A correction wants the final sets: cut again and again while layers come, an entry would be merged
+        # into one that goes later, and from there into one that is unlike it.
+        corrects = correction is not None and self.crosses_layers and bool(self.rows)
+        self.joint = self.asked_jointly or corrects
 
     @property
     def idle(self) -> bool:
         """Whether every budget holds all that there is, so that nothing goes."""
         return not self.rows
 
-    def look(self, evidence: Evidence, token_BT: Int[Tensor, "B T"] | None) -> None:
-        """Score one layer.
+    @property
+    def crosses_layers(self) -> bool:
+        """Whether what a layer keeps depends on other layers."""
+        return self.plan.shares.split.crosses_layers
+
+    @property
+    def held_whole(self) -> Sequence[int]:
+        """Short sequences that are held whole, by number."""
+        return self.plan.shares.totals.whole
+
+    def measure(self, element_size: int) -> None:
+        """Plan anew where keys come in another precision than weights are in (autocast), as long as no layer
+        was shown: bytes hold other entries then, and `rows` may be others.
+
+        Args:
+            element_size: bytes of a number of the keys.
+        """
+        if element_size != self.call.element_size and not self.num_looked:
+            self._plan(replace(self.call, element_size=element_size))
+
+    def look(self, evidence: Evidence, token_BT: Int[Tensor, "B T"] | None = None) -> Keep | None:
+        """Look at the next layer.
 
         Args:
             evidence: what it shows; its columns may be some of the tokens seen.
             token_BT: the token of each column; None where columns are the tokens.
+
+        Returns:
+            its keep mask; None where all layers are decided on in the end.
         """
-        self.whole.append(evidence.exists_BHT)
+        whole_BHT, self.lower = evidence.exists_BHT, ()
+        self.num_looked += 1
+        if self.joint:
+            self.whole.append(whole_BHT)
         if not self.rows:
-            return
+            return None if self.joint else whole_BHT
         part, batch = _part(self.rows, evidence, self.batch)
-        protected_BT = None
+        protected_BT = place_BT = None
         if token_BT is not None:
             device = part.valid_BT.device
             tokens_BT = token_BT.to(device)[torch.tensor(self.rows, device=device)]
             protected_BT = self.part.protected_BT.to(device).gather(1, tokens_BT) & part.valid_BT
-        score = self.request.score(part, batch)
-        place_BT = None if token_BT is None else part.places_BT
-        self.candidates.append(candidates_of(self.part, score, protected_BT, place_BT=place_BT))
+            place_BT = part.places_BT
+        score = self.bound.score(part, batch)
+        candidates = candidates_of(self.part, score, protected_BT, place_BT=place_BT)
+        if self.joint:
+            self.candidates.append(candidates)
+            return None
+        keep_BHT, self.lower = self.cascade.add(candidates)
+        return _with_others(keep_BHT, self.rows, whole_BHT)
 
-    def keeps(self) -> list[Keep]:
-        """Which columns each layer keeps."""
+    def finish(self) -> list[Keep]:
+        """Decide on all layers: which columns each keeps."""
         if not self.rows:
             return self.whole
-        kept = keep_masks(self.part, self.candidates)
-        return [
-            _beside_others(keep_BHT, self.rows, whole_BHT)
-            for keep_BHT, whole_BHT in zip(kept, self.whole, strict=True)
-        ]
+        kept = zip(keep_masks(self.part, self.candidates), self.whole, strict=True)
+        return [_with_others(keep_BHT, self.rows, whole_BHT) for keep_BHT, whole_BHT in kept]
+
+
+Eviction = ByPolicy | ByFunction
 
 
 def _part(rows: list[int], evidence: Evidence, batch: BatchContext) -> tuple[Evidence, BatchContext]:
     """Of some of the sequences."""
     if len(rows) == evidence.valid_BT.shape[0]:
         return evidence, batch
-    return evidence.select_batch(torch.tensor(rows, device=evidence.valid_BT.device)), batch.select_batch(
-        rows
-    )
+    idx = torch.tensor(rows, device=evidence.valid_BT.device)
+    return evidence.select_batch(idx), batch.select_batch(rows)
 
 
-def _beside_others(keep_BHT: Bool[Tensor, "rows H T"], rows: list[int], whole_BHT: Keep) -> Keep:
-    """Keep masks of some of the sequences, beside all that the others have."""
+def _with_others(keep_BHT: Bool[Tensor, "rows H T"], rows: list[int], whole_BHT: Keep) -> Keep:
+    """Keep masks of some of the sequences, together with all that the others have."""
     if len(rows) == whole_BHT.shape[0]:
         return keep_BHT
     full_BHT = whole_BHT.clone()

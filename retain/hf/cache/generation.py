@@ -27,7 +27,8 @@ class Generation:
         self.room: int | None = None
         self.asked = False
         self.ids_BT: Int[Tensor, "B T"] | None = None  # as `generate` has them, with those that it sampled
-        self.sampled = self.in_graph = 0
+        self.sampled = self.in_graph = self.began = 0  # `began`: tokens seen when the first was sampled
+        self.rows: StaticDecoding | None = None  # while this `generate` runs: the last that was
 
     @contextmanager
     def running(
@@ -40,12 +41,14 @@ class Generation:
             state: of the cache.
             width: tokens, padding included, of a prompt that it reads in chunks; None: at once.
             attention_mask: of that prompt.
-            room: tokens that may come, where steps are to be compiled; None: they are not.
+            room: tokens that may come, where steps are to be compiled; 0: beams come; None: they are not.
         """
         before, self.runs = self.runs, True
         self.forget()
         state.decodes = False
-        why = refused(state) if room is not None else None
+        why = (
+            None if room is None else refused(state) if room else "beams select among sequences at each step"
+        )
         self.room = None if why else room
         if room is not None:
             state.decoded = f"as written: {why}" if why else None
@@ -88,13 +91,18 @@ class Generation:
         """Decode in one graph from here on, if steps are to be compiled."""
         if self.room is None:
             return
-        read = max(0, self.sampled - 1)  # of the sampled tokens the last is still to come
+        if not self.sampled:
+            self.began = state.num_seen
+        read = state.num_seen - self.began
         if (steps := steps_unseen(state, self.room - read)) < 1:
             return
         if (why := unlike(state)) is not None:
             state.decoded = f"as written: {why}"
             return
-        self.static = StaticDecoding(state, steps, read)
+        if self.rows is None or not self.rows.is_whole():
+            self.rows = StaticDecoding(state, self.room - read)
+        self.static = self.rows
+        self.static.enter(steps, read)
 
     def decode_as_written(self, state: State) -> None:
         """Go on as written."""

@@ -15,10 +15,10 @@ from torch import Tensor
 from retain.attention.rotary import Rotary
 from retain.budget.statement import Stock
 from retain.cache.dense_view import DenseView, align_last, dense_view, last_tokens
+from retain.cache.layer_store import Store
 from retain.cache.store import LOG_WEIGHT, tail_index_RS
-from retain.cache.tiered_store import Store, plain_of
 from retain.evidence import Evidence, RunningStatistics, in_reach
-from retain.hf.cache.bound_policy import BoundPolicy
+from retain.hf.cache.eviction_request import BoundPolicy
 from retain.hf.cache.layer import Layer, joined
 from retain.hf.cache.state import History
 from retain.hf.model.layout import LayerSpec
@@ -135,8 +135,7 @@ def _shown(columns: DenseView, store: Store, name: str, wanted: bool) -> Tensor:
     looks."""
     if wanted:
         return columns.gather(store.keys_CD if name == "keys" else store.values_CD)
-    plain = plain_of(store)
-    like = plain.keys_CD if name == "keys" else plain.values_CD
+    like = store.plain.keys_CD if name == "keys" else store.plain.values_CD
     return like.new_full((), float("nan")).expand(*columns.held_BHT.shape, like.shape[-1])
 
 
@@ -188,7 +187,7 @@ def _tail(
 ) -> Evidence:
     """The last tokens alone, as if nothing had come before: enough for what looks at one entry at a time."""
     assert layer.store is not None
-    store, num_tokens = plain_of(layer.store), valid_BS.shape[1]
+    store, num_tokens = layer.store.plain, valid_BS.shape[1]
     (B, H), device = store.lengths_BH.shape, store.device
     index_RS, real_RS = tail_index_RS(store, valid_BS)
     keys_BHTD, values_BHTD = (
@@ -219,9 +218,8 @@ def _tail(
 def remembered(evidence: Evidence, bound: BoundPolicy) -> Evidence:
     """What of a layer is held until the lookahead tokens have asked: besides its keys and values, what the
     policy's own score looks at."""
-    wants, request = bound.wants, bound.request
-    assert request is not None
-    if request.scorer is not None:  # nobody knows what a foreign scorer looks at
+    wants = bound.wants
+    if bound.scorer is not None:  # nobody knows what a foreign scorer looks at
         return evidence
     evidence = bound.counted(evidence)
     queries_BQSD = evidence.queries_BQSD

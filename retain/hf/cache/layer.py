@@ -15,8 +15,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from retain.cache.layer_store import Store
 from retain.cache.static_rows import StaticRows
-from retain.cache.tiered_store import Store
+from retain.cache.step_rows import StepRows
+
+# Decoded tokens whose queries and attention inputs are held before they are looked at, where no eviction is
+# due.
+MOST_UNNOTED = 128
 
 
 def joined(chunks: list[Tensor], dim: int = 1) -> Tensor:
@@ -109,6 +114,7 @@ class Layer(CacheLayerMixin):
         self.values: Tensor | None = None
         self.store: Store | None = None
         self.static: StaticRows | None = None  # while steps are decoded in one graph
+        self.quick: StepRows | None = None  # of a step that appends and attends in one call
         self.recent = Recent()
         self.stream_BSE: Tensor | None = None  # from the decoder layer's hook to its attention's, no longer
         self.seen = 0

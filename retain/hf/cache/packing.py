@@ -2,23 +2,22 @@
 once enough were decoded.
 """
 
-from retain.cache.tiered_store import TieredStore
-from retain.hf.cache.eviction_request import LayerByLayer, OneByOne
+from retain.hf.cache.eviction_request import Eviction
 from retain.hf.cache.state import State
 from retain.hf.intercept.forward_call import Call
 from retain.precision import GROUP
 
 
-def packs_now(state: State, eviction: LayerByLayer | OneByOne | None, call: Call) -> bool:
+def packs_now(state: State, eviction: Eviction | None, call: Call) -> bool:
     """Whether a layer of a first forward is packed as soon as it is cut, or later, since entries of it may
     still go: as other layers come, once it was read, or once all of a prompt was.
 
     Args:
         eviction: that cuts it; None: it is kept whole.
     """
-    if isinstance(eviction, LayerByLayer):
-        return not eviction.plan.shares.split.crosses_layers
-    if eviction is not None or state.bound_policy.keeps_all:
+    if eviction is not None:
+        return not eviction.crosses_layers
+    if state.bound_policy.keeps_all:
         return True
     return not (state.due(call) or _prompt_comes(state, call.mask_BT.shape[1]))
 
@@ -46,6 +45,5 @@ def pack(state: State, *, read: bool) -> None:
     if noted and (read or state.num_seen - state.packed_at >= GROUP):
         with state.changing():
             for store in state.stores:
-                if isinstance(store, TieredStore):
-                    store.pack_()
+                store.pack_()
         state.packed_at = state.num_seen

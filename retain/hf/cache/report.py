@@ -10,9 +10,10 @@ from itertools import groupby
 from typing import Any
 
 import torch
+from jaxtyping import Int64
+from torch import Tensor
 from torch.nn.functional import pad
 
-from retain.budget.budget_table import BudgetTable
 from retain.cache.attend import path_named
 from retain.cache.static_rows import spare_bytes
 from retain.evidence import Evidence
@@ -21,6 +22,49 @@ from retain.hf.cache.state import State
 from retain.hf.intercept.interceptor import InterceptedCache
 from retain.hf.model import pass_through_layers
 from retain.kernels.ragged_attention import path_of
+
+# A table of more heads than these shows their range and not each of them.
+WIDEST = 16
+
+
+@dataclass(frozen=True)
+class BudgetTable:
+    """Entries that each layer and head holds, as a table of one row a layer; a batch shows the mean of its
+    sequences.
+
+    Args:
+        held_BLH: per sequence, layer and KV head.
+        seen_B: tokens that each sequence has seen.
+        policy: name of the policy.
+    """
+
+    held_BLH: Int64[Tensor, "B L H"]
+    seen_B: Int64[Tensor, " B"]
+    policy: str = ""
+
+    @property
+    def share_LH(self) -> Tensor:
+        """Share of what was seen that each head holds, mean over the sequences."""
+        return (self.held_BLH / self.seen_B.clamp_min(1)[:, None, None]).mean(0)
+
+    def __str__(self) -> str:
+        B, _, H = self.held_BLH.shape
+        each = H <= WIDEST
+        held_LH = self.held_BLH.double().mean(0)
+        names = [f"head {h}" for h in range(H)] if each else ["least", "most"]
+        head = f"{'':>9} {'all':>10} {'of seen':>8} " + " ".join(f"{name:>8}" for name in names)
+        title = f"entries held, policy {self.policy}" + (f", mean of {B} sequences" if B > 1 else "")
+        lines = [title, head]
+        shares = self.share_LH
+        for idx, row in enumerate(held_LH):
+            cells = row.tolist() if each else [float(row.min()), float(row.max())]
+            numbers = " ".join(f"{cell:>8,.0f}" for cell in cells)
+            lines.append(
+                f"{f'layer {idx}':>9} {float(row.sum()):>10,.0f} {float(shares[idx].mean()):>8.1%} {numbers}"
+            )
+        total = float(held_LH.sum())
+        lines.append(f"{'total':>9} {total:>10,.0f} {float(shares.mean()):>8.1%}")
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -189,9 +233,9 @@ class ReportingCache(InterceptedCache):
             beside = layer.recent.num_bytes
             if layer.store is not None:
                 held, allocated = layer.store.entries_held, layer.store.bytes_allocated
-                entry = layer.store.entry_bytes
+                entry = layer.store.plain.entry_bytes
                 num_bytes = layer.store.bytes_held - int(state.unused_bytes_B(layer.store).sum())
-                paths.append(path_named(layer.store.path))
+                paths.append(path_named(layer.store.plain.path))
             elif layer.keys is not None:
                 dense = layer.dense()
                 held, allocated = seen, sum(tensor.untyped_storage().nbytes() for tensor in dense)
@@ -213,8 +257,7 @@ class ReportingCache(InterceptedCache):
         path = "; ".join(dict.fromkeys(paths)) or "nothing is held yet"
         bound, whole = state.bound_policy, tuple(state.held_whole)
         parts = tuple(rows), total_of(rows), tuple(alone)
-        gates = None if bound.request is None else bound.request.gates_source
-        return Report(bound.name, path, *parts, self.evictions, whole, gates, state.decoded)
+        return Report(bound.name, path, *parts, self.evictions, whole, bound.gates_source, state.decoded)
 
     def budgets(self) -> BudgetTable:
         """Entries that each sequence, layer and KV head holds; `print` shows a table.

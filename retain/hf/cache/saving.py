@@ -3,14 +3,14 @@
 The file (`retain.cache.file_format`) holds the entries as they are held (no slack), what stands beside them,
 what the last tokens showed and no eviction has looked at yet, the states of layers that are left alone, and
 the history; its header says policy, budget, regime and counters. It has `bytes_held()` bytes of keys and
-values; with `bits=4` some third of that (`retain.cache.tier_file`), and what is loaded is no longer exact. On
-top: 4 bytes an entry (its position) and what the policy keeps beside it, 4 bytes a row of a tier, 17 a token
-seen, 8 a sequence, the queries and attention inputs that the next eviction will look at (regimes that evict
-again), the states of layers left alone, and a header below 1 KiB a layer, plus 8 KiB.
+values; with `bits=4` some third of that, and what is loaded is no longer exact. On top: 4 bytes an entry (its
+position) and what the policy keeps beside it, 4 bytes a row, 17 a token seen, 8 a sequence, the queries and
+attention inputs that the next eviction will look at (regimes that evict again), the states of layers left
+alone, and a header below 1 KiB a layer, plus 8 KiB.
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,36 +18,24 @@ from torch import Tensor, nn
 
 from retain import config
 from retain.cache.file_format import (
+    CODED,
     COUNTERS,
-    LATER,
-    NAMED,
+    PRECISION,
     check_model,
-    counters_of,
-    named_rule,
+    layer_store_of,
+    layer_tensors,
+    precision_of,
     read_file,
     within,
     write_file,
-    wrong_counters,
 )
-from retain.cache.tier_file import (
-    CODED,
-    Coded,
-    coded,
-    precision_of,
-    tier_header,
-    tier_tensors,
-    tiered_store_of,
-    wrong_tiers,
-)
-from retain.cache.tiered_store import plain_of
 from retain.hf.cache.batch_context import pinned_of, pins_of, seeds_from
-from retain.hf.cache.bound_policy import BoundPolicy
+from retain.hf.cache.eviction_request import BoundPolicy
 from retain.hf.cache.layer import Recent, joined
 from retain.hf.cache.state import History
 from retain.hf.model import pass_through_layers
 from retain.hf.model.decoder import base_model, describe
 from retain.hf.model.identity import identity_of, marks_of
-from retain.hf.model.layout import LayerSpec
 from retain.kernels.codes import BITS
 from retain.presets import Policy
 from retain.protection import spans_by_sequence
@@ -58,13 +46,13 @@ if TYPE_CHECKING:
 
 # How a rule can be made again: from its settings, from its settings and a function, from a function, or from
 # nothing.
-SCORER, FUNCTION, EVERYTHING = "scorer", "function", "everything"
+NAMED, SCORER, FUNCTION, EVERYTHING = "named", "scorer", "function", "everything"
 
 
 def save(cache: "Cache", path: str | os.PathLike[str], bits: int | None = None) -> Path:
     """Write a conversation to one file; an older one survives until the new one is complete on disk.
 
-    Needs memory on the host for one copy of what is held; with `bits`, for two of the codes.
+    Needs memory on the host for one copy of what is written.
 
     Args:
         cache: that has read something, between two forwards.
@@ -94,8 +82,7 @@ def save(cache: "Cache", path: str | os.PathLike[str], bits: int | None = None) 
             "prefill with a policy of None to keep everything), then save."
         )
     path = Path(path)
-    codes = None if bits is None else coded(state.stores, int(bits))
-    write_file(path, _header(cache, codes), _tensors(cache, codes))
+    write_file(path, _header(cache, bits), _tensors(cache, bits))
     return path
 
 
@@ -134,11 +121,9 @@ def _made(
     """The cache that a sound file describes."""
     layers = describe(model)
     check_model(header, identity_of(model), layers[0].dtype, path)
-    if wrong := next(_wrong(header, tensors, layers), None):
-        raise ValueError(f"{path} holds {wrong}: it was changed, or another program wrote it.")
+    seeds_from(header["seeds"])
     bound, regime = header["rule"], header["regime"]
-    # Files that do not say were written when short sequences were refused.
-    short, short_tokens = header.get("short", ("raise", 256))
+    short, short_tokens = header["short"]
     cache = cls(
         model,
         **_request(bound, path, gates, policy),
@@ -151,31 +136,20 @@ def _made(
     state = cache.state
     state.marks = marks_of(model)
     if bound["kind"] == EVERYTHING:
-        state.bound_policy = BoundPolicy(
-            bound["name"], held_in=None if "precision" not in bound else precision_of(bound)
-        )
+        state.bound_policy = BoundPolicy(bound["name"], precision=precision_of(bound))
     _check_gates(bound, state.bound_policy, path)
     state.stated = (state.bound_policy, state.regime, header["seeds"], header["pinned"])
     state.seeds, state.pinned = header["seeds"], header["pinned"]
-    for name, value in counters_of(header).items():
-        setattr(state, name, value)
-    state.held_whole = header.get("held_whole", [])
+    for name in COUNTERS:
+        setattr(state, name, header[name])
+    state.held_whole = header["held_whole"]
     _fill(cache, header, tensors, model)
     state.pinned = pins_of(state.pinned, cache.batch_size)
     pinned_of(state.pinned, state.valid_BT)  # refuses spans that are none
     return cache
 
 
-def _wrong(
-    header: Mapping[str, Any], tensors: Mapping[str, Tensor], layers: Sequence[LayerSpec]
-) -> Iterator[str]:
-    """What of a file cannot be: counters that are no numbers, tensors of other shapes or kinds."""
-    yield from wrong_counters(header, len(tensors["history.valid"]))
-    seeds_from(header["seeds"])
-    yield from wrong_tiers(header, tensors, layers)
-
-
-def _tensors(cache: "Cache", codes: Coded | None = None) -> Iterator[tuple[str, Tensor]]:
+def _tensors(cache: "Cache", bits: int | None = None) -> Iterator[tuple[str, Tensor]]:
     """Everything that is no setting, by the name that it has in the file."""
     state = cache.state
     history = state.history
@@ -187,12 +161,11 @@ def _tensors(cache: "Cache", codes: Coded | None = None) -> Iterator[tuple[str, 
         yield "history.ids", history.token_ids_BT
     if state.announced_BT is not None:
         yield "history.announced", state.announced_BT
-    for number, (spec, layer) in enumerate(zip(state.specs, state.ragged, strict=True)):
+    for spec, layer in zip(state.specs, state.ragged, strict=True):
         where = f"layer.{spec.layer_idx}"
         assert layer.store is not None
-        plain = None if codes is None else codes.tensors[number]
-        for name, tensor in tier_tensors(layer.store, plain).items():
-            yield f"{where}.store.{name}", tensor
+        for name, tensor in layer_tensors(layer.store, bits).items():
+            yield f"{where}.{name}", tensor
         recent = layer.recent
         if recent.num_queries:
             yield f"{where}.recent.queries", recent.last_queries(recent.num_queries)
@@ -204,11 +177,10 @@ def _tensors(cache: "Cache", codes: Coded | None = None) -> Iterator[tuple[str, 
             yield f"layer.{idx}.state.{name}", tensor
 
 
-def _header(cache: "Cache", codes: Coded | None = None) -> dict[str, Any]:
+def _header(cache: "Cache", bits: int | None = None) -> dict[str, Any]:
     """Everything that is no tensor."""
     state = cache.state
-    stores = {spec.layer_idx: store for spec, store in zip(state.specs, state.stores, strict=True)}
-    counters = {name: getattr(state, name) for name in COUNTERS}
+    precision = next((store.precision for store in state.stores if store.precision is not None), None)
     seeds = None if state.seeds is None else [int(seed) for seed in state.seeds]
     return {
         "fingerprint": identity_of(cache.model),
@@ -220,21 +192,26 @@ def _header(cache: "Cache", codes: Coded | None = None) -> dict[str, Any]:
         "held_whole": state.held_whole,
         "seeds": seeds,
         "pinned": _spans(state.pinned),
-        **{name: value for name, value in counters.items() if name not in LATER or value != LATER[name]},
-        **tier_header(stores),
-        **({} if codes is None else {CODED: codes.record}),
+        PRECISION: None if precision is None else config.to_mapping(precision),
+        **{name: getattr(state, name) for name in COUNTERS},
+        CODED: bits,
     }
 
 
 def _described(bound: BoundPolicy) -> dict[str, Any]:
     """A rule, as far as a file can hold one."""
-    if bound.request is None:
+    if bound.policy is None or bound.budget is None:
         kind = EVERYTHING if bound.function is None else FUNCTION
-        held_in = {} if bound.held_in is None else {"precision": config.to_mapping(bound.held_in)}
-        return {"kind": kind, "name": bound.name, **held_in}
-    request = bound.request
-    named = named_rule(request.policy, request.budget, getattr(request.gates, "metadata", {}).get("sha256"))
-    return named | {"kind": NAMED if request.scorer is None else SCORER, "name": bound.name}
+        held_in = None if bound.precision is None else config.to_mapping(bound.precision)
+        return {"kind": kind, "name": bound.name, PRECISION: held_in}
+    stated = {name: value for name, value in config.to_mapping(bound.budget).items() if value is not None}
+    return {
+        "kind": NAMED if bound.scorer is None else SCORER,
+        "name": bound.name,
+        "policy": config.to_mapping(bound.policy),
+        "budget": stated,
+        "gates": getattr(bound.gates, "metadata", {}).get("sha256"),
+    }
 
 
 def _spans(pins: Any) -> Any:
@@ -275,7 +252,7 @@ def _request(bound: Mapping[str, Any], path: Any, gates: Any, policy: Any) -> di
 def _check_gates(saved: Mapping[str, Any], bound: BoundPolicy, path: Any) -> None:
     """Refuse gates that are not those that scored the entries which are held."""
     then = saved.get("gates")
-    now = None if bound.request is None else getattr(bound.request.gates, "metadata", {}).get("sha256")
+    now = getattr(bound.gates, "metadata", {}).get("sha256")
     if then is not None and now is not None and then != now:
         raise ValueError(
             f"the cache in {path} was evicted with gates {then[:12]}, and these are {now[:12]} (sha256): "
@@ -297,9 +274,9 @@ def _fill(cache: "Cache", header: Mapping[str, Any], tensors: Mapping[str, Tenso
     for spec, layer in zip(state.specs, state.ragged, strict=True):
         saved = within(tensors, f"layer.{spec.layer_idx}.")
         own = {name: tensor.to(spec.device) for name, tensor in saved.items()}
-        store = tiered_store_of(header, within(own, "store."), spec, state.slack)
-        layer.store, layer.seen = store, cache.num_seen
-        layer.lazy_initialization(plain_of(store).keys_CD, plain_of(store).values_CD)
+        sizes = spec.num_kv_heads, spec.head_dim, spec.dtype
+        layer.store, layer.seen = layer_store_of(header, own, *sizes, state.slack), cache.num_seen
+        layer.lazy_initialization(layer.store.plain.keys_CD, layer.store.plain.values_CD)
         kinds = ("queries", "hidden", "stream")
         shown = {name: [own[f"recent.{name}"]] for name in kinds if f"recent.{name}" in own}
         layer.recent = Recent(**shown)

@@ -15,13 +15,13 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from retain.cache.dense_view import last_tokens
+from retain.cache.layer_store import Store
 from retain.cache.store import RaggedStore
-from retain.cache.tiered_store import Store, TieredStore, log_weight_bytes_B
 from retain.correction.cuts import correct_
 from retain.correction.merge import Merge
 from retain.evidence import Evidence, in_reach
 from retain.hf.cache.batch_context import BatchContext
-from retain.hf.cache.bound_policy import BoundPolicy
+from retain.hf.cache.eviction_request import BoundPolicy
 from retain.hf.cache.layer import Layer
 from retain.hf.cache.regime import Regime
 from retain.hf.intercept.forward_call import Call
@@ -328,7 +328,7 @@ class State:
         alone: nothing went of it, and what is added to its logits is zero."""
         seen_B = torch.tensor(self.history.lengths_B if self.history else [], device=store.device)
         whole_B = store.lengths_BH.sum(-1) == seen_B * store.num_heads
-        return log_weight_bytes_B(store) * whole_B
+        return store.log_weight_bytes_B * whole_B
 
     def held_BL(self) -> tuple[tuple[int, ...], ...]:
         """Entries that each sequence holds in each layer, in one transfer."""
@@ -380,16 +380,14 @@ class State:
         correction = None if keep_BHT is None else correction
         keep_BHT = exists_BHT if keep_BHT is None else keep_BHT.to(keys.device) & exists_BHT
         positions_BT = positions_BT.to(keys.device)
-        store = RaggedStore.from_dense(keys, values, positions_BT, keep_BHT, self.slack, beside=beside)
+        plain = RaggedStore.from_dense(keys, values, positions_BT, keep_BHT, self.slack, beside=beside)
         if correction is not None:
-            correct_(store, keys, values, exists_BHT, keep_BHT, correction)
-        layer_store: Store = store
-        if precision is not None:
-            layer_store = tiered = TieredStore(store, precision)
-            if pack:
-                tiered.pack_()
+            correct_(plain, keys, values, exists_BHT, keep_BHT, correction)
+        store = Store(plain, precision)
+        if pack:
+            store.pack_()
         layer.keys = layer.values = None
-        return layer_store
+        return store
 
     def fork(self) -> "State":
         """A copy that goes its own way. Of a dense prefill nothing is copied until a fork evicts."""

@@ -12,13 +12,15 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from retain.cache.static_rows import StaticRows, pool_of, rounded
-from retain.cache.store import RaggedStore
-from retain.hf.cache.layer import Layer
+from retain.cache.layout import normal_tensors
+from retain.cache.static_rows import Pool, StaticRows, packed_of, pool_of, rounded
+from retain.cache.store import LOG_WEIGHT, RaggedStore
+from retain.hf.cache.layer import MOST_UNNOTED, Layer
 from retain.hf.cache.state import State
 from retain.hf.model.families import SLIDING
+from retain.hf.model.layout import LayerSpec
 from retain.kernels.decode_step import build, path_of
-from retain.kernels.ragged_attention.pages import PAGE
+from retain.precision import GROUP
 
 # Tokens to come for which rows are given places at once, at most.
 MOST_ROOM = 1024
@@ -26,39 +28,42 @@ MOST_ROOM = 1024
 
 def refused(state: State) -> str | None:
     """Why a cache decodes as written, in words; None: it may be static."""
-    bound = state.bound_policy
     if kinds := {left.kind for left in state.layout.alone.values()} - {SLIDING}:
         return f"the model has layers of another kind ({', '.join(sorted(kinds))})"
-    if bound.precision is not None:
-        return "entries are held in fewer bits"
-    wants = bound.wants
-    if _evicts_while_decoding(state) and (wants.learned or wants.running or wants.queries is None):
-        return "it is evicted from while it decodes, by what every step shows"
-    if "chunked" in state.regime.parts and not bound.keeps_all and wants.queries != 0:
-        return "later reads are evicted from by the queries of steps too"
     return None
 
 
 def unlike(state: State) -> str | None:
     """Why the layers of a cache that has read its prompt share no pool, in words; None: they may."""
-    alone = [state.layers[idx] for idx in state.layout.alone]
-    own = [layer.dense()[0] if layer.store is None else layer.store.keys_CD for layer in state.ragged]
-    kinds = {(one.shape[-1], one.dtype, one.device) for one in [*own, *(layer.keys for layer in alone)]}
+    stores = [layer.store for layer in state.ragged]
+    if len({store is not None and store.packed is not None for store in stores}) > 1:
+        return "some of its layers hold entries in fewer bits, and others none yet"
+    own = [layer.dense()[0] if layer.store is None else layer.store.plain.keys_CD for layer in state.ragged]
+    own += [state.layers[idx].keys for idx in state.layout.alone]
+    kinds = {(one.shape[-1], one.dtype, one.device) for one in own}
     return "its layers differ in width, precision or device" if len(kinds) > 1 else None
 
 
-def _evicts_while_decoding(state: State) -> bool:
-    return "decode" in state.regime.parts and not state.bound_policy.keeps_all
+def _looked_at(state: State) -> list[str]:
+    """What later evictions look at of tokens that are decoded, by the names of `Recent`."""
+    wants = state.bound_policy.wants
+    if state.bound_policy.keeps_all or not state.regime.again:
+        return []
+    asked = wants.queries != 0 or wants.running or wants.own_queries
+    return ["queries"] * asked + [name for name in ("hidden", "stream") if name in wants.inputs]
 
 
 def steps_unseen(state: State, most: int) -> int:
-    """Steps of which nothing need be seen, at most so many: an eviction while it decodes looks at the last
-    queries, which steps as written show it."""
-    if not _evicts_while_decoding(state):
-        return most
-    assert isinstance(state.bound_policy.wants.queries, int)
-    came = state.num_seen - (state.moments or [0])[-1]
-    return min(most, state.regime.every - came - max(1, state.bound_policy.wants.queries))
+    """Steps until one as written is due, at most so many: behind it an eviction runs, entries are packed, or
+    what later evictions want to know is noted."""
+    evicts = not state.bound_policy.keeps_all
+    if evicts and "decode" in state.regime.parts:
+        most = min(most, state.regime.every - 1 - (state.num_seen - (state.moments or [0])[-1]))
+    if evicts and state.regime.again:
+        most = min(most, MOST_UNNOTED - 1 - (state.num_seen - state.noted))
+    elif state.bound_policy.precision is not None:
+        most = min(most, GROUP - 1 - (state.num_seen - state.packed_at))
+    return most
 
 
 def _windowed(layer: Any, state: State) -> RaggedStore:
@@ -85,59 +90,133 @@ def _put_back(layer: Any, store: RaggedStore, came: int) -> None:
         setattr(layer, name, dense.view(B, H, held, -1))
 
 
+def _columns_of(store: Any) -> list[Tensor | None]:
+    """What a store holds, by which one that was laid out anew is told."""
+    columns = [*store.plain.columns.values(), store.plain.log_weight_C]
+    codes = store.packed
+    return columns if codes is None else [*columns, *codes.columns.values(), codes.key_scales_G2D]
+
+
+@normal_tensors()
+def _to_show(state: State, spec: LayerSpec) -> dict[str, Tensor]:
+    """Room for what later evictions look at of the tokens that come, of one layer."""
+    store = state.layers[spec.layer_idx].store
+    shape, shown = (MOST_UNNOTED, state.batch_size), {}
+    for name in _looked_at(state):
+        width = (spec.num_heads, spec.head_dim) if name == "queries" else (spec.hidden_size,)
+        shown[name] = torch.zeros(*shape, *width, dtype=store.dtype, device=store.device)
+    return shown
+
+
 class StaticDecoding:
     """A cache whose layers are static rows.
 
     Args:
         state: of the cache, whose prompt was read.
-        room: tokens that may come.
-        before: tokens that this `generate` has sampled and read before.
+        room: tokens that may come in all.
     """
 
-    def __init__(self, state: State, room: int, before: int):
-        self.state, self.room, self.before = state, max(1, min(room, MOST_ROOM)), before
+    def __init__(self, state: State, room: int):
+        self.state = state
         for layer in state.ragged:
             if layer.store is None:
                 layer.store = state.cut_dense(layer, None, state.valid_BT, state.positions_BT)
         assert state.history is not None
         self.windowed = {idx: state.layers[idx] for idx in state.layout.alone}
-        stores: list[Any] = state.stores
+        stores: list[Any] = [store.plain for store in state.stores]
         stores += [_windowed(layer, state) for layer in self.windowed.values()]
+        coded: list[Any] = [store.packed for store in state.stores]
+        weighted = any(part is not None and part.log_weight_C is not None for part in (*stores, *coded))
         if stores[0].device.type == "cpu":
             build.load()
-        last_B = state.history.last_B
+        room = max(1, min(room, MOST_ROOM))
         with state.changing():
-            self.pool, offsets = pool_of(stores, self.room, state.num_seen, last_B)
-        work: list[tuple[Tensor | None, ...]] = [(None, None, None, None)] * len(stores)
-        if path_of(self.pool.keys_PD, self.pool.values_PV) == "triton":
-            from retain.kernels.decode_step.launch import tables
-
-            rooms = [[PAGE * count for count in store.pages.counts] for store in stores]
-            group = max(spec.num_heads // spec.num_kv_heads for spec in state.specs)
-            width = self.pool.values_PV.shape[1]
-            work = [own.tensors() for own in tables(rooms, group, width, stores[0].device, rounded)]
+            columns, offsets = pool_of(stores, self._until_written(room), weighted)
+            packed: list[Any] = packed_of(coded, room, weighted) if coded[0] is not None else []
+        with normal_tensors():
+            clock_1, seen_1 = torch.zeros(2, 1, dtype=torch.int64, device=stores[0].device)
+            last_B = torch.zeros(state.batch_size, dtype=torch.int64, device=stores[0].device)
+        entries = columns["keys"], columns["values"], columns["positions"]
+        self.pool = Pool(*entries, clock_1, seen_1, last_B, columns.get(LOG_WEIGHT))
         specs: dict[int, tuple[float | None, int | None]]
         specs = {spec.layer_idx: (spec.scaling, spec.window) for spec in state.specs}
         specs |= {idx: (None, layer.sliding_window) for idx, layer in self.windowed.items()}
         self.stores = dict(zip(specs, stores, strict=True))
-        for (idx, (scaling, window)), offsets_R1, own in zip(specs.items(), offsets, work, strict=True):
+        self.columns = [_columns_of(store) for store in state.stores]
+        self.rows: dict[int, StaticRows] = {}
+        for (idx, (scaling, window)), offsets_R1 in zip(specs.items(), offsets, strict=True):
             base_R = self.stores[idx].lengths_R.clone()
-            rows = StaticRows(self.pool, offsets_R1, base_R, idx == 0, scaling, window, own)
-            if idx in self.windowed:
-                state.layers[idx] = Layer(window)
-                state.layers[idx].is_sliding = True
-            state.layers[idx].static = rows
+            self.rows[idx] = StaticRows(self.pool, offsets_R1, base_R, idx == 0, scaling, window)
+        for spec, own, part in zip(state.specs, packed, coded, strict=False):
+            rows = self.rows[spec.layer_idx]
+            rows.packed, rows.bits, rows.span = own, part.codec.bits, part.codec.span
+        for spec in state.specs:
+            self.rows[spec.layer_idx].shown = _to_show(state, spec)
+        if path_of(self.pool.keys_PD, self.pool.values_PV) == "triton":
+            self._plan_work()
         for tensor in self._tensors():
             torch._dynamo.mark_static_address(tensor, guard=False)
 
+    def _plan_work(self) -> None:
+        """Cut the work of each layer for a GPU."""
+        from retain.kernels.decode_step.launch import tables
+
+        rooms = [
+            [offsets_R1.diff().tolist() for offsets_R1 in (*rows.packed[6:7], rows.offsets_R1)]
+            for rows in self.rows.values()
+        ]
+        group = max(spec.num_heads // spec.num_kv_heads for spec in self.state.specs)
+        work = tables(rooms, group, self.pool.values_PV.shape[1], self.pool.keys_PD.device, rounded)
+        for rows, own in zip(self.rows.values(), work, strict=True):
+            rows.work = own.tensors()
+
+    def _until_written(self, room: int) -> int:
+        """Tokens by which rows grow, of so many to come, until they are laid out anew or evicted from."""
+        state, evicts = self.state, not self.state.bound_policy.keeps_all
+        if evicts and "decode" in state.regime.parts:
+            room = min(room, state.regime.every)
+        if state.bound_policy.precision is not None:
+            # Packed entries leave these rows. As many whatever is to come, so that the size stays.
+            room = MOST_UNNOTED + GROUP if evicts and state.regime.again else GROUP
+        return room
+
+    def enter(self, steps: int, before: int) -> None:
+        """Let steps run in the graph.
+
+        Args:
+            steps: that may run until `leave`.
+            before: tokens that this `generate` has sampled and read before.
+        """
+        state, pool = self.state, self.pool
+        self.before, self.room = before, min(steps, *(store.free for store in self.stores.values()))
+        assert state.history is not None
+        with normal_tensors():
+            pool.clock_1.zero_()
+            pool.seen_1.fill_(state.num_seen)
+            pool.last_B.copy_(state.history.last_B)
+            for idx, rows in self.rows.items():
+                rows.base_R.copy_(self.stores[idx].lengths_R)
+                if rows.packed:
+                    rows.packed[7].copy_(state.layers[idx].store.packed.lengths_R)
+        for idx, layer in self.windowed.items():
+            state.layers[idx] = Layer(layer.sliding_window)
+            state.layers[idx].is_sliding = True
+        for idx, rows in self.rows.items():
+            state.layers[idx].static = rows
+
+    def is_whole(self) -> bool:
+        """Whether the layers still live in the pool, with a free place in each row, so that it can be entered
+        again."""
+        now = [_columns_of(store) for store in self.state.stores]
+        same = [[*map(id, columns)] for columns in now] == [[*map(id, columns)] for columns in self.columns]
+        return not self.windowed and same and all(store.free for store in self.stores.values())
+
     def _tensors(self) -> list[Tensor]:
-        rows = [layer.static for layer in self.state.layers]
-        tables = (one for own in rows for one in (own.offsets_R1, own.base_R, *own.work))
-        return [*self.pool.tensors(), *(one for one in tables if one is not None)]
+        return [*self.pool.tensors(), *(tensor for rows in self.rows.values() for tensor in rows.tensors())]
 
     def is_full(self, sampled: int) -> bool:
-        """Whether the next step finds no place, once a `generate` has sampled so many tokens, of which the
-        last is still to be read."""
+        """Whether the next step is not one of the graph, once a `generate` has sampled so many tokens, of
+        which the last is still to be read."""
         return sampled - 1 - self.before >= self.room
 
     @property
@@ -155,9 +234,13 @@ class StaticDecoding:
         state.layers[:] = [self.windowed.get(idx, layer) for idx, layer in enumerate(state.layers)]
         for layer in state.ragged:
             layer.static = None
-            layer.recent.queries = []  # of tokens before those that came
         if not came:
             return
+        for layer, spec in zip(state.ragged, state.specs, strict=True):
+            for name, column in self.rows[spec.layer_idx].shown.items():
+                # Heads before tokens; attention inputs have none.
+                axes = (1, 2, 0, 3) if name == "queries" else (1, 0, 2)
+                getattr(layer.recent, name).append(column[:came].permute(axes).contiguous())
         history = state.history
         assert history is not None
         last_B = history.last_B

@@ -95,14 +95,16 @@ class _BeforeModel:
         if isinstance(cache := cache_in(given), InterceptedCache):
             if cache.engine.is_static:
                 return None
-            _outside_graphs(_begin, cache, module, given, self.attachment.rotary)
+            _outside_graphs(_begin, cache, module, given, self.attachment)
         return _name_cache(module, args, kwargs)
 
 
-def _begin(cache: InterceptedCache, decoder: Any, given: dict[str, Any], rotary: Rotary | None) -> None:
+def _begin(cache: InterceptedCache, decoder: Any, given: dict[str, Any], attachment: "Attachment") -> None:
     """Start a forward on our cache, unless it was asked for what the cache cannot do."""
     _refuse(given, {"model.config": decoder.config}, OF_A_FORWARD)
-    cache.engine.begin(decoder, given, rotary)
+    if cache.engine.reads_stream:
+        attachment.hook_layers()
+    cache.engine.begin(decoder, given, attachment.rotary)
 
 
 def _after_model(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
@@ -115,19 +117,25 @@ def _after_model(module: nn.Module, args: tuple, kwargs: dict[str, Any], output:
 def _before_layer(layer_idx: int, module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     """Decoder-layer pre-hook: shows the cache the residual stream, if its gates look at that."""
     cache = cache_in(kwargs)
-    if not isinstance(cache, InterceptedCache) or cache.engine.is_static:
+    if not isinstance(cache, InterceptedCache):
         return
-    if cache.engine.reads_stream:
+    if cache.engine.is_static:
+        cache.layers[layer_idx].static.show("stream", hidden_of(args, kwargs))
+    elif cache.engine.reads_stream:
         _outside_graphs(cache.engine.show_stream, layer_idx, hidden_of(args, kwargs))
 
 
 def _before_attention(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
     """Attention pre-hook: lets the cache and the attention input travel to the attention function."""
-    cache = cache_in(kwargs)
+    cache = kwargs[CACHE] if CACHE in kwargs else cache_in(kwargs)
     if not isinstance(cache, InterceptedCache):
         return None
+    if not torch.compiler.is_compiling() and cache.engine.is_quick:
+        return args, {**kwargs, STEP: cache.layers[module.layer_idx].quick}
     if cache.engine.is_static:
-        return args, {**kwargs, STEP: cache.layers[module.layer_idx].static}
+        rows = cache.layers[module.layer_idx].static
+        rows.show("hidden", hidden_of(args, kwargs))
+        return args, {**kwargs, STEP: rows}
     step = _outside_graphs(cache.engine.expect, module.layer_idx, hidden_of(args, kwargs))
     return args, {**kwargs, STEP: step}
 
@@ -236,7 +244,7 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     before, criteria = engine.num_seen, given.get("stopping_criteria")
     room = _room(model, given, configs, ids)
     with engine.generating(None if chunk_size is None else ids.shape[1], mask, room) as hear:
-        if room is not None:
+        if room:
             given["stopping_criteria"] = StoppingCriteriaList([*(criteria or ()), _Heard(hear)])
         by_place = [given.pop(name) for name in names[: len(args)]]
         output = own(model, *by_place, **renamed(given))
@@ -249,17 +257,20 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _room(model: Any, given: Mapping[str, Any], configs: Mapping[str, Any], ids: Any) -> int | None:
-    """Tokens that a `generate` may add, where its steps are to be compiled; None: they are not."""
+    """Tokens that a `generate` may add, where its steps are to be compiled, 0 where that was asked for and
+    beams stand against it; None: they are not."""
 
     def stated(name: str) -> Any:
         return _stated(name, given, configs)[1]
 
     # On a GPU transformers would compile without being asked to: not until the kernel has met one.
     config = stated("compile_config")
-    if config is None or stated("disable_compile") or (stated("num_beams") or 1) > 1:
+    if config is None or stated("disable_compile"):
         return None
     if not (config._compile_all_devices or model.device.type == "cuda"):
         return None
+    if (stated("num_beams") or 1) > 1:
+        return 0
     if (most := stated("max_new_tokens")) is not None:
         return int(most)
     seen = ids.shape[1] if isinstance(ids, Tensor) else 0
@@ -340,6 +351,8 @@ class Attachment:
         self.num_handles = 0
         self.generating: list[Any] = []  # models before whose `generate` ours stands
         self.hooks: list[RemovableHandle] = []  # empty once it was taken away
+        self.evicting: list[int] = []  # layers that evict
+        self.hooks_layers = False  # whether there are hooks on these layers too, beside those on attention
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "num_handles": 0}
@@ -393,15 +406,21 @@ class Attachment:
             base.register_forward_pre_hook(_BeforeModel(self, base), with_kwargs=True),
             base.register_forward_hook(_after_model, with_kwargs=True),
         ]
+        self.evicting, self.hooks_layers = [], False
         for spec in specs:
-            before_layer = partial(_before_layer, spec.layer_idx)
-            for module, hook in (
-                (spec.module, _before_attention),
-                (base.layers[spec.layer_idx], before_layer),
-            ):
-                self.hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+            self.evicting.append(spec.layer_idx)
+            self.hooks.append(spec.module.register_forward_pre_hook(_before_attention, with_kwargs=True))
         for module in windowed(base):
             self.hooks.append(module.register_forward_pre_hook(_before_window, with_kwargs=True))
+
+    def hook_layers(self) -> None:
+        """Have decoder layers show the residual stream, from the first cache on whose gates look at it: to
+        others these hooks would be time alone."""
+        with _LOCK:
+            for layer_idx in () if self.hooks_layers or not self.hooks else self.evicting:
+                hook, layer = partial(_before_layer, layer_idx), self.base.layers[layer_idx]
+                self.hooks.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
+            self.hooks_layers = True
 
     def _guard(self, inner: Any) -> None:
         """Put our `generate` before that of a model, unless it is there, or somebody else's is."""

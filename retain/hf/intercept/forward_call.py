@@ -118,17 +118,15 @@ def read_call(
         raise ValueError(MASK_VALUES)
     if behind or forgotten and reads_prompt:
         raise ValueError(
-            "right padding: a row of the attention mask has 0 behind tokens of a prompt, or ends in 0. "
-            "Decoding continues after the last column, so pads there would stand between a prompt and its "
-            "continuation: set tokenizer.padding_side = 'left' (a learned prompt of peft takes no padding)."
+            "right padding: a row of the attention mask has 0 behind tokens of a prompt, or ends in 0: set "
+            "tokenizer.padding_side = 'left' (a learned prompt of peft takes no padding)."
         )
     if empty and seen + S >= (width or 0):
         raise ValueError("a sequence of this prompt is all padding: drop it from the batch.")
     if revived:
         raise ValueError(
-            "attention_mask shows tokens as real that were padding when the cache saw them, and padding is "
-            "never stored: continue the mask that the earlier call had, with 0 for what generate put "
-            "behind a sequence that has ended."
+            "attention_mask shows tokens as real that were padding when the cache saw them: continue the "
+            "mask of the earlier call, with 0 for what generate put behind a sequence that has ended."
         )
     if back and forgotten and positions is not None:
         # `last_B` may be that of a pad which `generate` put behind a finished row: what stays counts.
@@ -136,9 +134,8 @@ def read_call(
         back = bool(((positions_BS <= last_B1) & valid_BS).any())
     if disorder or back:
         raise ValueError(
-            "position_ids of a sequence do not increase from token to token (packed sequences, or a "
-            "continuation at an earlier position): give each sequence its own row, and let positions go on "
-            "where they were. After cache.prefill, or generate with padding, continue through generate or "
+            "position_ids of a sequence do not increase from token to token: give each sequence a row, and "
+            "let positions go on where they were. After a prompt with padding, continue through generate or "
             "pass position_ids: without them transformers counts padding too. And without an attention_mask "
             "generate takes every token that equals pad_token_id for padding: pass one."
         )

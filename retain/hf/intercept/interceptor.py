@@ -6,12 +6,9 @@ knows nothing else of a cache: `retain.Cache` holds one that evicts,
 `retain.hf.intercept.lookahead_pass.ReadCache` one that only reads.
 
 torch.compile breaks its graphs at the functions `outside_graphs`, and leaves alone what they call: what is
-held changes from token to token, and a graph of it would be compiled for each. Attention modules read their
-own number between two breaks, so one graph a layer is compiled of those: of a model with more layers than
-`torch._dynamo.config.recompile_limit` (8), the others run as written.
+held changes from token to token, and a graph of it would be compiled for each.
 """
 
-import inspect
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -58,11 +55,8 @@ def intercepted(previous: str | None) -> Callable[..., tuple[Tensor, Tensor | No
 
         def dense() -> tuple[Tensor, Tensor | None]:
             if previous is None:
-                raise ValueError(
-                    f"{type(module).__name__} attends, and nothing is known of its layer: this model cannot "
-                    "be read packed. Please report its architecture."
-                )
-            # `eager` lives beside each architecture's attention module.
+                raise ValueError(f"{type(module).__name__} cannot be read packed: its layer is not known.")
+            # `eager` is a function in each architecture's module.
             function: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
             if previous != "eager":
                 function = ALL_ATTENTION_FUNCTIONS.get_interface(previous, function)
@@ -76,8 +70,7 @@ def intercepted(previous: str | None) -> Callable[..., tuple[Tensor, Tensor | No
 def register(
     name: str, attention: Callable[..., tuple[Tensor, Tensor | None]], mask: Callable[..., Tensor | None]
 ) -> None:
-    """Put an attention and a mask function of ours into transformers' tables, unless they are there. Those of
-    an older import of this package, which knows other caches, or somebody else's, are replaced."""
+    """Put an attention and a mask function of ours into transformers' tables, unless they are there."""
     tables: Any = (
         (AttentionInterface, ALL_ATTENTION_FUNCTIONS, attention),
         (AttentionMaskInterface, ALL_MASK_ATTENTION_FUNCTIONS, mask),
@@ -109,32 +102,21 @@ def pointed_to(configs: Iterable[Any], name: str, *, only: Collection[str] | Non
 
 
 def check_pointed(decoder: Any) -> None:
-    """Refuse an attached model whose config points to other attention than ours.
-
-    Raises:
-        ValueError: it does.
-    """
+    """Refuse (ValueError) an attached model whose config points to other attention than ours."""
     said = decoder.config._attn_implementation
     if said not in PREVIOUS.values():
-        first = "" if said in PREVIOUS else "model.set_attn_implementation('sdpa') (or 'eager'), then "
         raise ValueError(
             "the model's attention implementation was changed after retain.attach: its config says "
-            f"{said!r} now. Call {first}retain.attach(model) again, which puts it back."
+            f"{said!r} now. Set 'sdpa' or 'eager', and call retain.attach(model) again."
         )
 
 
 def refuse_unasked(module: nn.Module, layer_idx: int) -> NoReturn:
-    """Refuse a layer whose attention module ran, and our attention function did not.
-
-    Raises:
-        ValueError: always.
-    """
-    forward: Any = inspect.unwrap(module.forward)
-    name = getattr(forward, "__qualname__", type(forward).__qualname__)
+    """Refuse (ValueError) a layer whose attention module ran, and our attention function did not."""
     raise ValueError(
         f"layer {layer_idx} attended without transformers' registry of attention functions, to which the "
-        f"model's config points: the forward of its {type(module).__name__} is code of its own "
-        f"({forward.__module__}.{name}). Take away what replaced it, and reset() the cache."
+        f"model's config points: something replaced the forward of its {type(module).__name__} "
+        f"({module.forward!r:.120}). Take it away, and reset() the cache."
     )
 
 
@@ -170,6 +152,9 @@ class Step:
 
 class Interceptor:
     """Receives what a model's hooks see of a forward, and computes the attention of layers that evict."""
+
+    # Whether a decoding step runs whose layers append and attend in one call (`Layer.quick`).
+    is_quick = False
 
     @property
     def is_static(self) -> bool:
@@ -239,7 +224,8 @@ class InterceptedCache(TransformersCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        if self.engine.is_static:
+        quick = not torch.compiler.is_compiling() and self.engine.is_quick
+        if quick and hasattr(self.layers[layer_idx], "quick") or self.engine.is_static:
             return key_states, value_states
         return self._update(key_states, value_states, layer_idx, *args, **kwargs)
 

@@ -1,10 +1,8 @@
 """Scores entries by an object in the calling convention of the field's main library, a "press".
 
 That is any object with a `score(module, hidden_states, keys, values, attentions, kwargs)` method that returns
-`[batch, KV heads, entries]`, higher = keep. Selection, budgets and protection treat its score like any other:
-what it ranks low is really freed. Such objects know nothing of padding, and some take a batch of one for
-granted. So each is called on one sequence at a time, without its padding, and sees what it would have seen
-alone.
+`[batch, KV heads, entries]`, higher = keep. Selection, budgets and protection treat its score like any other.
+Presses know nothing of padding, so each is called on one sequence at a time, without its padding.
 """
 
 from collections.abc import Callable
@@ -17,6 +15,7 @@ from torch import Tensor, nn
 
 from retain.evidence import UNITS, Evidence, Score, attention_probs, masked_score
 from retain.hf.model.decoder import base_model, layout_of
+from retain.registry import check_choice
 
 
 def press_score(
@@ -28,10 +27,8 @@ def press_score(
     sequence b alone and without padding. `module` is the layer's attention module; for the time of the call
     it has the decoder's `rotary_emb`, which some presses read from it. `kwargs` holds `hidden_states`,
     `position_embeddings` (cosine and sine, in the model's precision), `position_ids`, `cache_position`,
-    `attention_mask` and `past_key_values` (both None). Presses run without gradients.
-
-    Only its scores are taken. What a press does in other methods (its own budgets, changed keys, hooks) does
-    not happen; its forced entries are forced only so far as its scores say so.
+    `attention_mask` and `past_key_values` (both None). Presses run without gradients, and nothing but the
+    score is taken of them.
 
     Args:
         model: the causal language model that the evidence comes from.
@@ -43,40 +40,34 @@ def press_score(
         `evidence -> Score`; its values in float32, infinities at the ends of float32's range.
 
     Raises:
-        ValueError: if there is no `score` method or no such unit; when called, if heads hold different
-            entries already, if the evidence lacks the attention input (or a query, with `attentions`), or if
-            the press returns anything but one number an entry and KV head.
+        ValueError: no `score` method or no such unit; when called, if heads hold different entries already,
+            if the evidence lacks the attention input (or a query, with `attentions`), or if the press returns
+            anything but one number an entry and KV head.
     """
     name = type(press).__name__
     if not callable(getattr(press, "score", None)):
         raise ValueError(
             f"{name} has no `score` method: pass an object with score(module, hidden_states, keys, values, "
-            "attentions, kwargs) -> [batch, KV heads, entries]. One that only compresses cannot rank entries."
+            "attentions, kwargs) -> [batch, KV heads, entries]."
         )
-    if unit not in UNITS:
-        raise ValueError(f"a score's unit is one of {', '.join(UNITS)}; got {unit!r}.")
-    layout = layout_of(model)
-    modules = {spec.layer_idx: spec.module for spec in layout.evicting}
+    check_choice("unit", unit, UNITS)
+    modules = {spec.layer_idx: spec.module for spec in layout_of(model).evicting}
     embedding = getattr(base_model(model), "rotary_emb", None)
 
     @torch.no_grad()
     def score(evidence: Evidence) -> Score:
+        layer = f"of layer {evidence.layer_idx}"
         if not evidence.exists_BHT.equal(evidence.valid_BT[:, None].expand_as(evidence.exists_BHT)):
             raise ValueError(
-                f"{name} scores keys that all heads hold, and in layer {evidence.layer_idx} heads hold "
-                "different entries already: evict once, after the prompt (regime='prefill'), or use a score "
-                "of retain.scores, each of which knows what a head holds."
+                f"{name} scores keys that all heads hold, and heads {layer} hold different entries already: "
+                "evict once, after the prompt (regime='prefill'), or use a score of retain.scores."
             )
         if evidence.hidden_BTE is None:
-            raise ValueError(
-                f"{name} scores from the attention input, and this evidence has none (hidden_BTE is None): "
-                "record it (retain.hf.intercept.observe.observe does, and so does a cache at prefill)."
-            )
+            raise ValueError(f"{name} reads the attention input {layer}, and this evidence holds none.")
         if attentions and evidence.num_queries != evidence.num_seen:
             raise ValueError(
-                f"{name} reads the attention of every query, but the evidence holds the last "
-                f"{evidence.num_queries} of {evidence.num_seen}: record all queries at prefill, or use a "
-                "press that reads none (attentions=False)."
+                f"{name} reads the attention of every query, and the evidence {layer} holds the last "
+                f"{evidence.num_queries} of {evidence.num_seen}: record all queries at prefill."
             )
         module = modules[evidence.layer_idx]
         values_BHT = torch.zeros(evidence.keys_BHTD.shape[:3], device=evidence.keys_BHTD.device)
@@ -84,18 +75,18 @@ def press_score(
             if embedding is not None and not hasattr(module, "rotary_emb"):
                 module.rotary_emb = embedding
                 undo.callback(delattr, module, "rotary_emb")
-            for row, own_T in enumerate(evidence.valid_BT):
-                if own_T.any():
-                    values_BHT[row, :, own_T] = _score_one(evidence, row, own_T, module)
+            for row, real_T in enumerate(evidence.valid_BT):
+                if real_T.any():
+                    values_BHT[row, :, real_T] = _score_one(evidence, row, real_T, module)
         return masked_score(values_BHT, evidence.valid_BT, unit)
 
-    def _score_one(evidence: Evidence, row: int, own_T: Bool[Tensor, " T"], module: nn.Module) -> Tensor:
+    def _score_one(evidence: Evidence, row: int, real_T: Bool[Tensor, " T"], module: nn.Module) -> Tensor:
         """The press on one sequence alone: `[H, n]`, finite."""
         one = evidence.select_batch(slice(row, row + 1))
         assert one.hidden_BTE is not None
-        hidden, positions = one.hidden_BTE[:, own_T], one.positions_BT[:, own_T]
-        keys, values = one.keys_BHTD[:, :, own_T], one.values_BHTD[:, :, own_T]
-        paid = attention_probs(one, 0, one.num_queries)[:, :, own_T][..., own_T] if attentions else None
+        hidden, positions = one.hidden_BTE[:, real_T], one.positions_BT[:, real_T]
+        keys, values = one.keys_BHTD[:, :, real_T], one.values_BHTD[:, :, real_T]
+        paid = attention_probs(one, 0, one.num_queries)[:, :, real_T][..., real_T] if attentions else None
         kwargs = {
             "hidden_states": hidden,
             "position_embeddings": None if embedding is None else embedding(hidden, positions),
@@ -104,23 +95,15 @@ def press_score(
             "attention_mask": None,
             "past_key_values": None,
         }
-        got = press.score(module, hidden, keys, values, paid, kwargs)
-        want = [1, *keys.shape[1:3]]
-        if not isinstance(got, Tensor) or list(got.shape) != want:
-            what = list(got.shape) if isinstance(got, Tensor) else type(got).__name__
+        got, want = press.score(module, hidden, keys, values, paid, kwargs), (1, *keys.shape[1:3])
+        if not isinstance(got, Tensor) or got.shape != want or bool(got.isnan().any()):
+            what = f"{list(got.shape)}, maybe with NaN" if isinstance(got, Tensor) else type(got).__name__
             raise ValueError(
-                f"{name}.score returned {what} for layer {evidence.layer_idx}; wanted a tensor {want}: one "
-                "number an entry and KV head, higher = keep."
-            )
-        got = got[0].to(keys.device).float()
-        if bad := int(got.isnan().sum()):
-            raise ValueError(
-                f"{name}.score returned {bad} NaN of {got.numel()} numbers for layer {evidence.layer_idx} on "
-                f"a sequence of {want[2]} tokens: no order could place them. Check its settings against the "
-                "sequence's length."
+                f"{name}.score returned {what} for layer {evidence.layer_idx}; wanted a tensor {list(want)} "
+                "without NaN: one number an entry and KV head, higher = keep."
             )
         limit = torch.finfo(torch.float32).max
-        return got.clamp(-limit, limit)
+        return got[0].to(keys.device).float().clamp(-limit, limit)
 
     score.__name__ = name
     return score

@@ -2,7 +2,6 @@
 
 Reading order: `families` (the table of part names), `layout` (layers that evict, and others), `decoder` (one
 model described), `projection` and `rotary_probe` (its weights and its RoPE), `pass_through_layers` (caches of
-layers that are left to transformers), `named` (models by name), `unloaded` (models without weights),
-`footprint` (what their caches take), `gates` and `published` (gates by name, and
-those that others released).
+layers that are left to transformers), `footprint` (what their caches take), `gates` and `published` (gates
+by name, and those that others released).
 """

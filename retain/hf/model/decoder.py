@@ -6,13 +6,10 @@ alone), and its rotary embedding. An architecture that is not understood is refu
 missing: a half-understood one would give numbers that look right.
 """
 
-import sys
 from typing import Any
 
-import transformers
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer
 
 from retain.attention.rotary import Rotary
 from retain.hf.model import rotary_probe
@@ -20,11 +17,9 @@ from retain.hf.model.families import (
     ALONE,
     FAMILIES,
     FULL,
-    REASONS,
     REGULAR,
     SLIDING,
     SUPPORTED,
-    UNKNOWN,
     Kind,
     family_of,
     kinds_of,
@@ -46,15 +41,9 @@ def base_model(model: nn.Module) -> PreTrainedModel:
             f"{type(model).__name__} is not a transformers model: pass an AutoModelForCausalLM. {SUPPORTED}"
         )
     if not isinstance(getattr(base, "layers", None), nn.ModuleList):
-        text, hint = getattr(base, "language_model", None), ""
-        if isinstance(getattr(text, "layers", None), nn.ModuleList):
-            hint = (
-                f" It reads more than text; load its text decoder ({type(text).__name__}, `language_model`) "
-                "in a causal language model of its own."
-            )
         raise ValueError(
-            f"{type(model).__name__} is not supported: {type(base).__name__} has no `layers`.{hint} "
-            f"{SUPPORTED}"
+            f"{type(model).__name__} is not supported: {type(base).__name__} has no `layers` (of a model "
+            f"that reads more than text, load the text decoder as a causal language model). {SUPPORTED}"
         )
     return base
 
@@ -69,7 +58,7 @@ def learned_prompt(model: Any) -> str | None:
 
 
 def refuse_prefix(model: Any) -> None:
-    """Refuse a wrapper of peft that replaces the cache by one of its own.
+    """Refuse a wrapper of peft that replaces the cache by another.
 
     Raises:
         ValueError: prefix tuning, and what goes like it.
@@ -77,10 +66,8 @@ def refuse_prefix(model: Any) -> None:
     kind = learned_prompt(model)
     if kind in ("PREFIX_TUNING", "CARTRIDGE"):
         raise ValueError(
-            f"this model carries a learned prefix of peft ({kind}), for which peft brings a cache of its "
-            "own, so that a retain.Cache would be left unread: use the model without it "
-            "(model.get_base_model()), or, with transformers below 5.24, prompt tuning, whose virtual tokens "
-            "are read like any others."
+            f"this model carries a learned prefix ({kind}), for which peft brings another cache, so that a "
+            "retain.Cache would be left unread: use the model without it (model.get_base_model())."
         )
 
 
@@ -121,39 +108,35 @@ def layout_of(model: nn.Module, *, on_meta: bool = False) -> Layout:
     for idx, kind in enumerate(kinds):
         if kind.name != FULL and kind.name not in ALONE:
             raise ValueError(
-                f"{refused}: layer {idx} ({type(layers[idx]).__name__}) is of type {kind.name}, "
-                f"{REASONS.get(kind.name, UNKNOWN)}. {SUPPORTED}"
+                f"{refused}: layer {idx} ({type(layers[idx]).__name__}) is of type {kind.name}, which is not "
+                f"understood. {SUPPORTED}"
             )
     sharing = getattr(config, "kv_sharing_modes", None) or ()
     if getattr(config, "num_kv_shared_layers", None) or "reuse" in sharing:
         raise ValueError(f"{refused}: some of its layers attend to the keys of others. {SUPPORTED}")
-    # A class of caches that stands beside an architecture (MiniMax).
-    beside = sys.modules[type(base).__module__]
-    for name, own in vars(beside).items():
-        if isinstance(own, type) and issubclass(own, Cache) and own.__module__ == beside.__name__:
-            raise ValueError(
-                f"{refused}: its layers keep what they have seen in a cache class of its own ({name}), and "
-                f"take no other. {SUPPORTED}"
-            )
     evicts = FULL if any(kind.name == FULL for kind in kinds) else SLIDING
     specs, alone = [], {}
     blank = DynamicCache(config=config).layers if any(kind.name != evicts for kind in kinds) else []
     for idx, (layer, kind) in enumerate(zip(layers, kinds, strict=True)):
-        where = f"{refused}: layer {idx} ({type(layer).__name__})"
         if kind.name == evicts:
+            where = f"{refused}: layer {idx} ({type(layer).__name__})"
             specs.append(_spec(base, idx, layer, kind, where, on_meta))
-            continue
-        if kind.window is None and type(blank[idx]) is DynamicLayer:
-            raise ValueError(
-                f"{where} is a {kind.name} layer, for which transformers {transformers.__version__} has no "
-                "cache layer: update transformers to 5.17 or later."
-            )
-        alone[idx] = LeftAlone(idx, kind.name, kind.window, blank[idx])
+        else:
+            alone[idx] = LeftAlone(idx, kind.name, kind.window, _window_width(base, layer, kind), blank[idx])
     if not specs:
         raise ValueError(
             f"{refused}: none of its layers has attention whose entries could be evicted. {SUPPORTED}"
         )
     return Layout(tuple(specs), alone, len(layers))
+
+
+def _window_width(base: Any, layer: nn.Module, kind: Kind) -> int:
+    """Numbers of a key and a value of all heads of a layer with a window; 0 without one."""
+    family = FAMILIES.get(base.config.model_type, REGULAR)
+    attention: Any = getattr(layer, family.attention, None)
+    if kind.window is None or attention is None:
+        return 0
+    return 2 * (input_width(getattr(attention, family.output)) or 0) // attention.num_key_value_groups
 
 
 def _spec(base: Any, idx: int, layer: nn.Module, kind: Kind, where: str, on_meta: bool = False) -> LayerSpec:
@@ -167,21 +150,20 @@ def _spec(base: Any, idx: int, layer: nn.Module, kind: Kind, where: str, on_meta
             raise ValueError(f"{where}{problem}. {SUPPORTED}")
 
     check(attention is not None, f" has no `{name}`")
-    own = type(attention).__name__
+    said = type(attention).__name__
     try:
         family = family_of(config.model_type, attention)
     except ValueError as error:
         raise ValueError(f"{where}: {error}. {SUPPORTED}") from None
     missing = [part for part in family.parts if not hasattr(attention, part)]
-    check(not missing, f": {own} has no `{'`, `'.join(missing)}`")
-    check(getattr(attention, "is_causal", True), f": {own} is not causal")
-    check(attention.layer_idx == idx, f": {own} is numbered {attention.layer_idx}, not {idx}")
+    check(not missing, f": {said} has no `{'`, `'.join(missing)}`")
+    check(getattr(attention, "is_causal", True), f": {said} is not causal")
+    check(attention.layer_idx == idx, f": {said} is numbered {attention.layer_idx}, not {idx}")
     output, first = getattr(attention, family.output), getattr(attention, family.inputs[0])
     if not on_meta and any(tensor.device.type == "meta" for tensor in stored(output)):
         raise ValueError(
-            f"{where}: the weight of `{name}.{family.output}` is on the meta device (offloaded to CPU or "
-            "disk by accelerate, or never loaded), and scores read it. Load the model onto devices that "
-            "hold all of it: a smaller model or dtype, or a device_map without 'cpu' and 'disk'."
+            f"{where}: the weight of `{name}.{family.output}` is on the meta device (offloaded, or never "
+            "loaded), and scores read it. Load the whole model onto devices that hold it."
         )
     width, D, group = input_width(output), attention.head_dim, attention.num_key_value_groups
     if width is None or width % (D * group):
@@ -213,7 +195,7 @@ def rotary_of(model: nn.Module) -> Rotary | None:
     layer, so ask once a model.
 
     Returns:
-        None where the model has no rotary embedding, turns only some of these layers, or each in its own way,
+        None where the model has no rotary embedding, turns only some of these layers, or each in another way,
         turns neighbouring dimensions (the interleaved convention), or where any of this cannot be seen.
 
     Raises:

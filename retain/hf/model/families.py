@@ -1,8 +1,8 @@
 """Names the parts of each family of decoders, in a table without modelling code.
 
 A family of the table must have every part that its row names, and a family that is not in the table is taken
-to be regular only if nothing about its attention is unexplained (a parameter of its own beside the
-projections is). Yi, SmolLM3, InternLM and many others are Llama to transformers, or regular.
+to be regular only if nothing about its attention is unexplained (a further parameter is). Yi, SmolLM3,
+InternLM and many others are Llama to transformers, or regular.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ class Family:
         norms: of queries and keys, inside the attention.
         sinks: parameter with one extra logit per query head; None: there is none.
         gated: whether the heads' outputs are multiplied by a gate before the output projection, which comes
-            out of the query projection beside the queries.
+            out of the query projection with the queries.
     """
 
     attention: str = "self_attn"
@@ -79,45 +79,31 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "qwen3_5_moe_text": replace(NORMED, gated=True),
     }
 )
-# Kinds of layers, in transformers' words. What is in none of the lists is refused, as is what has a reason.
+# Kinds of layers, in transformers' words. Any other is refused (so is attention through an indexer).
 FULL = "full_attention"
 SLIDING = "sliding_attention"
 ALONE = (SLIDING, "chunked_attention", "linear_attention", "conv", "mlp", "moe", "dummy")
-
-
-UNKNOWN = "of which nothing is known"
-# transformers 5.24 has one name, `indexed_attention`, for what were two before.
-REASONS: Mapping[str, str] = MappingProxyType(
-    dict.fromkeys(
-        ("indexed_attention", "deepseek_sparse_attention", "qwen_sparse_attention"),
-        "whose queries attend to entries that an indexer picks: it keeps keys of its own for every token, "
-        "and finds an entry by its place among them, so that none can go",
-    )
-)
 
 
 def family_of(model_type: str, attention: nn.Module) -> Family:
     """The row of the table, or what a family that is not in it looks like.
 
     Raises:
-        ValueError: a family that is not in the table, with a parameter of its own beside the projections;
+        ValueError: a family that is not in the table, with a parameter that no row explains;
             latent attention; or several attentions a layer.
     """
     if isinstance(attention, nn.ModuleList):
-        raise ValueError(
-            f"it has {len(attention)} attention modules ({type(attention[0]).__name__}), each with a cache "
-            "layer, and one attention a layer is taken for granted here"
-        )
+        raise ValueError(f"it has {len(attention)} attention modules, and one a layer is supported")
     if model_type in FAMILIES:
         return FAMILIES[model_type]
     if getattr(attention, "kv_lora_rank", None):
         raise ValueError(
             f"{type(attention).__name__} has latent attention (MLA), which is not supported: all heads read "
-            f"one latent of {attention.kv_lora_rank} numbers a token, so that no head has entries of its own"
+            "one latent a token"
         )
-    if own := [name for name, _ in attention.named_parameters(recurse=False)]:
+    if further := [name for name, _ in attention.named_parameters(recurse=False)]:
         raise ValueError(
-            f"{type(attention).__name__} has a parameter of its own, `{'`, `'.join(own)}`, and nothing says "
+            f"{type(attention).__name__} has a further parameter, `{'`, `'.join(further)}`, and nothing says "
             f"what it does to attention: add a row for {model_type!r} to retain.hf.model.families"
         )
     return FUSED if hasattr(attention, "qkv_proj") else REGULAR

@@ -91,8 +91,7 @@ def own_gates(model: nn.Module, policy: str) -> GateSet:
     steps = []
     if found is not None:
         steps.append(
-            f"gates ship for {found[0]}, which has the same sizes and other weights (the hub's own differ "
-            f"from the 4-bit ones that retain.load({found[0]!r}) gets): pass "
+            f"gates ship for {found[0]}, which has the same sizes and other weights: pass "
             f"gates=retain.load_gates({found[0]!r}, model, allow_other_weights=True); what they are worth "
             "on this model was not measured"
         )
@@ -117,8 +116,7 @@ def own_gates(model: nn.Module, policy: str) -> GateSet:
 def new_gates(model: nn.Module, family: str = "mlp", *, seed: int = 0, **settings: Any) -> GateSet:
     """Untrained gates for a model, one for each layer that evicts, in float32 on the CPU.
 
-    They know nothing yet: they are what training begins with, and what a pipeline is tried with before there
-    are trained ones. The random numbers of the caller are left alone.
+    Training begins with them. The random numbers of the caller are left alone.
 
     Args:
         model: a causal language model of transformers, attached or not.
@@ -152,15 +150,14 @@ def new_gates(model: nn.Module, family: str = "mlp", *, seed: int = 0, **setting
 
 
 def gates_for(model: nn.Module, gates: Any) -> Any:
-    """What the user passed as `gates`, loaded if it has to be, and checked against the model.
+    """Loads what the user passed as `gates`, and checks it against the model.
 
     Args:
         gates: a folder, a hub id, a `GateSet`, or what scores in its place (`score(evidence) -> Score`, with
             its unit as `unit` where that is not `risk`), of which nothing can be checked.
 
     Raises:
-        ValueError: if it is none of these, or gates of another model: by their fingerprint where they have
-            one, and by the layers and sizes in any case.
+        ValueError: if it is none of these, or gates of another model, by fingerprint or sizes.
     """
     if isinstance(gates, str | os.PathLike):
         gates = load_gates(gates, model)
@@ -178,22 +175,18 @@ def gates_for(model: nn.Module, gates: Any) -> Any:
 
 def _check_sizes(model: nn.Module, gates: GateSet) -> None:
     """Every layer has a gate of its sizes, as far as its family asks for them, and no gate is left over."""
-    there = {spec.layer_idx: spec.sizes for spec in describe(model)}
-    got = {
-        layer: {name: size for name, size in gates[layer].dims().items() if name in ("E", "H", "Q", "D")}
-        for layer in gates.layers
-    }
-    wanted = {layer: {name: sizes[name] for name in got.get(layer, sizes)} for layer, sizes in there.items()}
-    differ = [layer for layer in sorted(wanted | got) if wanted.get(layer) != got.get(layer)]
-    if differ:
-        first = differ[0]
-        have, want = (
-            ", ".join(f"{name} {size}" for name, size in sizes.get(first, {}).items()) or "none"
-            for sizes in (got, wanted)
-        )
-        raise ValueError(
-            f"these gates do not fit {type(model).__name__}: they have {len(got)} layers and it has "
-            f"{len(wanted)}, and {len(differ)} differ. The first is layer {first}, with (width E, KV heads "
-            f"H, query heads Q, head width D) {have} in the gates and {want} in the model. Load gates that "
-            "were trained on this model."
-        )
+    sizes = {spec.layer_idx: spec.sizes for spec in describe(model)}
+    for layer in sorted({*sizes, *gates.layers}):
+        dims = gates[layer].dims() if layer in gates.layers else {}
+        got = {name: size for name, size in dims.items() if name in ("E", "H", "Q", "D")}
+        wanted = {name: size for name, size in sizes.get(layer, {}).items() if not dims or name in got}
+        if got != wanted:
+            have, want = (
+                ", ".join(f"{name} {size}" for name, size in one.items()) or "none" for one in (got, wanted)
+            )
+            raise ValueError(
+                f"these gates do not fit {type(model).__name__}: they have {len(gates.layers)} layers and it "
+                f"has {len(sizes)}. The first to differ is layer {layer}, with (width E, KV heads H, query "
+                f"heads Q, head width D) {have} in the gates and {want} in the model. Load gates that were "
+                "trained on this model."
+            )

@@ -28,13 +28,10 @@ FREQUENCIES, FACTOR = ("original_inv_freq", "inv_freq"), "attention_scaling"
 def fingerprint(model: nn.Module) -> dict[str, str | int]:
     """Who a model is: its dimensions, and a hash over them and a sample of every weight of its decoder.
 
-    Weights go by the names of checkpoints, from the decoder on, persistent buffers among them; the output
-    head is not one of them, which no key or value depends on. Samples of plain numbers are rounded to
-    bfloat16, so that loading a checkpoint in float32 or bfloat16 gives the same (float16 does not: it loses
-    bfloat16's small numbers). Tied weights count under each of their names. A quantised model has a
-    fingerprint of its own: of its weights the packed bytes are sampled. A weight that accelerate offloaded is
-    read from where it lies. Adapters of peft that are not merged are no part of it; experts that transformers
-    stacks when it loads them go by its name for the stack.
+    Weights go by the names of checkpoints, from the decoder on, persistent buffers among them, without the
+    output head, which no key or value depends on. Samples of plain numbers are rounded to bfloat16, so that
+    a checkpoint in float32 or bfloat16 gives the same (float16 does not). Of a quantised model the packed
+    bytes are sampled. Adapters of peft that are not merged are no part of it.
 
     Args:
         model: a causal language model of transformers, or its decoder.
@@ -44,9 +41,8 @@ def fingerprint(model: nn.Module) -> dict[str, str | int]:
         those that evict, where others are left alone.
 
     Raises:
-        ValueError: a weight that is not there whole: it is partitioned over processes (DeepSpeed ZeRO-3,
-        FSDP),
-            or was never loaded.
+        ValueError: a weight that is not there whole: partitioned over processes (DeepSpeed ZeRO-3, FSDP),
+            offloaded, or never loaded.
     """
     base, layout = base_model(model), layout_of(model)
     return fingerprint_of(_dims(base, layout), {name: _sample(tensor) for name, tensor in _weights(base)})
@@ -60,7 +56,7 @@ def identity_of(model: nn.Module, *, head: bool = False) -> dict[str, str | int]
         head: whether the output head counts too, as for what a model answers.
 
     Returns:
-        a fingerprint, and beside it `rotary`, of the frequencies of rotary embeddings; `adapters`, of those
+        a fingerprint with `rotary`, of the frequencies of rotary embeddings; `adapters`, of those
         of peft that are active (their weights and scales; their names are free), where there are any; and
         `head`.
     """
@@ -124,45 +120,26 @@ def _weights(base: nn.Module) -> Iterator[tuple[str, Tensor]]:
     added = [f"{name}." for name, module in base.named_modules() if hasattr(module, "active_adapters")]
     for path, module in base.named_modules():
         names = path.split(".")
-        own = f"{path}."
-        outer = [one for one in added if own.startswith(one)]
-        if any(own.removeprefix(one).partition(".")[0] not in BASES for one in outer):
+        prefix = f"{path}."
+        outer = [one for one in added if prefix.startswith(one)]
+        if any(prefix.removeprefix(one).partition(".")[0] not in BASES for one in outer):
             continue
         where = ".".join(name for name in names if name not in BASES)
         there = {**module._parameters, **module._buffers}
         for name, tensor in there.items():
             if tensor is None or name in module._non_persistent_buffers_set:
                 continue
-            if tensor.device.type == "meta":
-                tensor = _offloaded(module, name)
             _check_whole(tensor, f"{where}.{name}")
             yield f"{where}.{name}".lstrip("."), tensor
 
 
-def _offloaded(module: Any, name: str) -> Tensor:
-    """A weight that accelerate put aside.
-
-    Raises:
-        ValueError: it is nowhere.
-    """
-    hook = getattr(module, "_hf_hook", None)
-    for own in getattr(hook, "hooks", (hook,)):
-        aside = getattr(own, "weights_map", None)
-        if aside is not None:
-            return aside[name]
-    raise ValueError(
-        f"{name!r} of {type(module).__name__} is on the meta device, and nothing says where its numbers are: "
-        "load the model with its weights."
-    )
-
-
 def _check_whole(tensor: Any, name: str) -> None:
-    empty = isinstance(tensor, nn.Parameter) and tensor.numel() == 0
-    if empty or hasattr(tensor, "placements"):
+    if tensor.device.type == "meta":
+        raise ValueError(f"{name} is on the meta device: load the whole model onto devices that hold it.")
+    if hasattr(tensor, "placements") or isinstance(tensor, nn.Parameter) and tensor.numel() == 0:
         raise ValueError(
-            f"a weight of {name} has {'no' if empty else 'some of its'} numbers in it: the model is "
-            "partitioned over processes (DeepSpeed ZeRO-3, FSDP), and only a whole one can be told from "
-            "others. Take its fingerprint before it is sharded, or inside deepspeed.zero.GatheredParameters."
+            f"the numbers of {name} are partitioned over processes (DeepSpeed ZeRO-3, FSDP): take the "
+            "fingerprint before the model is sharded, or inside deepspeed.zero.GatheredParameters."
         )
 
 

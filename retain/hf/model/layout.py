@@ -65,9 +65,7 @@ class LayerSpec:
         """The output projection viewed per query head: a view of the model's weight, or what the module
         multiplies by where it is quantised or carries adapters (`retain.hf.model.projection.dense_weight`).
 
-        Where the heads' outputs are gated before it (Qwen3-Next, Qwen3.5), the gate is not in here: it
-        depends on the query's own hidden state, and lies below 1, so that what is made of this weight is an
-        upper bound.
+        Gates of the heads' outputs (Qwen3-Next) are left out; they lie below 1, so norms are upper bounds.
         """
         return dense_weight(self.output, self.compute_dtype).unflatten(0, (self.num_heads, -1))
 
@@ -87,10 +85,10 @@ class LayerSpec:
     def evidence(
         self, *, scaling: float | None, soft_cap: float | None, output: bool = True, **shown: Any
     ) -> Evidence:
-        """Evidence of this layer: what every layer says of itself, beside what it shows.
+        """Evidence of this layer: what every layer says of itself, and what it shows.
 
         Args:
-            scaling, soft_cap: as its attention was called; None: its own, and no cap.
+            scaling, soft_cap: as its attention was called; None: the layer's, and no cap.
             output: whether the output projection is looked at (`output_weight_if`).
             **shown: the other fields.
         """
@@ -123,12 +121,14 @@ class LeftAlone:
     Args:
         kind: `sliding_attention`, `linear_attention`, ..., as transformers calls it.
         window: tokens that it looks back on, where its attention has a window.
+        entry_width: numbers of a key and a value of all heads, where its attention has a window.
         empty: the cache layer that transformers makes for it, never filled.
     """
 
     layer_idx: int
     kind: str
     window: int | None
+    entry_width: int
     empty: Any = field(repr=False)
 
 

@@ -18,8 +18,6 @@ from torch import Tensor, nn
 PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Rows of the identity that a quantised module is asked for at once.
 PIECE = 1024
-# What modules raise that do not take another precision.
-REFUSALS = (RuntimeError, TypeError, ValueError, AssertionError)
 
 # Matrices that modules were asked for: module -> (what it was made of, its answer to `_probe`, matrix). They
 # live as long as the module, so that many conversations on one model share them, and nothing is written onto
@@ -58,9 +56,8 @@ def _put_together(module: nn.Module, dtype: torch.dtype) -> Tensor:
         with deepspeed.zero.GatheredParameters(list(module.parameters())):
             return dense_weight(module, dtype).clone()
     raise ValueError(
-        f"the weight of {type(module).__name__} is in parts ({tuple(weight.shape)} over "
-        f"{weight.device_mesh.size()} processes, FSDP), and is whole only while its decoder layer runs: read "
-        "it there, in a hook or in the attention function."
+        f"the weight of {type(module).__name__} is in parts ({tuple(weight.shape)}, FSDP), and is whole only "
+        "while its decoder layer runs: read it there, in a hook or in the attention function."
     )
 
 
@@ -78,12 +75,12 @@ def dense_weight(module: nn.Module, dtype: torch.dtype) -> Float[Tensor, "inputs
     for, in pieces, and kept while the module lives and its tensors stay what they were. Costs a full-size
     matrix per layer. A module that has parts (a wrapper of peft) may change what it does without changing a
     tensor, as where an adapter is switched off, scaled or merged; it is asked for one row each time, and for
-    all when that is another. What is asked has no bias, beside which small weights would be rounded away, and
-    no dropout; a module that adds a bias all the same is asked in float32, if it takes that.
+    all when that is another. What is asked has no dropout, and no
+    bias, in whose presence small weights are rounded away.
 
     Args:
         module: a linear module.
-        dtype: of the result for a quantised weight; a plain one keeps its own, and is a view (a copy, if it
+        dtype: of the result for a quantised weight; a plain one keeps its dtype, and is a view (a copy, if it
             had to be put together from the parts of several processes, which all have to ask).
 
     Raises:
@@ -122,9 +119,9 @@ def _probe(module: nn.Module, dtype: torch.dtype) -> Tensor:
         if "adapter_names" not in str(error):
             raise
         raise ValueError(
-            "sequences run with adapters of their own here (adapter_names), so that there is no one output "
-            "projection for a score to read: generate with one adapter at a time (set_adapter), or take a "
-            "policy that looks at none, such as 'snapkv'."
+            "each sequence has another adapter here (adapter_names), so that a score has no one output "
+            "projection to read: generate with one adapter at a time (set_adapter), or take a policy that "
+            "reads none, such as 'snapkv'."
         ) from None
 
 
@@ -133,15 +130,7 @@ def _asked(module: nn.Module, dtype: torch.dtype) -> Tensor:
     width = input_width(module)
     assert width is not None, "describe() checked it"
     zeros = torch.zeros(1, width, dtype=dtype, device=stored(module)[0].device)
-    bias = module(zeros)
-    if dtype in (torch.bfloat16, torch.float16) and bool(bias.any()):
-        try:
-            bias, zeros = module(zeros.float()), zeros.float()
-        except torch.OutOfMemoryError:
-            raise
-        except REFUSALS:  # it takes half precision alone
-            pass
-    pieces = []
+    bias, pieces = module(zeros), []
     for start in range(0, width, PIECE):
         identity = zeros.new_zeros(min(PIECE, width - start), width)
         identity.diagonal(start).fill_(1.0)
@@ -150,11 +139,8 @@ def _asked(module: nn.Module, dtype: torch.dtype) -> Tensor:
 
 
 def undisturbed(module: nn.Module, *, biases: bool = True) -> nn.Module:
-    """The same module, on the same tensors, without dropout, whatever mode it is in.
-
-    The module itself is left as it is: other threads may be running it. `biases=False`: also without the
-    biases that it and its parts add, where those can be taken away.
-    """
+    """A copy of the module on the same tensors, without dropout (and, if asked, without biases); the module
+    itself is left as it is, since other threads may be running it."""
     adds = not biases and type(getattr(module, "bias", None)) in (nn.Parameter, Tensor)
     if not module._modules and not module.training and not adds:
         return module

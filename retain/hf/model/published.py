@@ -8,14 +8,12 @@ were never told which model they are for are checked like all others ever after.
 """
 
 import argparse
-import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from huggingface_hub import HfApi, hf_hub_download
+from huggingface_hub import HfApi, snapshot_download
 from torch import nn
 
 from retain.gates import GateSet
@@ -26,18 +24,14 @@ from retain.gates.published import (
     KINDS,
     PICKLES,
     import_published,
-    kind_of,
-    read_config,
     safetensors_at,
     to_convert,
 )
 from retain.gates.unpickle import unpickle
 from retain.hf.model.decoder import describe
 from retain.hf.model.identity import fingerprint
-from retain.hf.model.named import load_named_model
+from retain.models.named import load_named_model
 from retain.process.command import status_of
-
-INDEX_FILE = "model.safetensors.index.json"
 
 
 def published_gates(
@@ -59,24 +53,24 @@ def published_gates(
         ValueError: nothing is there, it is a pickle, of an unknown kind, incomplete, or of another model.
     """
     sizes = {spec.layer_idx: spec.sizes for spec in describe(model)}
-    gates = import_published(_released_at(path_or_hub_id, revision, kind), sizes, kind=kind)
+    gates = import_published(_released_at(path_or_hub_id, revision), sizes, kind=kind)
     gates.metadata["published"]["source"] = os.fspath(path_or_hub_id)
     name = getattr(getattr(model, "config", None), "name_or_path", "")
     gates.metadata["base_model"] = name or "(not stated)"
     return gates
 
 
-def _released_at(path_or_hub_id: str | os.PathLike[str], revision: str | None, kind: str) -> Path:
+def _released_at(path_or_hub_id: str | os.PathLike[str], revision: str | None) -> Path:
     """Where a release lies, fetched if it has to be, with weights in it that are read."""
     path = Path(path_or_hub_id)
     if not path.exists():
-        path = _download(os.fspath(path_or_hub_id), revision, kind)
+        path = _download(os.fspath(path_or_hub_id), revision)
     safetensors_at(path)
     return path
 
 
-def _download(hub_id: str, revision: str | None, kind: str) -> Path:
-    """Fetch the release's config, and of its safetensors those with gates in them."""
+def _download(hub_id: str, revision: str | None) -> Path:
+    """Fetch the release's config and safetensors."""
     try:
         names = HfApi().list_repo_files(hub_id, revision=revision)
         weights = [name for name in names if name.endswith(".safetensors") and "/" not in name]
@@ -92,13 +86,7 @@ def _download(hub_id: str, revision: str | None, kind: str) -> Path:
             raise ValueError(
                 f"{hub_id} has no safetensors with gates in them: pass what the authors released."
             )
-        config = {}
-        if CONFIG_FILE in names:
-            config = read_config(Path(hf_hub_download(hub_id, CONFIG_FILE, revision=revision)))
-        if INDEX_FILE in names:
-            index = Path(hf_hub_download(hub_id, INDEX_FILE, revision=revision))
-            weights = _named_by(index, config, kind, hub_id)
-        return Path([hf_hub_download(hub_id, name, revision=revision) for name in weights][0]).parent
+        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=[CONFIG_FILE, *weights]))
     except UNREACHABLE as error:
         reason = str(error).strip().split("\n")[0]
         raise ValueError(
@@ -106,16 +94,6 @@ def _download(hub_id: str, revision: str | None, kind: str) -> Path:
             f"and as a hub repository it could not be fetched ({type(error).__name__}: {reason}). Pass what "
             "the authors released, as a folder or a hub id."
         ) from None
-
-
-def _named_by(index: Path, config: Mapping[str, Any], kind: str, hub_id: str) -> list[str]:
-    """Files of a model in parts that hold gates."""
-    try:
-        found = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"].items())
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{index} is no index of weights ({error!r:.100}): fetch it again.") from None
-    pattern = kind_of(found, config, kind, hub_id).pattern
-    return sorted({str(file) for name, file in found.items() if pattern.match(name)})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -139,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"wrote {unpickle(given.convert, given.out)}")
             return 0
         # A release that cannot be read is told of before a model is loaded for it.
-        _released_at(given.source, given.revision, given.kind)
+        _released_at(given.source, given.revision)
         model = load_named_model(given.model)
         gates = published_gates(given.source, model, kind=given.kind, revision=given.revision)
         folder = save_gates(gates, given.out, fingerprint=fingerprint(model))

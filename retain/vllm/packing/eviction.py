@@ -1,4 +1,4 @@
-"""One eviction: shows what a prompt holds to the policy, decides, and packs what stays.
+"""Evicts from one prompt: shows its entries to the policy, decides, and packs the kept ones.
 
 Until then an entry lies where the engine wrote it: that of token `t` in the page of its head in the request's
 block `t // page`. The stages of the decision are those of `retain.policy`; layers are shown one by one, so
@@ -24,7 +24,7 @@ from retain.vllm.settings import Rules
 
 
 def with_tokens(layer: Evidence, keys_BHTD: Float[Tensor, "B H T D"], **seen: Any) -> Evidence:
-    """What is shown of a layer's tokens, B = 1; what nobody looks at stays empty.
+    """Evidence of a layer's tokens, B = 1; fields that no method reads stay empty.
 
     Args:
         layer: the same without tokens.
@@ -58,8 +58,8 @@ def decide(
 def last_entries(rules: Rules, asked: Arrival) -> list[Bool[Tensor, "H T"]]:
     """Keep masks of as many pages, of the last entries of every head, which need no score.
 
-    They stand in where a request's own scores are not finite: blocks that were announced to be free have to
-    be, and one request may not stop an engine.
+    They stand in where a request's scores are not finite: the scheduler frees its blocks all the same, and
+    one request may not stop an engine.
     """
     first = (asked.length // rules.page - asked.kept) * rules.page
     return [(torch.arange(asked.length) >= first).expand(heads, -1) for heads in rules.heads_L]
@@ -86,12 +86,12 @@ def pack_(
         full_HT = keep_HT[:, : T // page * page].to(blocks_B.device)
         counts.append(full_HT.sum(-1))
         numbers_HB = pages.numbers(place, blocks_B[: T // page])
-        entries.append([own.flatten(0, 1)[full_HT.flatten()] for own in pages.read(numbers_HB.flatten())])
+        entries.append([part.flatten(0, 1)[full_HT.flatten()] for part in pages.read(numbers_HB.flatten())])
     counts_P = torch.cat(counts)
     assert not (counts_P % page).any(), "heads keep whole pages"
-    assert int(counts_P.sum()) == kept * layout.per_block * page, "what stays is what was announced"
+    assert int(counts_P.sum()) == kept * layout.per_block * page, "as many entries as the scheduler expects"
     order_N = torch.arange(kept * layout.per_block, device=blocks_B.device)
     target_N = packed_pages(layout, order_N, blocks_B[order_N // layout.per_block])
-    keys, values = (torch.cat(own).unflatten(0, (-1, page)) for own in zip(*entries, strict=True))
+    keys, values = (torch.cat(parts).unflatten(0, (-1, page)) for parts in zip(*entries, strict=True))
     pages.put_(target_N, keys, values)
     return torch.nn.functional.pad((counts_P // page).cumsum(0), (1, 0)).int()

@@ -1,4 +1,4 @@
-"""The engine's memory as pages: the keys and values of one KV head of one layer in one block.
+"""Reads and writes the engine's memory by pages: keys and values of one KV head of one layer in one block.
 
 Backends lay entries out as their kernels want them (the CPU kernel stores a block's keys transposed), so
 where each number of a key and value lies is found out at the start by writing a block through the backend

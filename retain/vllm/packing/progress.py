@@ -35,29 +35,29 @@ class Arrival:
 
 @dataclass
 class Progress:
-    """How far a request has come, whose prompt has `full` full pages a head: whether a step that was planned
-    evicts from it, and whether its blocks were freed (`settled`)."""
+    """How far a request has come whose prompt has `full` full pages a head: whether a planned step evicts
+    from it, and whether its blocks were freed."""
 
     asked: Arrival
     full: int
     evicted: bool = False
-    settled: bool = False
+    freed: bool = False
 
     def step(self, start: int, stop: int) -> bool:
-        """Whether the request is evicted from at the end of a step, which computes tokens `start` to `stop`.
+        """Follow a step over tokens `start` to `stop`; True if the request is evicted from at its end.
 
         One that begins anew was preempted: the prompt and the answer so far are computed at once, and the
         prompt is evicted from as before.
         """
         if start == 0:
-            self.evicted = self.settled = False
+            self.evicted = self.freed = False
         due = not self.evicted and stop >= self.asked.length
         self.evicted |= due
         return due
 
-    def settle(self, computed: int) -> range:
-        """Places of blocks that have become free, once steps over so many tokens are over."""
-        if self.settled or not self.evicted or computed < self.asked.length:
+    def free(self, computed: int) -> range:
+        """Places of the blocks that are free once so many tokens are computed; each is given once."""
+        if self.freed or not self.evicted or computed < self.asked.length:
             return range(0)
-        self.settled = True
+        self.freed = True
         return range(self.asked.kept, self.full)

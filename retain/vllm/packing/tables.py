@@ -5,8 +5,7 @@ page has one number: `(layer * num_blocks + block) * H + head`. A request that w
 pages in the first of its blocks (`retain.vllm.packing.progress`). They are numbered `0, 1, ...` block by
 block, inside a block layer by layer, inside a layer head by head, and the heads hold them in order: head
 `(l, h)` those from `starts[l H + h]` up to `starts[l H + h + 1]`, whatever their layer and head is. Blocks
-behind the full pages of that moment are at their places and hold what they always do. So a table needs the
-starts.
+behind the pages that were full at the eviction are at their places and hold one page of every head.
 """
 
 from typing import NamedTuple
@@ -85,11 +84,11 @@ def build_tables(
     column_RLHW = torch.where(packed_RLHW, order_RLHW // layout.per_block, place_RLHW)
     column_RLHW = column_RLHW.clamp(0, blocks_RB.shape[1] - 1)
     block_RLHW = blocks_RB[rows_R111, column_RLHW].long()
-    own_LH1 = places_L[:, None, None], torch.arange(H, device=device)[:, None]
+    here_LH1 = places_L[:, None, None], torch.arange(H, device=device)[:, None]
     pages_RLHW = torch.where(
         packed_RLHW,
         packed_pages(layout, order_RLHW, block_RLHW),
-        page_numbers(layout, block_RLHW, *own_LH1),
+        page_numbers(layout, block_RLHW, *here_LH1),
     )
     used_RLHW = c_W < held_RLH[..., None] + width_R[:, None, None, None]
     pages_RLHW = pages_RLHW.where(used_RLHW, 0).int()

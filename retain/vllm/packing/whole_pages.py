@@ -4,22 +4,24 @@ A page is N entries of one head. Of a prompt of T tokens, `F = T // N` pages are
 `T - F N` entries of the unfilled last page, stays in every head. The total is rounded up once, to K pages a
 head in the mean. K follows from plain numbers, so that a scheduler knows it before a model has run. Budgets
 of heads, spread with that total as ever (`retain.budget.cascade.head_budgets`), are rounded to pages of the
-same sum. All is of one prompt, of which nothing has gone: B = 1.
+same sum. All of this is of one prompt that holds every entry: B = 1.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from fractions import Fraction
 
 import torch
 from jaxtyping import Bool, Int64
 from torch import Tensor
 
-from retain.budget.allocation import Won
+from retain.budget.allocation import Candidates
 from retain.budget.cascade import head_budgets, keep_first
-from retain.budget.shares import Candidates
+from retain.budget.joint import Won
 from retain.policy import Plan
 from retain.ranking import rank_entries, refuse_nan
+from retain.split import Uniform
 
 
 def in_pages(plan: Plan, page: int) -> Plan:
@@ -39,7 +41,7 @@ def in_pages(plan: Plan, page: int) -> Plan:
     pages = min(full, max(math.ceil((mean - tail) / page), -(-inside // page), 0))
     equal_L = tuple((pages * page + tail) * heads for heads in totals.heads_L)
     protected_BT[:, length - tail :] = True
-    totals = replace(totals, equal_BL=(equal_L,), means_B=None)
+    totals = replace(totals, equal_BL=(equal_L,), per_head_B=(Fraction(pages * page + tail),))
     shares = replace(plan.shares, totals=totals, protected_B=(int(protected_BT.sum()),))
     return replace(plan, shares=shares, protected_BT=protected_BT)
 
@@ -55,7 +57,7 @@ def round_to_pages(
     lower bound, of equal ones from the higher index.
 
     Args:
-        entries: beside the tail, of each.
+        entries: of each, without the tail.
         total: pages of all.
         page: N.
         least, most: pages of each.
@@ -73,11 +75,13 @@ def round_to_pages(
             f"{sum(least)} (guaranteed entries, rounded up) and can hold {sum(most)}: raise the budget, or "
             "protect or guarantee less."
         )
-    pages = [min(max(own // page, low), high) for own, low, high in zip(entries, least, most, strict=True)]
+    pages = [
+        min(max(count // page, low), high) for count, low, high in zip(entries, least, most, strict=True)
+    ]
     left = total - sum(pages)
     sign, bound = (1, most) if left > 0 else (-1, least)
     for _ in range(abs(left)):
-        some = [i for i, own in enumerate(pages) if own != bound[i]]
+        some = [i for i, count in enumerate(pages) if count != bound[i]]
         pages[max(some, key=lambda i: (sign * (entries[i] - pages[i] * page), -sign * i))] += sign
     return pages
 
@@ -100,24 +104,23 @@ def keep_pages(plan: Plan, layers: Sequence[Candidates], page: int) -> list[Bool
         refuse_nan(layer.score_BHT)
     budgets = head_budgets(shares, layers)
     tail, split = length % page, shares.split
-    alone = split.scope != "model" and split.allocation.layers == "uniform" and not shares.by_capacity
+    alone = split.scope != "model" and isinstance(split.allocation, Uniform)
     groups = [[idx] for idx in range(len(layers))] if alone else [[*range(len(layers))]]
     keeps = []
     for group in groups:
         entries = torch.cat([budgets[idx].budget_BH[0] for idx in group]) - tail
         sure = torch.cat([layers[idx].guaranteed_BH[0] for idx in group]) - tail
         total = sum(shares.totals.equal_BL[0][idx] for idx in group) - tail * len(entries)
-        least = [max(0, -(-own // page)) for own in sure.tolist()]
+        least = [max(0, -(-count // page)) for count in sure.tolist()]
         most = [length // page] * len(entries)
         pages = torch.tensor(round_to_pages(entries.tolist(), total // page, page, least, most))
-        own_LH = (pages.to(entries.device) * page + tail).view(len(group), -1)
-        for idx, own_H in zip(group, own_LH, strict=True):
+        held_LH = (pages.to(entries.device) * page + tail).view(len(group), -1)
+        for idx, held_H in zip(group, held_LH, strict=True):
             layer = layers[idx]
-            if split.draw is not None:
-                keeps.append(_keep_drawn(layer, budgets[idx], own_H[None]))
-                continue
-            order = layer.score_BHT, layer.first_BHT, layer.kept_BHT
-            keeps.append(keep_first(split, *order, own_H[None]))
+            if split.draw is None:
+                keeps.append(keep_first(split, layer, held_H[None]))
+            else:
+                keeps.append(_keep_drawn(layer, budgets[idx], held_H[None]))
     return keeps
 
 
@@ -125,18 +128,20 @@ def _keep_drawn(layer: Candidates, won: Won, budget_BH: Int64[Tensor, "B H"]) ->
     """Keep mask of a layer where a share is drawn.
 
     A head that won w bids, d of them by their keys, and has `w'` places now, fills `d' = floor(d w' / w)` of
-    them by key, and the others before by score: of its own bids, ties to the later.
+    them by key, and the others before by score: of its bids, ties to the later.
 
     Args:
         layer: its candidates; all entries bid.
         won: of the layer, before anything was rounded.
         budget_BH: entries of each head.
     """
-    bids, drawn_N = layer.bids, won.drawn_N
-    assert bids is not None and bids.free_BHT is not None and bids.draw_N is not None and drawn_N is not None
-    free_BHT, places_BH = bids.free_BHT, budget_BH - bids.guaranteed_BH
+    bids, free_BHT, drawn_N = layer.bids, layer.free_BHT, won.drawn_N
+    assert bids is not None and free_BHT is not None and bids.draw_N is not None and drawn_N is not None
+    places_BH = budget_BH - bids.guaranteed_BH
     lowest = bids.value_N.new_full(free_BHT.shape, float("-inf"))
-    value_BHT, key_BHT = (lowest.masked_scatter(free_BHT, own_N) for own_N in (bids.value_N, bids.draw_N))
+    value_BHT, key_BHT = (
+        lowest.masked_scatter(free_BHT, number_N) for number_N in (bids.value_N, bids.draw_N)
+    )
     drawn_BH = torch.zeros_like(free_BHT).masked_scatter(free_BHT, drawn_N).sum(-1)
     drawn_BH = drawn_BH * places_BH // (won.budget_BH - bids.guaranteed_BH).clamp_min(1)
     scored_BHT = free_BHT & (rank_entries(value_BHT) < (places_BH - drawn_BH)[..., None])

@@ -1,4 +1,4 @@
-"""What a worker knows of the requests that are evicted from, and of the tokens of a step.
+"""Holds what a worker knows of the requests that are evicted from, and of the tokens of a step.
 
 The scheduler says of each step which of its requests may be evicted from, how far they have come, which of
 them are evicted from when it ends, and which block each of them writes last: a block that no other request
@@ -22,7 +22,7 @@ from retain.vllm.packing.pages import PageStore
 from retain.vllm.packing.progress import Arrival
 from retain.vllm.settings import Rules
 
-# As vLLM's own, so that its settings of what is logged hold.
+# Below vLLM's logger, so that its log settings apply.
 logger = logging.getLogger("vllm.retain")
 
 
@@ -43,17 +43,17 @@ class Part:
 
 @dataclass
 class Request:
-    """What is held of a request that is evicted from.
+    """State of a request that is evicted from.
 
     Args:
         window_LSQD: its prompt's last queries, while it is read.
-        noted_LHT: what gates said of its prompt's tokens when they came; the same.
+        learned_LHT: gates' scores of its prompt's tokens, while it is read.
         starts_P: once it was evicted from (`retain.vllm.packing.tables`).
         blocks_B: of its prompt, in the step after which it is evicted from.
     """
 
     window_LSQD: Float[Tensor, "L S Q D"]
-    noted_LHT: Float[Tensor, "L H T"]
+    learned_LHT: Float[Tensor, "L H T"]
     starts_P: Int32[Tensor, " P"] | None = None
     blocks_B: Int64[Tensor, " blocks"] | None = None
 
@@ -146,8 +146,8 @@ class Worker:
         """A request whose prompt begins to be read."""
         L, numbers, tokens = len(self.layers), self.pages.pages, asked.length if self.gates else 0
         window = (L, self.rules.window, self.layers[0].queries_BQSD.shape[1], self.pages.head_dim)
-        noted = torch.zeros(L, self.layout.num_heads, tokens, device=numbers.device)
-        return Request(numbers.new_zeros(window), noted)
+        learned_LHT = torch.zeros(L, self.layout.num_heads, tokens, device=numbers.device)
+        return Request(numbers.new_zeros(window), learned_LHT)
 
     def observe_(self, place: int, queries_NQD: Float[Tensor, "N Q D"]) -> None:
         """Remember queries of a layer that an eviction observes."""
@@ -158,8 +158,8 @@ class Worker:
                 request.window_LSQD[place, first - begins : stop - begins] = queries_SQD
 
     @torch.no_grad()
-    def note_(self, place: int, **seen: Tensor) -> None:
-        """Store what the gate says of a layer's tokens.
+    def score_tokens_(self, place: int, **seen: Tensor) -> None:
+        """Store the gates' scores of a layer's tokens.
 
         Args:
             place: of the layer.
@@ -176,10 +176,10 @@ class Worker:
             queries, keys, values = (seen[name].transpose(0, 1)[None] for name in names)
             positions = self.positions_N[None]
             fields = {"queries_BQSD": queries, "values_BHTD": values, "positions_BT": positions}
-        noted_HN = self.gates.noted(with_tokens(layer, keys, **fields))[0]
-        noted_HN = noted_HN[layer.first_head : layer.first_head + here]
+        score_HN = self.gates.noted(with_tokens(layer, keys, **fields))[0]
+        score_HN = score_HN[layer.first_head : layer.first_head + here]
         for _, request, start, stop, shift in self.reading:
-            request.noted_LHT[place, :, start:stop] = noted_HN[:, start + shift : stop + shift]
+            request.learned_LHT[place, :, start:stop] = score_HN[:, start + shift : stop + shift]
 
     def evict(self) -> dict[str, int]:
         """Evict what is due at the end of the step: evictions, those that failed, entries that went."""
@@ -199,23 +199,23 @@ class Worker:
         def shown(place: int) -> Evidence:
             numbers_HB = self.pages.numbers(place, blocks_B)
             keys, values = (
-                own.view(1, len(numbers_HB), -1, self.pages.head_dim)[:, :, : asked.length]
-                for own in self.pages.read(numbers_HB.flatten())
+                part.view(1, len(numbers_HB), -1, self.pages.head_dim)[:, :, : asked.length]
+                for part in self.pages.read(numbers_HB.flatten())
             )
             seen = {"queries_BQSD": request.window_LSQD[place].transpose(0, 1)[None], "values_BHTD": values}
             if self.gates is not None:
-                seen["learned_BHT"] = request.noted_LHT[place][None]
+                seen["learned_BHT"] = request.learned_LHT[place][None]
             return with_tokens(self.layers[place], keys, **seen)
 
         try:
             keeps = decide(self.rules, map(shown, range(len(self.layers))), asked, self.gates)
         except ValueError as error:
-            said = "The policy could not decide what to keep of request %s; its last entries were kept: %s"
-            logger.error(said, asked.request_id, error)
+            message = "The policy could not decide what to keep of request %s; its last entries were kept: %s"
+            logger.error(message, asked.request_id, error)
             keeps, decided = last_entries(self.rules, asked), False
         starts_P = pack_(self.pages, blocks_B, asked.kept, keeps)
-        # Queries and notes are needed no more: if it is preempted, its prompt is read again.
-        none = request.window_LSQD[:, :0].clone(), request.noted_LHT[..., :0].clone()
+        # Queries and scores are not needed any more: if it is preempted, its prompt is read again.
+        none = request.window_LSQD[:, :0].clone(), request.learned_LHT[..., :0].clone()
         self.requests[asked.request_id] = Request(*none, starts_P)
         if self.watch is not None:
             self.watch(asked.request_id, keeps)

@@ -1,0 +1,402 @@
+"""`retain describe`: a model by its config alone. `retain doctor`: what this installation can do.
+
+    retain describe Qwen/Qwen3-8B
+    retain describe runs/my-model --tokens 8192,131072 --keep-ratio 0.1 --policy snapkv
+    retain describe config.json
+    retain doctor
+
+`describe` reads no weights, so that a model can be looked at before it is fetched: which layers evict, what
+full and kept caches take, and what a step of training its gates takes. Each line of `doctor` is `ok`, a
+`note` (something that some commands need is missing) or `WRONG` (the library cannot be trusted to work).
+Nothing is written, and of the network only the hub's address is asked for, once.
+"""
+
+import argparse
+import itertools
+import os
+import platform
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import torch
+from huggingface_hub import constants, get_token
+from packaging.requirements import Requirement
+
+import retain
+from retain.gates import build_gates, dims_for
+from retain.hf.model.decoder import base_model, layout_of
+from retain.hf.model.footprint import Footprint, footprint
+from retain.hf.model.layout import Layout
+from retain.kernels.backend import why_reference
+from retain.kernels.build import OPS
+from retain.models.catalogue import CATALOGUE
+from retain.models.named import reference_seed
+from retain.models.unloaded import meta_model_of, named_config, named_precision
+from retain.presets import Policy, load_policy
+from retain.process.command import command
+
+TOKENS = (8192, 32768, 131072)
+# A policy that needs neither training nor bytes beside entries.
+POLICY = "keydiff"
+# Of a config that names no precision, as of checkpoints whose weights are packed.
+UNSTATED = torch.bfloat16
+# A parameter, its gradient and AdamW's two moments, in float32.
+TRAINED_BYTES = 16
+
+OK, NOTE, WRONG = "ok", "note", "WRONG"
+# The name under which packages are installed; that of the import belongs to another project.
+DISTRIBUTION = "retain-kv"
+GIB = 2**30
+HUB_SECONDS = 5.0
+
+
+@dataclass(frozen=True, eq=False)
+class ModelDescription:
+    """What a config says of a model.
+
+    Args:
+        model_type: of its decoder; if it is refused, of the config.
+        refusal, whole: why it cannot be used, or why only its text decoder is described.
+        dtype, stated: of weights and entries; whether the config or the caller said so.
+        layout: its layers, on the meta device; None: it is refused.
+        gates, gate_parameters: a family of gates, and their parameters in all layers.
+        positions: that it was made for; None: its config does not say.
+        policy, keep_ratio: whose budget is kept, and what.
+        footprints, steps: caches, and operations and bytes of `training_step`, one a length.
+    """
+
+    name: str
+    model_type: str
+    refusal: str | None = None
+    whole: str | None = None
+    dtype: torch.dtype = UNSTATED
+    stated: bool = True
+    parameters: int = 0
+    layout: Layout | None = None
+    gates: str = "mlp"
+    gate_parameters: int = 0
+    positions: int | None = None
+    policy: Policy | None = None
+    keep_ratio: float = 1.0
+    footprints: tuple[Footprint, ...] = ()
+    steps: tuple[tuple[float, float], ...] = ()
+
+    @property
+    def evicting(self) -> dict[str, list[int]]:
+        """Layers that evict, by what they are in words."""
+        kinds: dict[str, list[int]] = {}
+        for spec in self.layout.evicting if self.layout else ():
+            window = "" if spec.window is None else f", inside a window of {spec.window:,} tokens"
+            of = f"{spec.num_kv_heads} KV heads of width {spec.head_dim}, {spec.num_heads} query heads"
+            kinds.setdefault(of + window, []).append(spec.layer_idx)
+        return kinds
+
+    @property
+    def alone(self) -> dict[str, list[int]]:
+        """Layers that are left alone, by what they are in words."""
+        kinds: dict[str, list[int]] = {}
+        for idx, left in self.layout.alone.items() if self.layout else ():
+            window = "" if left.window is None else f" of {left.window:,} tokens"
+            kinds.setdefault(left.kind + window, []).append(idx)
+        return kinds
+
+    def __str__(self) -> str:
+        rows = [
+            ("model_type", self.model_type),
+            *(self._rows() if self.layout else [("refused", self.refusal)]),
+        ]
+        width = max(len(label) for label, _ in rows)
+        return "\n".join(
+            [f"model: {self.name}", *(f"  {label.ljust(width)}  {text}" for label, text in rows)]
+        )
+
+    def _rows(self) -> Iterator[tuple[str, str]]:
+        """Labels, and what is said."""
+        assert self.layout is not None and self.policy is not None
+        if self.whole is not None:
+            yield "text decoder", f"what follows is of it alone. As a whole: {self.whole}"
+        how = "" if self.stated else " (taken: its config names no precision)"
+        precision = str(self.dtype).removeprefix("torch.")
+        yield "weights", f"{self.parameters / 1e9:.4g} B parameters in {precision}{how}"
+        for label, kinds in (("layers evict", self.evicting), ("left alone", self.alone)):
+            yield from ((label, f"{len(own)} ({ranges(own)}): {of}") for of, own in kinds.items())
+        sizes = {", ".join(f"{name} {n}" for name, n in spec.sizes.items()) for spec in self.layout.evicting}
+        family = f"{self.gate_parameters:,} parameters of family {self.gates!r}"
+        yield "gates", f"{family}, of layers with {' or '.join(sorted(sizes))}"
+        by = f"kept at keep_ratio {self.keep_ratio:g} by {self.policy.name!r}"
+        by += ", which needs gates" if self.policy.learned else ""
+        for own in self.footprints:
+            alone = f", and {size(own.alone)} left alone" if self.layout.alone else ""
+            beyond = ""
+            if self.positions is not None and own.tokens > self.positions:
+                beyond = f" (more than the {self.positions:,} positions of its config)"
+            text = f"full cache {size(own.full)}; {size(own.kept)} {by}{alone}{beyond}"
+            yield f"{own.tokens:,} tokens", text
+        for own, (flops, peak) in zip(self.footprints, self.steps, strict=True):
+            cost = f"{flops / 1e12:,.3g} TFLOP, about {size(int(peak))}"
+            yield "training", f"{cost} for a step on a document of {own.tokens:,} tokens"
+
+
+def training_step(model: Any, layout: Layout, tokens: int, gate_parameters: int) -> tuple[float, float]:
+    """Operations and peak bytes of training gates by one document (`stage: local`, one device, one document a
+    step). A product of `m x k` and `k x n` counts `2 m k n`.
+
+        operations  2 P N (frozen forward) + 2 Q D N^2 a layer (attention), and again a layer that evicts
+                    (targets) + 2 Q D E N a layer that evicts (norms of values) + 6 g N
+        bytes       weights + 16 g + 2 N E b (hidden states) + the largest of attention N b (E + 4 (Q + H) D),
+                    targets N (b (E + (Q + 2 H) D) + 16 Q) and feed-forward N b (2 E + 3 F)
+
+    N tokens; P parameters in layers that a token meets; g the gates' parameters; Q query and H KV heads of
+    width D; E and F the widths of the hidden state and the feed-forward part; b bytes of an element. Device
+    context, libraries and what an allocator leaves unused come on top.
+    """
+    base, specs = base_model(model), layout.evicting
+    text, layers = base.config, base.layers
+    experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 0
+    chosen = int(getattr(text, "num_experts_per_tok", None) or 1) if experts else 1
+    met = sum(
+        one.numel() * (chosen / experts if experts and ".experts." in path else 1.0)
+        for path, one in layers.named_parameters()
+    )
+    E, Q, H, D = specs[0].hidden_size, specs[0].num_heads, specs[0].num_kv_heads, specs[0].head_dim
+    F = chosen * (getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", 0))
+    attention = 2.0 * Q * D * tokens**2 * (len(layers) + len(specs))
+    flops = attention + tokens * (2.0 * met + 2.0 * Q * D * E * len(specs) + 6.0 * gate_parameters)
+    b = specs[0].dtype.itemsize
+    phases = b * (E + 4 * (Q + H) * D), b * (E + (Q + 2 * H) * D) + 16 * Q, b * (2 * E + 3 * F)
+    held = sum(one.nbytes for one in model.parameters()) + TRAINED_BYTES * gate_parameters
+    return flops, held + float(tokens) * (2 * E * b + max(phases))
+
+
+def size(num_bytes: int | None) -> str:
+    """Bytes in words."""
+    if num_bytes is None:
+        return "a state of unknown size"
+    return f"{num_bytes / GIB:,.3f} GiB" if num_bytes >= GIB else f"{num_bytes / 2**20:,.1f} MiB"
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers, runs of them joined."""
+    runs = itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
+    ends = [(own[0][1], own[-1][1]) for own in (list(run) for _, run in runs)]
+    return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in ends)
+
+
+def describe_model(
+    name: str,
+    tokens: Sequence[int] | None = None,
+    *,
+    keep_ratio: float = 0.2,
+    policy: str = POLICY,
+    gates: str = "mlp",
+    dtype: str = "auto",
+) -> ModelDescription:
+    """Describes a model by its config.
+
+    Args:
+        name: `reference:0`, a local folder, a config.json, or a hub name.
+        tokens: lengths at which caches are measured; None: those of `TOKENS` that the model has positions
+            for, or, if it has fewer, as many as it has.
+        keep_ratio: kept / seen.
+        policy: whose budget it is; what stands beside entries is paid for out of it.
+        gates: the family whose parameters are counted.
+        dtype: of weights and entries; `auto`: as its config says.
+
+    Raises:
+        ValueError: the config cannot be read; or a length, ratio, policy or family is none.
+    """
+    chosen = load_policy(policy)
+    config: Any = named_config(name)
+    text = config.get_text_config()
+    named = torch.float32 if reference_seed(name) is not None else named_precision(config)
+    precision = (named or UNSTATED) if dtype == "auto" else getattr(torch, dtype)
+    refusals: list[str] = []
+    for part in [config] if text is config else [config, text]:
+        try:
+            model: Any = meta_model_of(part, precision)
+            layout = layout_of(model, on_meta=True)
+            break
+        except ValueError as error:
+            refusals.append(str(error))
+    else:
+        return ModelDescription(name, config.model_type, refusal=refusals[-1])
+    positions: Any = getattr(text, "max_position_embeddings", None)
+    if tokens is None:
+        tokens = [own for own in TOKENS if positions is None or own <= positions] or [positions]
+    with torch.device("meta"):
+        built = build_gates(gates, dims_for(gates, {spec.layer_idx: spec.sizes for spec in layout.evicting}))
+    trained = sum(one.numel() for one in built.parameters())
+    how: dict[str, Any] = {"policy": chosen, "keep_ratio": keep_ratio}
+    return ModelDescription(
+        name,
+        base_model(model).config.model_type,
+        whole=refusals[0] if refusals else None,
+        dtype=precision,
+        stated=dtype != "auto" or named is not None,
+        parameters=sum(one.numel() for one in model.parameters()),
+        layout=layout,
+        gates=gates,
+        gate_parameters=trained,
+        positions=positions,
+        footprints=tuple(footprint(layout, own, **how) for own in tokens),
+        steps=tuple(training_step(model, layout, own, trained) for own in tokens),
+        **how,
+    )
+
+
+@command
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Describes a model; 1 if it is refused."""
+    parser = argparse.ArgumentParser(prog="retain describe", description="Describe a model by its config.")
+    names = f"hub name, local folder, config.json, {', '.join(CATALOGUE)}, or reference:0"
+    parser.add_argument("model", help=names)
+    usual = ",".join(map(str, TOKENS))
+    parser.add_argument(
+        "--tokens", help=f"lengths, joined by commas (default {usual}, up to the positions of the model)"
+    )
+    parser.add_argument("--keep-ratio", type=float, default=0.2, help="kept / seen (default 0.2)")
+    parser.add_argument("--policy", default=POLICY, help=f"whose budget (default {POLICY})")
+    parser.add_argument("--gates", default="mlp", help="family of gates that is counted (default mlp)")
+    precisions = ("auto", "float32", "bfloat16", "float16")
+    parser.add_argument("--dtype", default="auto", choices=precisions, help="of weights and entries")
+    given = vars(parser.parse_args(arguments))
+    name, listed = given.pop("model"), given.pop("tokens")
+    lengths = None if listed is None else listed.replace("_", "").split(",")
+    if lengths is not None and not all(own.strip().isdigit() and int(own) for own in lengths):
+        raise ValueError(f"--tokens {listed}: pass whole numbers of tokens, joined by commas.")
+    found = describe_model(name, None if lengths is None else [*map(int, lengths)], **given)
+    print(found)
+    return 0 if found.refusal is None else 1
+
+
+class Finding(NamedTuple):
+    """One line of `retain doctor`: `ok`, `note` or `WRONG`, what it is about, and what was found."""
+
+    state: str
+    about: str
+    text: str
+
+
+def versions() -> Iterator[Finding]:
+    """Installed packages, against the ranges that this installation of retain states."""
+    yield Finding(OK, "python", f"{platform.python_version()}, {platform.platform()}")
+    if (other := _installed("retain")) is not None:
+        text = (
+            f"the package 'retain' {other} is installed, which is another project under the import name of "
+        )
+        text += f"this one ({DISTRIBUTION}): pip uninstall retain, then install {DISTRIBUTION} again"
+        yield Finding(WRONG, "retain", text)
+    try:
+        stated = [Requirement(line) for line in metadata.requires(DISTRIBUTION) or ()]
+    except metadata.PackageNotFoundError:
+        yield Finding(NOTE, DISTRIBUTION, "used from a folder, not installed: versions are not checked")
+        return
+    yield Finding(OK, DISTRIBUTION, metadata.version(DISTRIBUTION))
+    missing: dict[str, list[str]] = {}
+    extras = metadata.metadata(DISTRIBUTION).get_all("Provides-Extra") or []
+    for one in stated:
+        extra = next((name for name in extras if one.marker and one.marker.evaluate({"extra": name})), None)
+        if one.marker is not None and extra is None and not one.marker.evaluate({"extra": ""}):
+            continue  # of another platform
+        found, wanted = _installed(one.name), str(one.specifier)
+        fits = found is not None and one.specifier.contains(found, prereleases=True)
+        if extra is None:
+            yield Finding(OK if fits else WRONG, one.name, f"{found or 'not installed'} (wanted: {wanted})")
+        else:
+            missing.setdefault(extra, []).extend([] if fits else [f"{one.name} {wanted} (here: {found})"])
+    for extra, absent in missing.items():
+        text = f"not complete: {', '.join(absent)}; pip install '{DISTRIBUTION}[{extra}]'"
+        yield Finding(NOTE, f"extra {extra}", text) if absent else Finding(OK, f"extra {extra}", "complete")
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def devices() -> Iterator[Finding]:
+    """Cores, GPUs and free memory; on each device, which path the ops take, and a trial."""
+    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    free, total = (int(lines[name].split()[0]) / 2**20 for name in ("MemAvailable", "MemTotal"))
+    text = f"{os.cpu_count()} cores, {free:.1f} of {total:.1f} GiB free, {torch.get_num_threads()} threads"
+    yield Finding(OK, "cpu", text)
+    if not torch.cuda.is_available():
+        built = torch.version.cuda and f"built for CUDA {torch.version.cuda}, and sees no GPU"
+        yield Finding(NOTE, "cuda", f"torch {torch.__version__} is {built or 'a build without CUDA'}")
+    gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    for gpu in gpus:
+        free, total = (count / GIB for count in torch.cuda.mem_get_info(gpu))
+        capability = ".".join(map(str, torch.cuda.get_device_capability(gpu)))
+        text = f"{torch.cuda.get_device_name(gpu)}, compute capability {capability}"
+        yield Finding(OK, gpu, f"{text}, {free:.1f} of {total:.1f} GiB free")
+    for device in ("cpu", *gpus):
+        dtype = torch.float32 if device == "cpu" else torch.bfloat16
+        reason = why_reference(torch.zeros(1, dtype=dtype, device=device))
+        path = "Triton kernels" if reason is None else f"the reference in PyTorch: {reason}"
+        slow = device != "cpu" and reason is not None
+        yield Finding(NOTE if slow else OK, f"ops on {device}", f"{path} ({', '.join(OPS)})")
+        yield trial(device)
+
+
+def trial(device: str) -> Finding:
+    """The reference model reads a prompt and answers from a cache that evicts."""
+    from retain.reference import load_model
+
+    try:
+        model = load_model(0).to(device)
+        retain.attach(model)
+        begin = time.perf_counter()
+        cache = retain.Cache(model, policy="defensivekv", keep_ratio=0.2)
+        ids = torch.arange(2, 1002, device=device)[None] % model.config.vocab_size
+        model.generate(ids, cache=cache, max_new_tokens=4, do_sample=False)
+        total = cache.report().total
+    except Exception as error:  # of any kind: to find it is what this command is for
+        return Finding(WRONG, f"trial on {device}", f"{type(error).__name__}: {error}")
+    seconds = time.perf_counter() - begin
+    held = f"{total.entries_held:,} of {total.entries_seen:,} entries held"
+    return Finding(OK, f"trial on {device}", f"{held}, {seconds:.1f} s")
+
+
+def hub() -> Iterator[Finding]:
+    """The hub's address, whether it answers, and the folder that keeps what was fetched."""
+    folder = Path(constants.HF_HUB_CACHE)
+    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    yield Finding(
+        OK, "hub's cache", f"{folder} ({shutil.disk_usage(there).free / GIB:.0f} GiB free on its disk)"
+    )
+    yield Finding(OK, "hub's token", "one is set" if get_token() else "none: no private repositories")
+    if constants.HF_HUB_OFFLINE:
+        yield Finding(NOTE, "hub", "not asked: HF_HUB_OFFLINE is set, and only what is in the cache is found")
+        return
+    try:
+        status = httpx.head(constants.ENDPOINT, timeout=HUB_SECONDS, follow_redirects=True).status_code
+        yield Finding(OK if status < 500 else NOTE, "hub", f"{constants.ENDPOINT} answers ({status})")
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        reason = f"{constants.ENDPOINT} does not answer ({type(error).__name__}: {error})"
+        yield Finding(NOTE, "hub", f"{reason}; models and gates load from folders and the cache")
+
+
+@command
+def doctor(arguments: Sequence[str] | None = None) -> int:
+    """Prints every finding; 1 if one is wrong."""
+    about = "Report versions, devices, kernels, free memory and the hub."
+    argparse.ArgumentParser(prog="retain doctor", description=about).parse_args(arguments)
+    wrong = 0
+    for finding in itertools.chain(versions(), devices(), hub()):
+        print(f"{finding.state:<5}  {finding.about:<20}  {finding.text}", flush=True)
+        wrong += finding.state == WRONG
+    print(f"{wrong} wrong: retain may not work here." if wrong else "Nothing is wrong.")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,1 +1,0 @@
-"""`retain describe`: a model by its config (`model`); `retain doctor`: what this installation can do."""

@@ -1,4 +1,0 @@
-"""Metrics: the score of one answer.
-
-Reading order: `scorers` (by name), `overlap`, `found`, `scbench`.
-"""

@@ -1,0 +1,103 @@
+"""Reads the table of a run, and names its settings in words."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from retain.eval.config import FULL, PRESET
+from retain.eval.run.table import read_manifest, read_table
+from retain.process.extras import deferred
+
+with deferred("eval", "pandas", what="the table of a comparison"):
+    from pandas import DataFrame
+
+WHEN = {
+    "prefill": "Eviction once, behind the prompt",
+    "chunk": "Eviction behind each chunk of the prompt",
+    "decode": "Eviction while decoding",
+    "prefill+decode": "Eviction behind the prompt and while decoding",
+    "chunk+decode": "Eviction behind each chunk and while decoding",
+}
+QUESTION = {"unknown": "the question comes afterwards", "known": "the question is known"}
+
+
+@dataclass(frozen=True)
+class Table:
+    """The results of a run.
+
+    Attributes:
+        frame: A row an answer: the columns of `results.jsonl`, and `line`: the policy, with its protection
+            where that is not the policy's usual one.
+        manifest: Content of `manifest.json`.
+    """
+
+    frame: "DataFrame"
+    manifest: Mapping[str, Any]
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The resolved config of the comparison."""
+        return self.manifest["config"]
+
+
+def read(folder: Path) -> Table:
+    """Read the folder of a run.
+
+    Raises:
+        ValueError: The folder holds no run, or a damaged one.
+    """
+    manifest = read_manifest(folder)
+    frame = asked_for(DataFrame(list(read_table(folder).values())), manifest["config"])
+    return Table(with_lines(frame), manifest)
+
+
+def asked_for(frame: "DataFrame", config: Mapping[str, Any]) -> "DataFrame":
+    """Rows that the newest config asks for: a run that has grown may hold others, of policies that only some
+    of its items were measured under. Keys that a config lacks ask for everything."""
+    if not len(frame):
+        return frame
+    budgets = [f"keep_ratio={ratio:g}" for ratio in config.get("keep_ratios", ())]
+    budgets += [f"tokens_per_head={tokens}" for tokens in config.get("tokens_per_head", ())]
+    groups = tuple(f"{task}/" for task in config.get("tasks", ()))
+    asked = (frame["policy"] == FULL) | frame["budget"].isin(budgets) if budgets else frame["policy"].notna()
+    for key, column, always in (
+        ("policies", "policy", [FULL]),
+        ("protections", "protection", [PRESET]),
+        ("when", "when", []),
+        ("seeds", "seed", [0]),  # of all rows of a data set
+    ):
+        asked &= frame[column].isin([*config[key], *always]) if key in config else True
+    if "question" in config:  # which is unknown where entries are evicted before the prompt's end
+        asked &= frame["question"].isin(config["question"]) | (frame["when"] != "prefill")
+    if groups:
+        asked &= frame["task"].isin(config["tasks"]) | frame["task"].str.startswith(groups)
+    return frame[asked]
+
+
+def with_lines(frame: "DataFrame") -> "DataFrame":
+    """The table with the column `line`; none where it has no row."""
+    if not len(frame):
+        return frame
+    pairs = zip(frame["policy"], frame["protection"], strict=True)
+    return frame.assign(
+        line=[policy if under == PRESET else f"{policy}, protection {under}" for policy, under in pairs]
+    )
+
+
+def where_words(when: str, question: str) -> str:
+    """When entries are evicted, and whether the question is known by then."""
+    return f"{WHEN.get(when, when)}; {QUESTION.get(question, question)}"
+
+
+def budget_words(budget: str) -> str:
+    """A budget of the table: "10 % of the cache"."""
+    name, _, value = budget.partition("=")
+    if name == "keep_ratio":
+        return f"{100 * float(value):g} % of the cache"
+    return f"{value} {name.replace('_', ' ')}".replace("tokens per head", "entries per head").strip()
+
+
+def line_words(line: str) -> str:
+    """The name of a line in text."""
+    return "full cache" if line == FULL else line

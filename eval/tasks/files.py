@@ -1,0 +1,155 @@
+"""Reads rows of data sets: files of yours, and data sets on the hub in kvpress's form.
+
+A table's row is one `Row`: columns `context`, `question` and `answers` (or `answer`: one text, or a list),
+and where it has them `answer_prefix`, `max_new_tokens`, `metric`, `task` (the stratum of statistics) and
+`classes` (or `all_classes`). kvpress's data sets have these columns: simonjegou/ruler, simonjegou/loogle,
+Xnhyacinth/LongBench and others.
+"""
+
+import importlib.util
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from retain.eval.tasks.row import Row, RowsFunction
+from retain.process.extras import require
+from retain.registry import suggest
+
+Table = Sequence[Mapping[str, Any]]
+HUB = "hub:"
+
+
+def table_rows(
+    tokenizer: Any,
+    *,
+    context_tokens: int,
+    seed: int,
+    first_item: int,
+    items: int | None,
+    source: str,
+    only: str | None = None,
+    split: str = "test",
+    name: str | None = None,
+    data_dir: str | None = None,
+    revision: str | None = None,
+) -> list[Row]:
+    """Rows of a table as they stand there, with contexts of their natural length.
+
+    Args:
+        tokenizer, context_tokens, seed: Not needed here.
+        first_item: Number of the first row.
+        items: How many; None: all.
+        source: A file (`.jsonl`, `.json`, `.parquet`), or `hub:owner/name`.
+        only: Rows of this `task` alone.
+        split, name, data_dir, revision: Part of a hub repository, as `datasets.load_dataset` takes them.
+
+    Raises:
+        ValueError: A table that cannot be had, or rows without a column that they need.
+    """
+    del tokenizer, context_tokens, seed
+    if source.startswith(HUB):
+        table = read_hub(source, name=name, data_dir=data_dir, split=split, revision=revision)
+    else:
+        table = read_file(Path(source))
+    chosen = [pair for pair in enumerate(table) if only is None or pair[1].get("task") == only]
+    rows = []
+    for number, columns in chosen[first_item : None if items is None else first_item + items]:
+        need(columns, ("context", "question"), f"row {number} of {source}")
+        answers = columns.get("answers") or columns.get("answer") or ()
+        classes = columns.get("classes") or columns.get("all_classes")
+        task = columns.get("task")
+        rows.append(
+            Row(
+                task=source,
+                context=columns["context"],
+                question=columns["question"],
+                answers=(answers,) if isinstance(answers, str) else tuple(map(str, answers)),
+                max_new_tokens=int(columns.get("max_new_tokens") or 64),
+                metric=columns.get("metric") or "match_all",
+                answer_prefix=columns.get("answer_prefix") or "",
+                item=number,
+                extra={**({"stratum": task} if task else {}), **({"classes": classes} if classes else {})},
+            )
+        )
+    return rows
+
+
+def module_rows(path: Path) -> RowsFunction:
+    """The function `rows` of a Python file, which is run.
+
+    Raises:
+        ValueError: There is no such file, or no such function in it.
+    """
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise ValueError(f"there is no file {str(path)!r} that a task could be read from.")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not callable(getattr(module, "rows", None)):
+        raise ValueError(f"{path} has no function `rows`, which a task in a Python file needs.")
+    rows: RowsFunction = module.rows
+    return rows
+
+
+def need(columns: Mapping[str, Any], names: Sequence[str], what: str) -> None:
+    """Refuse a table's row without one of its columns, by a ValueError."""
+    for name in names:
+        if name not in columns:
+            raise ValueError(
+                f"{what} has no column {name!r}{suggest(name, columns)}; it has {', '.join(sorted(columns))}."
+            )
+
+
+def read_file(path: Path) -> Table:
+    """Rows of a file: JSON lines, a JSON list or Parquet.
+
+    Raises:
+        ValueError: There is no such file, or it does not read as its name says.
+    """
+    try:
+        if path.suffix == ".parquet":
+            require("eval", "pyarrow", what=str(path))
+            from pyarrow import parquet
+
+            return list(parquet.read_table(path).to_pylist())
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"rows of {path} cannot be read: {error}.") from error
+    return parse(text, str(path), lines=path.suffix == ".jsonl")
+
+
+def parse(text: str, where: str, *, lines: bool = True) -> Table:
+    """Rows of a text of JSON lines, or of one JSON list; a ValueError if it is none, or empty."""
+    # Not splitlines: a JSON string may hold a line separator of Unicode as it is.
+    found = []
+    for number, part in enumerate(text.split("\n") if lines else [text], 1):
+        try:
+            if part.strip():
+                found.append(json.loads(part))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{where}, line {number}, is not JSON: {error}.") from error
+    rows = found if lines or not found else found[0]
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+        raise ValueError(f"{where} is to be a list of objects, one a row, and at least one.")
+    return rows
+
+
+def read_hub(source: str, **where: Any) -> Table:
+    """Rows of `hub:owner/name`; `where` as `datasets.load_dataset` takes it.
+
+    Raises:
+        ValueError: It cannot be had.
+    """
+    require("eval", "datasets", what=source)
+    from datasets import load_dataset
+
+    try:
+        table: Table = load_dataset(source.removeprefix(HUB), **where)
+    # No network, a proxy's refusal, a wrong name: all are OSError or ValueError, of many classes.
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"{source} could not be had from the hub: {type(error).__name__}: {error} If it is private or "
+            "gated, log in with `hf auth login`. Or fetch its file elsewhere, and name that."
+        ) from error
+    return table

@@ -1,0 +1,88 @@
+"""The codec of a store's columns: keys and values as codes of 8, 4 or 2 bits, in KIVI's layout.
+
+Scales of values are a column. Scales of keys, which `GROUP` entries share by channel, are a table, and a
+column names the group of each entry (KIVI, arXiv 2402.02750).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from retain.cache.moves import spans
+from retain.kernels.codes import Codes, decode, encode
+from retain.precision import GROUP
+
+# Columns that are no numbers of an entry: the scales of its value, and the group that its key shares.
+VALUE_SCALES, GROUPS = "value_scales", "groups"
+
+
+@dataclass(frozen=True)
+class Codec:
+    """Keys and values as codes; stores of one codec can be joined.
+
+    Args:
+        bits: of a code.
+        head_dim, value_dim: D and V, channels of keys and of values.
+        dtype: precision of the numbers that codes stand for.
+    """
+
+    bits: int
+    head_dim: int
+    value_dim: int
+    dtype: torch.dtype
+
+    @property
+    def span(self) -> int:
+        """Channels that share a scale of values."""
+        return min(GROUP, self.value_dim)
+
+    def encode(
+        self,
+        keys_ND: Float[Tensor, "N D"],
+        values_NV: Float[Tensor, "N V"],
+        lengths_R: Int[Tensor, " R"],
+    ) -> tuple[dict[str, Tensor], Float[Tensor, "G 2 D"]]:
+        """Columns of entries that come row after row, and the scales of their keys' groups.
+
+        Raises:
+            ValueError: numbers that float16 does not hold.
+        """
+        groups_N = groups_of(lengths_R)
+        values = encode(values_NV, self.bits, self.span)
+        keys = encode(keys_ND, self.bits, 1, groups_N)
+        columns = {"keys": keys.codes_CW, "values": values.codes_CW}
+        columns |= {VALUE_SCALES: values.scales_G2N, GROUPS: groups_N.to(torch.int32)}
+        return columns, keys.scales_G2N
+
+    def codes(
+        self, columns: dict[str, Tensor], key_scales_G2D: Float[Tensor, "G 2 D"]
+    ) -> tuple[Codes, Codes]:
+        """Keys and values as attention reads them."""
+        return (
+            Codes(columns["keys"], key_scales_G2D, columns[GROUPS], self.bits, 1, self.head_dim),
+            Codes(columns["values"], columns[VALUE_SCALES], None, self.bits, self.span, self.value_dim),
+        )
+
+    def decoded(
+        self, columns: dict[str, Tensor], key_scales_G2D: Float[Tensor, "G 2 D"]
+    ) -> tuple[Float[Tensor, "C D"], Float[Tensor, "C V"]]:
+        """Keys and values as numbers, rounded once to the model's precision."""
+        keys, values = self.codes(columns, key_scales_G2D)
+        return decode(keys, torch.float32).to(self.dtype), decode(values, self.dtype)
+
+
+def groups_of(lengths_R: Int[Tensor, " R"]) -> Int[Tensor, " N"]:
+    """Group of each entry, row after row: `GROUP` neighbours of a row share one, the last of a row may be
+    fewer.
+
+    Examples:
+        >>> groups_of(torch.tensor([34, 0, 2])).tolist()[30:]
+        [0, 0, 1, 1, 2, 2]
+    """
+    lengths_R = lengths_R.to(torch.int64)
+    counts_R = (lengths_R + GROUP - 1) // GROUP
+    firsts_R = counts_R.cumsum(0) - counts_R
+    place_N = spans(torch.zeros_like(lengths_R), lengths_R)
+    return firsts_R[torch.repeat_interleave(lengths_R)] + place_N // GROUP

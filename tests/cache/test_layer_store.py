@@ -1,0 +1,264 @@
+"""Stores with packed entries against plain lists: what is packed is packed once."""
+
+import copy
+
+import pytest
+import torch
+
+from retain.cache.attend import attend_store
+from retain.cache.layer_store import Store, stacked
+from retain.cache.store import LOG_WEIGHT, RaggedStore
+from retain.precision import Precision
+from tests.cache.test_packed_store import naive, naive_bytes
+from tests.close import assert_close
+from tests.refused import refused
+
+H, G, D, V, TOKENS = 2, 2, 8, 8, 4000
+PRECISIONS = {"8 bits": 8, "4 bits": 4, "2 bits": 2}
+every_precision = pytest.mark.parametrize("name", PRECISIONS)
+KEYS = torch.randn(TOKENS, D, generator=torch.Generator().manual_seed(1))
+VALUES = torch.randn(TOKENS, V, generator=torch.Generator().manual_seed(2)) + 1
+SCORE = torch.arange(TOKENS).float()
+
+
+def precision_of(name):
+    return Precision(PRECISIONS[name], recent=3)
+
+
+class Beside:
+    """A store, and for each row a list of [token, position, key, value], the last two once it was packed."""
+
+    def __init__(self, name, seed, batch=2, num=60):
+        self.draw = torch.Generator().manual_seed(seed)
+        self.tokens, self.precision = 0, precision_of(name)
+        tokens = self.new(batch, num)
+        keep = torch.rand(batch, H, num, generator=self.draw) < 0.7
+        keep[0, 1] = False  # an empty row
+        keep[1, 0, 2:] = False  # less than the recent
+        positions = torch.arange(num).expand(batch, num)
+        side = {"score": SCORE[tokens]}
+        plain = RaggedStore.from_dense(KEYS[tokens], VALUES[tokens], positions, keep, 5, side)
+        self.store = Store(plain, self.precision)
+        self.rows = [
+            [[int(tokens[b, h, t]), t, None, None] for t in range(num) if keep[b, h, t]]
+            for b in range(batch)
+            for h in range(H)
+        ]
+        self.seen = [num] * batch
+
+    def new(self, batch, num):
+        self.tokens += batch * H * num
+        return torch.arange(self.tokens - batch * H * num, self.tokens).view(batch, H, num)
+
+    def append(self, num):
+        batch = len(self.seen)
+        tokens = self.new(batch, num)
+        positions = torch.tensor(self.seen)[:, None] + torch.arange(num)
+        seen_RS = self.store.plain.append_(KEYS[tokens], VALUES[tokens], positions)
+        self.store.set_beside_("score", SCORE[tokens])
+        for row, own in enumerate(self.rows):
+            for s in range(num):
+                b, h = divmod(row, H)
+                own.append([int(tokens[b, h, s]), self.seen[b] + s, None, None])
+                plain = sum(entry[2] is None for entry in own)
+                assert int(seen_RS[row, s]) == plain
+        self.seen = [seen + num for seen in self.seen]
+
+    def pack(self):
+        """Pack, and take down what became of each entry that loops have encoded alike."""
+        self.store.pack_()
+        for own in self.rows:
+            plain = [entry for entry in own if entry[2] is None]
+            packed = plain[: max(0, len(plain) - self.precision.recent)]
+            if not packed:
+                continue
+            tokens = [entry[0] for entry in packed]
+            made = naive(self.store.packed.codec, KEYS[tokens], VALUES[tokens], [len(packed)])
+            for entry, key, value in zip(packed, *made[:2], strict=True):
+                entry[2:] = key, value
+
+    def order(self):
+        """Row and number of every entry, in the order of the store: packed ones first."""
+        return [
+            (row, number)
+            for plain in (False, True)
+            for row, own in enumerate(self.rows)
+            for number, entry in enumerate(own)
+            if (entry[2] is None) == plain
+        ]
+
+    def evict(self, share, in_place):
+        order = self.order()
+        keep_N = torch.rand(len(order), generator=self.draw) < share
+        (self.store.compact_ if in_place else self.store.filter_)(keep_N)
+        gone = {pair for pair, keep in zip(order, keep_N.tolist(), strict=True) if not keep}
+        self.rows = [
+            [entry for number, entry in enumerate(own) if (row, number) not in gone]
+            for row, own in enumerate(self.rows)
+        ]
+
+    def only(self, wanted):
+        """Entries of which a row and a position say so."""
+        self.rows = [[entry for entry in own if wanted(row, entry[1])] for row, own in enumerate(self.rows)]
+
+    def check(self):
+        order = self.order()
+        entries = [self.rows[row][number] for row, number in order]
+        keys, values, positions, rows = self.store.flat()
+        plain = [entry[2] is None for entry in entries]
+        want_keys = [KEYS[token] if key is None else key for token, _, key, _ in entries]
+        want_values = [VALUES[token] if value is None else value for token, _, _, value in entries]
+        wanted = torch.stack([*want_keys, torch.zeros(D)])[:-1], torch.stack([*want_values, torch.ones(V)])
+        assert_close(keys, wanted[0].double())
+        assert_close(values, wanted[1][:-1].double())
+        mask = torch.tensor(plain, dtype=torch.bool)
+        assert torch.equal(keys[mask], wanted[0][mask])
+        assert positions.tolist() == [entry[1] for entry in entries]
+        assert rows.tolist() == [row for row, _ in order] == self.store.rows_N().tolist()
+        assert self.store.lengths_BH.flatten().tolist() == [len(own) for own in self.rows]
+        score = self.store.beside["score"][self.store.index_N()]
+        assert torch.equal(score, SCORE[[entry[0] for entry in entries]])
+        plain_bytes = sum(plain) * (D + V) * 4
+        packed_bytes = 0 if self.store.packed is None else naive_bytes(self.store.packed)
+        assert self.store.bytes_held == plain_bytes + packed_bytes <= self.store.bytes_allocated
+        assert self.store.entries_held == len(entries)
+        assert self.store.bytes_allocated == storages(self.store)
+        assert self.store.packed is None or self.store.packed.entries_held
+
+
+def storages(store):
+    """Bytes of all storages behind a store, each counted once."""
+    held = [] if store.packed is None else [store.packed.key_scales_G2D]
+    for part in store.parts:
+        held += [part.offsets_R1, part.lengths_R, *part.pages.tables()]
+        held += [columns[name] for columns, name in part._columns()]
+    return sum({own.data_ptr(): own.untyped_storage().nbytes() for own in held if own.numel()}.values())
+
+
+@pytest.mark.parametrize("seed", range(3))
+@every_precision
+def test_a_packed_store_is_what_plain_lists_say(name, seed):
+    """Random lives: entries come, are packed, go; sequences are chosen, tokens forgotten."""
+    life = Beside(name, seed)
+    life.check()
+    choice = torch.Generator().manual_seed(seed + 50)
+    actions = ["pack", "pack", "append", "evict", "select", "crop", "drop", "fork", "append", "pack"]
+    for number in range(14):
+        action = "pack" if number == 0 else actions[int(torch.randint(10, (1,), generator=choice))]
+        aside = None
+        if action == "pack":
+            life.pack()
+        elif action == "append":
+            life.append(1 + 4 * (number % 3))
+        elif action == "evict":
+            life.evict((0.9, 0.5, 0.0)[(number + seed) % 3], in_place=number % 2 == 0)
+        elif action == "select":
+            idx = torch.tensor([[1, 0], [0, 0], [0, 1]][number % 3])
+            life.store = life.store.select_batch(idx)
+            rows = [row * H + h for row in idx.tolist() for h in range(H)]
+            life.rows = [copy.deepcopy(life.rows[row]) for row in rows]
+            life.seen = [life.seen[row] for row in idx.tolist()]
+        elif action == "crop":
+            before = [max(1, seen - 4 * b) for b, seen in enumerate(life.seen)]
+            life.store.crop_(torch.tensor(before))
+            life.only(lambda row, position, before=before: position < before[row // H])
+            life.seen = before
+        elif action == "drop":
+            gone = torch.rand(2, max(life.seen), generator=choice) < 0.2
+            life.store.drop_(gone)
+            life.only(lambda row, position, gone=gone: not gone[row // H, position])
+        else:
+            aside = life.store
+            life.store = life.store.fork()
+            before = aside.flat()
+            life.append(2)
+            life.pack()
+            life.evict(0.5, in_place=True)
+            assert all(torch.equal(a, b) for a, b in zip(aside.flat(), before, strict=True))
+        life.check()
+
+
+@pytest.mark.parametrize("how", [{}, {"soft_cap": 2.0}, {"window": 9}, {"sinks": True}, {"log_weight": True}])
+@every_precision
+def test_attention_is_one_softmax_over_all_entries(name, how):
+    life = Beside(name, seed=5)
+    life.pack()
+    life.append(6)
+    life.pack()
+    life.append(2)
+    store, S = life.store, 2
+    draw = torch.Generator().manual_seed(9)
+    queries = torch.randn(2, H * G, S, D, generator=draw)
+    sinks = torch.randn(H * G, generator=draw) if "sinks" in how else None
+    if "log_weight" in how:
+        store.write_beside_(LOG_WEIGHT, torch.rand(store.entries_held, generator=draw) * 2)
+    at = torch.tensor(life.seen)[:, None] + torch.arange(-S, 0)
+    seen_RS = store.plain.lengths_R[:, None] + torch.tensor([-1, 0], dtype=torch.int32)
+    seen_RS[2:, 0] = 0  # padding in the second sequence
+    out = attend_store(
+        store,
+        queries,
+        seen_RS,
+        sinks_Q=sinks,
+        window=how.get("window"),
+        query_positions_BS=at,
+        scaling=0.6,
+        soft_cap=how.get("soft_cap"),
+    )
+    keys, values, positions, rows = store.flat()
+    weight = store.log_weight_C
+    added = torch.zeros(len(keys)) if weight is None else weight[store.index_N()]
+    for b, q, s in [(b, q, s) for b in range(2) for q in range(H * G) for s in range(S)]:
+        own = (rows == b * H + q // G) & (positions <= at[b, s])
+        own &= positions > at[b, s] - how.get("window", 10_000)
+        if int(seen_RS[b * H + q // G, s]) == 0:
+            own[:] = False
+        logits = keys[own].double() @ queries[b, q, s].double() * 0.6
+        logits = how["soft_cap"] * torch.tanh(logits / how["soft_cap"]) if "soft_cap" in how else logits
+        weights = (logits + added[own].double()).exp()
+        total = weights.sum() + (0 if sinks is None else sinks[q].double().exp())
+        wanted = (weights[:, None] * values[own].double()).sum(0) / total.clamp_min(1e-30)
+        assert_close(out[b, q, s], wanted, ops=8)
+
+
+@every_precision
+def test_stores_packed_or_not_are_stacked(name):
+    """Two packed stores, one with a precision and nothing packed, and a plain one."""
+    one, two, three = Beside(name, 1), Beside(name, 2, num=20), Beside("8 bits", 3)
+    one.pack()
+    two.pack()
+    four = Store(Beside("8 bits", 4).store.plain)
+    stores = [one.store, two.store, three.store, four]
+    parts = [store.flat() for store in stores]
+    whole = stacked(stores)
+    order = whole.flat()[3].argsort(stable=True)
+    starts = [0, 2 * H, 4 * H, 6 * H]
+    own = [torch.cat(sides) for sides in zip(*((*part[:3], part[3] + start) for part, start in
+                                               zip(parts, starts, strict=True)), strict=True)]  # fmt: skip
+    wanted = own[3].argsort(stable=True)
+    for got, want in zip(whole.flat(), own, strict=True):
+        assert torch.equal(got[order], want[wanted])
+    assert torch.equal(whole.lengths_BH, torch.cat([store.lengths_BH for store in stores]))
+    assert stacked([three.store, four]).packed is None
+    # The stack shares nothing with its parts.
+    whole.compact_(torch.arange(whole.entries_held) % 2 == 0)
+    for store, part in zip(stores, parts, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(store.flat(), part, strict=True))
+
+
+def test_stores_in_different_bits_are_not_stacked():
+    lives = Beside("8 bits", 1), Beside("2 bits", 2)
+    for life in lives:
+        life.pack()
+    refused("hold entries in 2 and 8 bits", stacked, [life.store for life in lives])
+
+
+def test_numbers_that_do_not_fit_leave_all_as_it_was():
+    life = Beside("4 bits", 1)
+    life.pack()
+    life.append(8)
+    life.store.plain.values_CD[life.store.plain.index_N()[0], 2] = 1e5
+    before, packed = life.store.flat(), life.store.packed
+    refused("float16, up to 65504", life.store.pack_)
+    assert all(torch.equal(a, b) for a, b in zip(life.store.flat(), before, strict=True))
+    assert life.store.packed is packed

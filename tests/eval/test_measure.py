@@ -1,0 +1,357 @@
+"""Lines of a comparison: one reading of the contexts gives what a cache made by hand gives, and memory is
+equal and counted right."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from retain.budget.statement import Budget
+from retain.eval.config import WHEN, Candidate, find_policy
+from retain.eval.run import memory, scores
+from retain.eval.run.answers import respond
+from retain.eval.run.checks import load_checked
+from retain.eval.run.memory import check_equal_bytes, positions_held
+from retain.eval.run.plan import Unit
+from retain.eval.run.prefill import Prefill, Reader
+from retain.eval.run.scores import first_entries, gate_scores, oracle
+from retain.evidence import attention_probs
+from retain.hf.cache.cache import Cache
+from retain.hf.intercept.attach import attach
+from retain.hf.intercept.lookahead_pass import lookahead_gates
+from retain.hf.intercept.observe import observe
+from retain.policy import decide_layers, score_entries
+from retain.reference import load_model, load_tokenizer
+from retain.scores import Score
+from tests.eval.small import ENTRY_BYTES, HEADS, lines_of, save_small_gates, save_table, small
+from tests.tiny import tiny_model
+
+BARE = ("protection.sinks=0", "protection.prefix_fraction=0", "protection.suffix_fraction=0")
+BOTH = ("unknown", "known")
+
+
+@pytest.fixture(scope="module")
+def ragged(tmp_path_factory):
+    """Three contexts of unlike lengths."""
+    return save_table(tmp_path_factory.mktemp("table") / "ragged.jsonl", shorter=60)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """Three contexts with three questions each."""
+    return save_table(tmp_path_factory.mktemp("table") / "shared.jsonl", questions=3)
+
+
+@pytest.mark.parametrize("when", WHEN)
+def test_contexts_of_unlike_lengths_are_measured_together_as_alone(gated, ragged, when):
+    policies = ("random", "snapkv", "oracle", "gate") if when == "prefill" else ("random", "h2o")
+    grid = {"policies": policies, "when": (when,), "question": BOTH, "tasks": (ragged,)}
+    config = small(gated, **grid, items_per_task=3, batch_items=3, every=2, chunk_tokens=40)
+    together, alone = lines_of(config), lines_of(replace(config, batch_items=1))
+    assert sorted(together, key=str) == sorted(alone, key=str)
+    assert len(alone) == 3 * (1 + len(policies)) * (2 if when == "prefill" else 1)
+    assert len({line.text for line in alone}) > 1, "every answer is the same"
+    assert len({line.entries_seen for line in alone}) >= 3
+
+
+@pytest.mark.parametrize("question", BOTH)
+def test_lines_are_those_of_a_cache_made_by_hand(gated, ragged, question):
+    variants = {"joint": ("layer_defensivekv", "protection.sinks=0"), "merged": ("snapkv", "correction={}")}
+    policies = ("snapkv", "fused", "random", "defensivekv", "cake", "lava", *variants)
+    config = small(gated, policies=policies, variants=variants, tasks=(ragged,), question=(question,))
+    loaded, contexts = load_checked(config)
+    context = contexts[ragged][0]
+    row, asked, model = context.rows[0], context.encoded[0], loaded.model
+    whole = torch.tensor([[*context.ids, *asked.question_ids]])
+    for line in lines_of(replace(config, items_per_task=1)):
+        candidate = Candidate(line.policy)
+        policy, gates = loaded.policies.get(candidate), loaded.gates_of(candidate)
+        how = {"gates": gates, "seeds": [context.random_seed]}
+        if policy is None or question == "unknown":
+            budget = {} if policy is None else {"keep_ratio": 0.5, **how}
+            cache = Cache(model, policy, **budget).prefill(whole[:, : line.entries_seen // HEADS])
+        else:
+            cache = evicted_after_looking(model, policy, gates, how["seeds"], whole)
+        assert (line.bytes_held, line.bytes_seen) == (cache.bytes_held(), cache.bytes_full())
+        assert line.entries_held == cache.entries_held
+        if policy is None or policy.correction is None:
+            assert line.bytes_held == line.entries_held * ENTRY_BYTES
+        (answer,) = respond(
+            model, cache, whole, torch.ones_like(whole), new_tokens=row.max_new_tokens, end_ids=asked.end_ids
+        )
+        assert line.text == loaded.tokenizer.decode(answer, skip_special_tokens=True)
+        assert line.tokens == len(answer)
+
+
+def evicted_after_looking(model, policy, gates, seeds, whole, keep_ratio=0.5):
+    """Scores observe the whole prompt in one cache; another, which never saw its last token, evicts."""
+    looking = Cache(model, policy=None).prefill(whole, evict=False, hold_evidence=True)
+    cache = Cache(model, policy=None).prefill(whole[:, :-1], evict=False, hold_evidence=True)
+    made = []
+    for observed in looking.evidence:
+        learned = None if gates is None else gates.score(observed)
+        score = score_entries(policy, observed, learned=learned, seeds_B=seeds)
+        made.append(first_entries(score, whole.shape[1] - 1))
+    layers = decide_layers(policy, cache.evidence, Budget(keep_ratio=keep_ratio), scores=made)
+    return cache.evict_with([layer.keep_BHT for layer in layers], correction=policy.correction)
+
+
+@pytest.mark.parametrize("question", BOTH)
+def test_questions_on_one_context_are_asked_of_what_is_left_of_it(gated, shared, question):
+    config = small(gated, tasks=(shared,), items_per_task=9, question=(question,), batch_items=1)
+    lines = lines_of(replace(config, policies=("snapkv", "fused")))
+    assert len(lines) == 3 * 3 * 3 and len({line.context_id for line in lines}) == 3
+    assert len({line.text for line in lines}) > 3
+    seen = {line.item: line.entries_seen for line in lines if line.policy == "full"}
+    context = load_checked(config)[1][shared][0]
+    lengths = [len(encoded.question_ids) for encoded in context.encoded]
+    for item, length in enumerate(lengths):
+        behind = 0 if question == "unknown" else length - 1
+        assert seen[item] == HEADS * (len(context.ids) + behind)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "qwen3_next"])
+def test_models_with_layers_that_cannot_be_cropped_are_measured_too(tmp_path, ragged, family):
+    tokenizer = load_tokenizer()
+    tiny_model(family, vocab_size=len(tokenizer)).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    config = small(tmp_path, model=str(tmp_path / "model"), policies=("random", "snapkv", "oracle"))
+    config = replace(config, tasks=(ragged,), question=BOTH, items_per_task=3)
+    lines = {(line.policy, line.question, line.item): line for line in lines_of(config)}
+    assert len(lines) == 3 * 4 * 2 and len({line.text for line in lines.values()}) > 3
+    loaded, contexts = load_checked(config)
+    for item, context in enumerate(contexts[ragged]):
+        ids, question_ids = context.ids, context.encoded[0].question_ids
+        whole, policy = torch.tensor([[*ids, *question_ids]]), loaded.policies[Candidate("snapkv")]
+        for question in BOTH:
+            cache = Cache(loaded.model, policy, keep_ratio=0.5)
+            if question == "known":
+                cache = evicted_after_looking(loaded.model, policy, None, None, whole)
+            else:
+                cache.prefill(whole[:, : len(ids)])
+            made = {"new_tokens": 4, "end_ids": context.encoded[0].end_ids}
+            (answer,) = respond(loaded.model, cache, whole, torch.ones_like(whole), **made)
+            line = lines["snapkv", question, item]
+            assert (line.text, line.tokens) == (tokenizer.decode(answer), len(answer))
+
+
+def test_answers_end_anywhere_in_a_batch_as_alone(gated, ragged):
+    def ending(context):
+        return replace(context, encoded=(replace(context.encoded[0], end_ids=tuple(range(0, 1024, 3))),))
+
+    config = small(gated, tasks=(ragged,), question=BOTH, items_per_task=3)
+    lines = lines_of(config, ending)
+    assert {*lines} == {*lines_of(replace(config, batch_items=1, max_sequences=1), ending)}
+    assert len({line.tokens for line in lines}) > 1
+    assert all(line.score == 0.0 for line in lines if not line.text.strip())
+
+
+def test_budgets_in_tokens_and_protections_are_axes_of_the_grid(gated):
+    names, kinds = ("random", "snapkv", "oracle"), ("own", "none", "wide")
+    protections = {"none": BARE, "wide": ("protection.suffix_tokens=35",)}
+    config = small(gated, policies=names, tokens_per_head=(60,), protections=protections, items_per_task=1)
+    lines = [line for line in lines_of(config) if line.task == "reference/lists"]
+    found = {(line.policy, line.protection, line.budget) for line in lines}
+    budgets = {"keep_ratio=0.5": (0.5, 600), "tokens_per_head=60": (None, 480), "keep_ratio=1": (1.0, 1200)}
+    assert found == {
+        ("full", "own", "keep_ratio=1"),
+        *itertools.product(names, kinds, ("keep_ratio=0.5", "tokens_per_head=60")),
+    }
+    assert {line.budget: (line.keep_ratio, line.entries_held) for line in lines} == budgets
+    assert len(found) == len(lines) and len({line.identity for line in lines}) == 1 + 9
+
+
+@pytest.mark.parametrize("when", ["chunk", "decode", "prefill+decode", "chunk+decode"])
+def test_a_cache_holds_what_the_budget_and_the_last_eviction_say(gated, ragged, when):
+    grid = {"policies": ("random", "h2o", "fused", "oracle"), "tokens_per_head": (60,), "when": (when,)}
+    config = small(gated, **grid, tasks=(ragged,), every=3, chunk_tokens=40, items_per_task=1)
+    lines = lines_of(config)
+    assert {line.policy for line in lines} == {"full", "random", "h2o", "fused"}  # no control
+    asked = len(load_checked(config)[1][ragged][0].encoded[0].question_ids)
+    for line in lines:
+        if line.policy == "full":
+            assert line.entries_held == line.entries_seen
+            continue
+        most = line.entries_seen / 2 + HEADS if line.budget == "keep_ratio=0.5" else 60 * HEADS
+        behind = 3 if "decode" in when else asked + line.tokens
+        assert line.entries_held <= most + behind * HEADS < line.entries_seen
+
+
+def test_a_cache_that_holds_more_than_its_budget_stops_the_run(gated, monkeypatch):
+    real = memory._counts
+    monkeypatch.setattr(memory, "_counts", lambda cache: (real(cache)[0] + 1, real(cache)[1]))
+    with pytest.raises(RuntimeError, match=r"random at keep_ratio=0.5, .* holds \[.*\] entries where the"):
+        lines_of(small(gated))
+
+
+# What a second policy holds beside 100 entries of 10 bytes, and whether a run may go on.
+UNEQUAL = [
+    ({}, "snapkv", True),
+    ({"entries_held": 101}, "snapkv", False),
+    ({"bytes_held": 1001}, "snapkv", False),
+    ({"entries_held": 99, "bytes_held": 990}, "counted", True),  # a number beside each entry
+    ({"entries_held": 90, "bytes_held": 900}, "counted", False),
+    ({"entries_held": 180, "bytes_held": 990}, "packed", True),
+    ({"entries_held": 180, "bytes_held": 1001}, "packed", False),
+    ({"entries_held": 120, "bytes_held": 800}, "packed", False),
+]
+
+
+@pytest.mark.parametrize(("changes", "name", "equal"), UNEQUAL)
+def test_policies_of_one_budget_hold_equally_much(tmp_path, changes, name, equal):
+    variants = {
+        "counted": ("snapkv", "correction={threshold: 0.2, recent: 8, count: true}"),
+        "packed": ("snapkv", "precision={bits: 4}"),
+    }
+    config = small(tmp_path, variants=variants)
+    policies = {(own, "own"): find_policy(config, Candidate(own)) for own in ("recency", "snapkv", *variants)}
+    place = {"budget": "keep_ratio=0.5", "when": "prefill", "question": "known", "task": "t", "seed": 0}
+    held = {"entries_held": 100, "entries_seen": 200, "bytes_held": 1000, "bytes_seen": 2000}
+    line = {**place, **held, "protection": "own", "item": 0, "keep_ratio": 0.5, "policy": "recency"}
+    lines = [line, {**line, "policy": name, **changes}]
+    if equal:
+        check_equal_bytes(lines, policies)
+        check_equal_bytes(lines[::-1], policies)
+        return
+    for order in (lines, lines[::-1]):
+        with pytest.raises(RuntimeError, match="unequal memory at keep_ratio=0.5, prefill, item 0 of t"):
+            check_equal_bytes(order, policies)
+
+
+def test_how_many_decode_together_changes_nothing(gated, shared):
+    config = small(gated, policies=("random", "recency", "snapkv"), tasks=(shared,), items_per_task=6)
+    alone, few, many = ({*lines_of(replace(config, max_sequences=count))} for count in (1, 5, 128))
+    assert alone == few == many and len(alone) == 6 * 4
+
+
+def test_policies_with_one_score_score_once(gated, shared, monkeypatch):
+    made = []
+
+    def count(policy, layer, **options):
+        made.append(policy.name)
+        return score_entries(policy, layer, **options)
+
+    monkeypatch.setattr(scores, "score_entries", count)
+    variants = {
+        "bare": ("snapkv", "protection.sinks=0"),
+        "other": ("snapkv", "observed_settings.aggregate=max"),
+        "gate_bare": ("gate", "protection.sinks=0"),
+    }
+    names = (
+        "snapkv",
+        "adakv",
+        "pyramidkv",
+        "bare",
+        "other",
+        "gate",
+        "gate_bare",
+        "oracle",
+        "fused",
+        "random",
+    )
+    config = small(gated, policies=names, variants=variants, tasks=(shared,), items_per_task=3)
+    lines_of(replace(config, keep_ratios=(0.5, 0.6)))
+    assert sorted(made) == sorted(["snapkv", "other", "gate", "oracle", "fused", "random"] * 4)
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_the_oracle_looks_at_every_question_that_is_asked_of_what_is_left(gated, shared, known):
+    config = small(gated, policies=("oracle",), tasks=(shared,), items_per_task=3)
+    loaded, contexts = load_checked(config)
+    (context,) = contexts[shared]
+    prefill = Prefill(Reader(config, loaded, Unit("prefill", (context,))), 0)
+    evicted = prefill.evict(known)
+    count = len(context.ids) + (len(context.encoded[0].question_ids) - 1 if known else 0)
+    assert evicted.evidence[0].num_seen == count and [*evicted.questions] == ([0] if known else [0, 1, 2])
+    futures = []
+    for number in evicted.questions:
+        ids = [*context.ids, *context.encoded[number].question_ids, *context.read_back(number)]
+        futures.append(oracle(observe(loaded.model, torch.tensor([ids])), count))
+    for layer, score in enumerate(evicted.scores[Candidate("oracle")]):
+        values = torch.stack([future[layer].values_BHT for future in futures])
+        assert torch.allclose(score.values_BHT, values.amax(0), rtol=1e-4)
+        assert known or not torch.allclose(score.values_BHT, values[0], rtol=1e-2)
+
+
+def test_the_oracle_is_the_attention_of_the_tokens_that_follow():
+    model, size = tiny_model("qwen3"), 20
+    ids = torch.tensor([[*range(2, 22), 3, 9, 4], [*range(30, 50), 51, 2, 30]])
+    attach(model)
+    teacher = observe(model, ids)
+    found, evidence = oracle(teacher, size)[2], teacher[2]
+    probs = attention_probs(evidence, size, 23).double()
+    values = evidence.values_BHTD.double().repeat_interleave(3, 1)
+    norms = (values @ evidence.output_weight_QDE.double()).abs().sum(-1)
+    for row, head, i in itertools.product(range(2), range(2), range(size)):
+        group = range(3 * head, 3 * head + 3)
+        worst = max(float(probs[row, q, j, i] * norms[row, q, i]) for q in group for j in range(3))
+        assert found.values_BHT[row, head, i].item() == pytest.approx(worst, rel=1e-4)
+    assert found.values_BHT.shape == (2, 2, size) and found.unit == "risk"
+
+
+def test_a_score_is_cut_with_all_that_it_says():
+    values_BHT = torch.arange(10.0).view(1, 1, 10)
+    weight_B = torch.tensor([7.0], dtype=torch.float64)
+    cut = first_entries(Score(values_BHT, "mass", values_BHT + 100, 3, weight_B, draw_BHT=-values_BHT), 8)
+    assert cut.values_BHT.tolist() == [[list(range(8))]]
+    assert cut.first_BHT.tolist() == [[[100.0 + i for i in range(8)]]]
+    assert cut.draw_BHT.tolist() == [[[-float(i) for i in range(8)]]]
+    # Of the window's three entries, 7, 8 and 9, one is left.
+    assert cut.window == 1 and cut.layer_weight_B.tolist() == [7.0]
+    assert first_entries(cut, 6).window == 0
+
+
+def test_each_set_of_gates_scores_as_it_would_alone(gated, ragged, tmp_path):
+    save_small_gates(tmp_path / "other", seed=1)
+    save_small_gates(tmp_path / "qkv", family="qkv", F=8)
+    variants = {"mine": ("gate",), "seen": ("gate",)}
+    uses = {"mine": "other", "seen": "qkv"}
+    sets = {name: str(tmp_path / name) for name in ("other", "qkv")}
+    grid = {"tasks": (ragged,), "when": ("prefill", "chunk"), "chunk_tokens": 40, "items_per_task": 3}
+    config = small(
+        gated, policies=("gate", "mine", "seen"), variants=variants, gate_sets=sets, uses=uses, **grid
+    )
+    lines = lines_of(config)
+    texts = {name: [line.text for line in lines if line.policy == name] for name in config.policies}
+    assert len({str(own) for own in texts.values()}) == 3, "all sets keep the same"
+    assert {line.policy: line.gates for line in lines} == {"full": None, "gate": "gates", **uses}
+    for name, label in uses.items():
+        alone = lines_of(small(tmp_path, policies=("gate",), gates=sets[label], **grid))
+        assert texts[name] == [line.text for line in alone if line.policy == "gate"]
+
+
+def test_lookahead_tokens_of_two_sets_are_read_apart():
+    model = load_model(0)
+    attach(model)
+    ids = torch.arange(5, 85)[None]
+    observed = observe(model, ids)
+
+    def gates(seed):
+        torch.manual_seed(seed)
+        made = lookahead_gates(model, num_tokens=4, rank=2)
+        for up in made.extension.up.values():
+            up.data.normal_(std=0.1)
+        return made
+
+    def scored(made):
+        prompt = lambda: Cache(model, policy=None).prefill(ids, evict=False)  # noqa: E731
+        return gate_scores(model, made, observed, prompt)[1].values_BHT
+
+    one, two = gates(1), gates(2)
+    first, second, again = scored(one), scored(two), scored(one)
+    assert torch.equal(first, again) and not torch.allclose(first, second, rtol=0.1)
+
+
+def test_positions_are_those_of_the_entries_held():
+    model = tiny_model("qwen3")
+    attach(model)
+    ids, mask = torch.arange(2, 82).repeat(2, 1), torch.ones(2, 80, dtype=torch.long)
+    mask[0, :20] = 0
+    cache = Cache(model, policy=None).prefill(ids, mask, evict=False)
+    assert [held.tolist() for held in positions_held(cache, 0)[0]] == [[*range(60)]] * 2
+    keep = torch.zeros(2, 2, 80, dtype=torch.bool)
+    keep[0, 0, [20, 30]] = keep[0, 1, [79]] = keep[1, :, 5] = True
+    cache.evict_with([keep] * 3)
+    assert [[held.tolist() for held in layer] for layer in positions_held(cache, 0)] == [[[0, 10], [59]]] * 3
+    assert [held.tolist() for held in positions_held(cache, 1)[2]] == [[5], [5]]
