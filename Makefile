@@ -163,6 +163,7 @@ gpu:
 
 gpu-wheels: $(INSTALLED)
 	$(BIN)/pip download --no-deps --only-binary=:all: --implementation py --abi none --platform any -d wheels hypothesis beartype jaxtyping pytest-timeout sortedcontainers
+	$(BIN)/pip download --only-binary=:all: --python-version 3.12 --implementation cp --platform manylinux_2_17_x86_64 -d wheels pydantic
 
 # The ops beside the machine's ceilings, on its GPU if it has one; `make bench OUT=FILE` keeps the report.
 bench: $(INSTALLED)
@@ -188,7 +189,7 @@ quantised:
 # `make serve POLICY=snapkv MODEL=...` needs no gates. SERVE has further arguments of vLLM: a pool of 1 GiB, which a laptop has.
 MODEL :=
 GATES :=
-POLICY ?= fused
+POLICY ?= learned
 KEEP_RATIO ?= 0.2
 PORT ?= 8000
 SERVE := --enforce-eager --block-size 32 --kv-cache-memory-bytes 1073741824

@@ -1,6 +1,6 @@
 """The entry: compares eviction policies at equal achieved memory.
 
-    retain compare MODEL --policies snapkv,fused --tasks facts --keep-ratios 0.1,0.2
+    retain compare MODEL --policies snapkv,learned --tasks facts --keep-ratios 0.1,0.2
     python eval/compare.py --config configs/compare/reference.yaml [key=value ...]
     accelerate launch --num_processes 8 eval/compare.py --config FILE device=cuda [key=value ...]
 
@@ -105,7 +105,7 @@ def identity_of_run(config: CompareConfig, loaded: Loaded) -> dict[str, Any]:
 def _settings(policy: Policy) -> dict[str, Any]:
     """Settings of a policy that its entries depend on; weights of heads by their numbers."""
     settings = asdict(replace(policy, paper="", regime="any"))
-    if (path := policy.allocation.weights) is not None:
+    if (path := policy.weights) is not None:
         settings["allocation"]["weights"] = {str(layer): [*row] for layer, row in read_weights(path).items()}
     return settings
 

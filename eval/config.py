@@ -17,9 +17,10 @@ from typing import Annotated, Any, Literal, get_args
 
 import torch
 import yaml
+from pydantic import Field
 
 from retain.budget.statement import Budget
-from retain.config import Count, Many, ProperShare, Range, Whole, build, load
+from retain.config import Count, Many, ProperShare, Whole, build, load
 from retain.presets import Policy, load_policy
 
 When = Literal["prefill", "chunk", "decode", "prefill+decode", "chunk+decode"]
@@ -94,11 +95,11 @@ class CompareConfig:
     policies: tuple[str, ...]
     model: str = MODEL
     keep_ratios: tuple[ProperShare, ...] = (0.1, 0.2)
-    tokens_per_head: tuple[Annotated[int, Range(least=2)], ...] = ()
+    tokens_per_head: tuple[Annotated[int, Field(ge=2)], ...] = ()
     items_per_task: Many = 20
     first_item: Whole = 0
     seeds: tuple[Whole, ...] = (0,)
-    context_tokens: Annotated[int, Range(least=64, most=2**24)] = 1000
+    context_tokens: Annotated[int, Field(ge=64, le=2**24)] = 1000
     gates: str = ""
     gate_sets: dict[str, str] = field(default_factory=dict)
     uses: dict[str, str] = field(default_factory=dict)
@@ -120,8 +121,8 @@ class CompareConfig:
     batch_items: Count = 8
     max_sequences: Count = 128
     baseline: str | None = None
-    margin_points: Annotated[float, Range(least=1e-6, most=100)] = 2.0
-    resamples: Annotated[int, Range(least=100, most=10**6)] = 5000
+    margin_points: Annotated[float, Field(ge=1e-6, le=100)] = 2.0
+    resamples: Annotated[int, Field(ge=100, le=10**6)] = 5000
     results: str = "results"
 
     @property
@@ -329,7 +330,7 @@ def key_help(config: type[Any]) -> str:
     lines = []
     for one in fields(config):
         hint = str(one.type) if "[" in str(one.type) else getattr(one.type, "__name__", str(one.type))
-        kind = re.sub(r"typing\.|Annotated\[(\w+), Range\([^)]*\)\]", r"\1", hint)
+        kind = re.sub(r"typing\.|Annotated\[(\w+), FieldInfo\(.*?\]\)\]", r"\1", hint)
         value = one.default_factory() if one.default_factory is not MISSING else one.default
         default = "required" if value is MISSING else f"default {value!r}"
         lines.append(f"  {one.name} ({kind}, {default})\n      {about.get(one.name, '')}")

@@ -13,7 +13,8 @@ import re
 import string
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import wraps
 from statistics import fmean
 
@@ -51,11 +52,9 @@ def match_any(text: str, answer: str) -> float:
 
 
 def tokens_in_place(text: str, row: Row) -> float:
-    """Whether every answer stands at its place, of the reference model's tasks.
-
-    The text is names of tokens with spaces between. `row.extra["places"]` are the places of the answers in
-    it; other tokens restate the question. With `row.extra["ordered"]` false the order of answers is free.
-    """
+    """Whether every answer stands at its place, of the reference model's tasks, whose texts are names of
+    tokens. `row.extra["places"]` are the places of the answers; other tokens restate the question. With
+    `row.extra["ordered"]` false their order is free."""
     tokens = text.split(" ")
     given = [tokens[place] if place < len(tokens) else "" for place in row.extra["places"]]
     return float(given == [*row.answers] if row.extra["ordered"] else {*given} == {*row.answers})
@@ -71,23 +70,15 @@ def normalised(text: str) -> str:
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(_NO_PUNCTUATION)).split())
 
 
-def token_f1(predicted: Sequence[str], reference: Sequence[str]) -> float:
-    """F1 of two multisets of tokens.
-
-    `c = sum_t min(#t in predicted, #t in reference);  P = c / |predicted|;  R = c / |reference|;`
-    `F1 = 2 P R / (P + R)`, and 0 where `c = 0`
-    """
-    same = sum((Counter(predicted) & Counter(reference)).values())
-    if same == 0:
-        return 0.0
-    precision, recall = same / len(predicted), same / len(reference)
-    return 2 * precision * recall / (precision + recall)
-
-
 @_best
 def qa_f1(text: str, answer: str) -> float:
-    """Token F1 after removal of case, punctuation and articles: SQuAD's and LongBench's."""
-    return token_f1(normalised(text).split(), normalised(answer).split())
+    """F1 of two multisets of words without case, punctuation and articles: SQuAD's and LongBench's.
+
+    `c = sum_t min(#t in text, #t in answer);  F1 = 2 c / (|text| + |answer|)`, and 0 where `c = 0`
+    """
+    given, wanted = normalised(text).split(), normalised(answer).split()
+    same = sum((Counter(given) & Counter(wanted)).values())
+    return 2 * same / (len(given) + len(wanted)) if same else 0.0
 
 
 @_best
@@ -117,13 +108,10 @@ def rouge_l(text: str, answer: str) -> float:
 
 @_best
 def code_similarity(text: str, answer: str) -> float:
-    """Edit similarity of the first line of code (one without "`", "#" or "//"), in whole percents.
-
-        `round(100 * 2 M / (|p| + |r|)) / 100`
-
-    `M` is the number of characters in the matching blocks that `difflib.SequenceMatcher` finds. LongBench
-    calls `fuzzywuzzy.fuzz.ratio`, which computes this when python-Levenshtein is not installed.
-    """
+    """Edit similarity of the first line of code (one without "`", "#" or "//"), in whole percents:
+    `round(100 * 2 M / (|p| + |r|)) / 100`, `M` the characters in the matching blocks of
+    `difflib.SequenceMatcher`. LongBench calls `fuzzywuzzy.fuzz.ratio`, which computes this when
+    python-Levenshtein is not installed."""
     lines = text.lstrip("\n").split("\n")
     line = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
     # fuzzywuzzy calls two equal texts 100, empty ones too.
@@ -159,33 +147,24 @@ def classification(text: str, row: Row) -> float:
 
 
 @_best
-def retrieval(text: str, answer: str) -> float:
-    """Share of the text's numbers that are the paragraph's, of "Paragraph 12": LongBench's."""
-    match = re.search(r"Paragraph (\d+)", answer)
-    if match is None:
-        raise ValueError(f"a right answer of retrieval reads 'Paragraph 12', but got {answer!r}.")
-    return _share(text, match.group(1))
-
-
-@_best
 def count(text: str, answer: str) -> float:
     """Share of the text's numbers that equal the right one, as written: LongBench's."""
-    return _share(text, answer)
-
-
-def _share(text: str, wanted: str) -> float:
     numbers = re.findall(r"\d+", text)
-    return numbers.count(wanted) / len(numbers) if numbers else 0.0
+    return numbers.count(answer) / len(numbers) if numbers else 0.0
+
+
+def retrieval(text: str, row: Row) -> float:
+    """`count` of the paragraph's number, of a right answer "Paragraph 12": LongBench's."""
+    found = [re.search(r"Paragraph (\d+)", answer) for answer in row.answers]
+    if not all(found):
+        raise ValueError(f"a right answer of retrieval reads 'Paragraph 12', but got {row.answers[0]!r}.")
+    return count(text, replace(row, answers=tuple(one[1] for one in found if one)))
 
 
 METRICS: Mapping[str, Metric] = {
-    "match_all": match_all,
-    "match_any": match_any,
-    "tokens_in_place": tokens_in_place,
-    "qa_f1": qa_f1,
-    "rouge_l": rouge_l,
-    "code_similarity": code_similarity,
-    "classification": classification,
-    "retrieval": retrieval,
-    "count": count,
+    one.__name__: one
+    for one in (
+        *(match_all, match_any, tokens_in_place, qa_f1, rouge_l, code_similarity, classification, retrieval),
+        count,
+    )
 }

@@ -188,7 +188,7 @@ def methods_of(policy: Policy, gates: Any = None, scorer: Any = None) -> Iterato
         yield Method("merge", "its correction")
     if policy.precision is not None:
         yield Method("bits", "its precision")
-    if policy.allocation.weights is not None:
+    if policy.weights is not None:
         yield Method("weights", "allocation.weights")
 
 

@@ -1,30 +1,26 @@
 """Builds frozen dataclasses from YAML files and `key=value` overrides, and reports all problems in one error.
 
-The dataclass is the schema: its annotations are the types, its defaults are the only defaults, and unknown
-keys are refused. Keys that a nested section leaves out keep the section's own defaults.
-
-Supported annotations: `str`, `int`, `float`, `bool`, `Path`, `Any`, `Literal[...]`, `X | Y`, `tuple[X, ...]`,
-`tuple[X, Y]`, `dict[str, X]`, `Annotated[X, Range(...)]`, and dataclasses of these. A float field accepts
-whole numbers and `2e-4`, which YAML reads as text. A number must lie in its `Range`; without one, a float
-must be finite and an int must fit into 64 bits.
-
-Ours and not pydantic: these messages (all problems at once, the nearest known key, ranges in words) are held
-by tests, and the core needs no further dependency.
+pydantic checks them: annotations are the types, defaults are the only defaults, unknown keys are refused with
+a suggestion. Types are strict, as in JSON: a whole number is a float too, and text is no number. A section
+that is checked wherever it is made is a `pydantic.dataclasses.dataclass(frozen=True, config=STRICT)`.
 """
 
+import json
+import math
 import os
 import re
 import stat
 import types
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
-from numbers import Integral, Rational, Real
+from numbers import Rational, Real
 from pathlib import Path
 from reprlib import Repr
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from retain.gone import hint_of
 from retain.registry import suggest
@@ -33,56 +29,25 @@ X = TypeVar("X")
 
 # The largest number of any config: its square is still finite.
 LARGEST = 1e30
-_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 # Values of a file, and sections within sections. An alias (`*name`) counts as often as it is used.
 MOST_VALUES = 100_000
 DEEPEST = 50
 # Problems of a file that are listed.
 SHOWN = 100
 
+STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
-@dataclass(frozen=True)
-class Range:
-    """Bounds a number of a config: `lr: Annotated[float, Range(above=0)]`.
-
-    Args:
-        least: smallest value.
-        most: largest value.
-        above: exclusive lower bound.
-        below: exclusive upper bound.
-    """
-
-    least: int | float = -LARGEST
-    most: int | float = LARGEST
-    above: int | float | None = None
-    below: int | float | None = None
-
-    def __contains__(self, value: Any) -> bool:
-        return (
-            self.least <= value <= self.most
-            and (self.above is None or value > self.above)
-            and (self.below is None or value < self.below)
-        )
-
-    def __str__(self) -> str:
-        low = f"at least {self.least:,}" if self.above is None else f"above {self.above:,}"
-        high = f"at most {self.most:,}" if self.below is None else f"below {self.below:,}"
-        bounds = [low] * (self.above is not None or self.least > -LARGEST)
-        bounds += [high] * (self.below is not None or self.most < LARGEST)
-        return " and ".join(bounds) or "finite"
-
-
-Whole = Annotated[int, Range(least=0)]
-Count = Annotated[int, Range(least=1)]
+Whole = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=1)]
 # Of one text; of documents or items that are in memory together.
-Tokens = Annotated[int, Range(least=1, most=2**24)]
-Many = Annotated[int, Range(least=1, most=10**6)]
-Positive = Annotated[float, Range(least=1e-30)]
-NotNegative = Annotated[float, Range(least=0)]
-Share = Annotated[float, Range(least=0, most=1)]
-PositiveShare = Annotated[float, Range(least=1e-6, most=1)]
+Tokens = Annotated[int, Field(ge=1, le=2**24)]
+Many = Annotated[int, Field(ge=1, le=10**6)]
+Positive = Annotated[float, Field(ge=1e-30, le=LARGEST)]
+NotNegative = Annotated[float, Field(ge=0, le=LARGEST)]
+Share = Annotated[float, Field(ge=0, le=1)]
+PositiveShare = Annotated[float, Field(ge=1e-6, le=1)]
 # Neither nothing nor all.
-ProperShare = Annotated[float, Range(above=0, below=1)]
+ProperShare = Annotated[float, Field(gt=0, lt=1)]
 
 
 def load(path: str | os.PathLike[str], cls: type[X], overrides: Sequence[str] = ()) -> X:
@@ -90,7 +55,7 @@ def load(path: str | os.PathLike[str], cls: type[X], overrides: Sequence[str] = 
 
     Args:
         path: the file. Relative paths inside it are left as written.
-        cls: the (frozen) dataclass to build.
+        cls: the (frozen) dataclass to build; if it has `KINDS`, the union of dataclasses that it stands for.
         overrides: `key=value` or `section.key=value`, the value read as YAML; applied after the file, in
             order.
 
@@ -114,9 +79,7 @@ def load(path: str | os.PathLike[str], cls: type[X], overrides: Sequence[str] = 
     mapping = read_mapping(path)
     for override in overrides:
         _override_(mapping, override, problems)
-    value = _Builder(problems).section(mapping, cls, "", MISSING)
-    _raise(problems, f"{path} does not fit {cls.__name__}")
-    return value
+    return _built(mapping, cls, "", problems, f"{path} does not fit {cls.__name__}")
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
@@ -164,37 +127,28 @@ def build(mapping: Mapping[str, Any], cls: type[X], where: str = "") -> X:
     Raises:
         ValueError: the mapping does not fit `cls`; lists all problems at once.
     """
-    problems: list[str] = []
-    value = _Builder(problems).section(mapping, cls, where, MISSING)
-    _raise(problems, f"mapping does not fit {cls.__name__}")
-    return value
+    return _built(mapping, cls, where, [], f"mapping does not fit {cls.__name__}")
 
 
 def problems_of(config: Any) -> list[str]:
-    """List the fields of a dataclass made in code that do not fit their annotations or ranges."""
-    builder, hints = _Builder([]), _hints(config.__class__)
-    for name, value in to_mapping(config).items():
-        builder.value(value, hints[name], name)
-    return builder.problems
-
-
-def check_fields(config: Any, name: str) -> None:
-    """Refuse a dataclass whose fields do not fit their annotations; for its `__post_init__`.
-
-    Args:
-        config: the dataclass.
-        name: what the message calls it.
-
-    Raises:
-        ValueError: with all that does not fit.
-    """
-    if problems := problems_of(config):
-        raise ValueError(f"{name}: {'; '.join(problems)}.")
+    """List what of a dataclass that was made in code does not fit its annotations or ranges."""
+    return _problems(to_mapping(config), type(config), "")[1]
 
 
 def to_mapping(config: Any) -> dict[str, Any]:
     """Return the resolved config as dicts, lists and scalars: `build(to_mapping(c), type(c)) == c`."""
     return {field.name: _plain(getattr(config, field.name)) for field in fields(config) if field.init}
+
+
+def stated_of(config: Any) -> dict[str, Any]:
+    """Return what of a config differs from its defaults, as `to_mapping` does."""
+    stated: dict[str, Any] = {}
+    for field in fields(config):
+        value = getattr(config, field.name)
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        if value != default:
+            stated[field.name] = stated_of(value) if is_dataclass(value) else _plain(value)
+    return stated
 
 
 def leaves(mapping: Mapping[Any, Any], separator: str = ".") -> dict[str, Any]:
@@ -242,137 +196,122 @@ def plain_numbers(value: Any) -> Any:
     return float(str(value))
 
 
-@dataclass(frozen=True)
-class _Builder:
-    """Walks over one mapping, collects what does not fit in `problems`, and goes on."""
+def _built(mapping: Any, cls: type[X], where: str, problems: list[str], what: str) -> X:
+    """Build a dataclass, or raise all problems."""
+    value, found = _problems(mapping, cls, where)
+    if problems := problems + found:
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        lines = [f"  - {problem}" for problem in problems[:SHOWN]]
+        lines += [f"  - and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
+        raise ValueError("\n".join([f"{what}: {count}", *lines]))
+    return value
 
-    problems: list[str]
 
-    def section(self, mapping: Any, cls: type, where: str, base: Any) -> Any:
-        """Build the dataclass `cls` from `mapping`; `base` (or MISSING) gives what the mapping leaves out."""
-        if not isinstance(mapping, Mapping):
-            return self.problem(where, f"expected a section with the keys of {cls.__name__}", mapping)
-        hints = _hints(cls)
-        known = {field.name: field for field in fields(cls) if field.init}
-        before = len(self.problems)
-        for key in mapping:
-            if key not in known:
-                name = _joined(where, key)
-                hint = hint_of(name) or suggest(str(key), known) or f"; known keys: {', '.join(known)}"
-                self.problems.append(f"unknown key {name!r}{hint}")
-        values: dict[str, Any] = {}
-        for name, field in known.items():
-            default = _default(field) if base is MISSING else getattr(base, name)
-            if name in mapping:
-                values[name] = self.value(mapping[name], hints[name], _joined(where, name), default)
-            elif default is not MISSING:
-                values[name] = default
-            else:
-                self.problems.append(f"missing key {_joined(where, name)!r} ({_named(hints[name])})")
-        if len(self.problems) > before:
-            return None
-        try:
-            return cls(**values)
-        except ValueError as error:  # what the dataclass itself refuses in __post_init__
-            self.problems.append(f"{where}: {error}" if where else str(error))
-            return None
+def _problems(mapping: Any, cls: Any, where: str) -> tuple[Any, list[str]]:
+    """The dataclass, or what does not fit it."""
+    data = _plain(mapping)
+    problems = list(_odd_numbers(data, where))
+    try:
+        # As JSON, so that lists are tuples and text is a path, and all else is strict.
+        value = _adapter(cls).validate_json(json.dumps([data], default=str))[0]
+    except ValidationError as error:
+        found = [one for one in error.errors(include_url=False) if one["type"] != "finite_number"]
+        return None, problems + [_said(one, data, cls, where) for one in _of_one_member(found, data)]
+    return value, problems
 
-    def value(self, value: Any, hint: Any, where: str, base: Any = MISSING) -> Any:
-        """Fit one value to one annotation."""
-        origin, arguments = get_origin(hint), get_args(hint)
-        if hint is Any or hint is object:
-            return self.anything(value, where)
-        if origin is Annotated:
-            return self.number(value, arguments[0], arguments[1], where)
-        if origin in (Union, types.UnionType):
-            return self.union(value, arguments, hint, where, base)
-        if origin is Literal:
-            return self.choice(value, arguments, where)
-        if is_dataclass(hint) and isinstance(hint, type):
-            return self.section(value, hint, where, base if isinstance(base, hint) else MISSING)
-        if origin is tuple or hint is tuple:
-            return self.items(value, arguments or (Any, ...), hint, where)
-        if origin in (dict, Mapping) or hint is dict:
-            if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-                return self.problem(where, f"expected {_named(hint)}", value)
-            item_hint = arguments[1] if arguments else Any
-            return {key: self.value(item, item_hint, _joined(where, key)) for key, item in value.items()}
-        return self.scalar(value, hint, where)
 
-    def union(self, value: Any, options: tuple[Any, ...], hint: Any, where: str, base: Any) -> Any:
-        """Take the first option that fits; else report the problems of the only one, or, of sections, of that
-        which knows most of the keys."""
-        if value is None and type(None) in options:
-            return None
-        options = tuple(option for option in options if option is not type(None))
-        exact = [option for option in options if isinstance(option, type) and type(value) is option]
-        for option in (*exact, *options):
-            trial = _Builder([])
-            fitted = trial.value(value, option, where, base)
-            if not trial.problems:
-                return fitted
-        if len(options) == 1:
-            self.problems.extend(trial.problems)
-            return None
-        if isinstance(value, Mapping) and all(is_dataclass(option) for option in options):
-            known = [len({*value} & {field.name for field in fields(option)}) for option in options]
-            return self.value(value, options[known.index(max(known))], where, base)
-        return self.problem(where, f"expected {_named(hint)}", value)
+@cache
+def _adapter(cls: Any) -> TypeAdapter[Any]:
+    listed: Any = types.GenericAlias(list, (getattr(cls, "KINDS", cls),))
+    return TypeAdapter(listed, config=STRICT)
 
-    def choice(self, value: Any, choices: tuple[Any, ...], where: str) -> Any:
-        if any(type(value) is type(choice) and value == choice for choice in choices):
-            return value
-        near = suggest(value, [c for c in choices if isinstance(c, str)]) if isinstance(value, str) else ""
-        return self.problem(where, f"expected one of {', '.join(map(repr, choices))}", value, near)
 
-    def items(self, value: Any, arguments: tuple[Any, ...], hint: Any, where: str) -> Any:
-        if not isinstance(value, list | tuple):
-            return self.problem(where, f"expected a list for {_named(hint)}", value)
-        if arguments[-1] is Ellipsis:
-            arguments = (arguments[0],) * len(value)
-        if len(arguments) != len(value):
-            return self.problem(where, f"expected {len(arguments)} items for {_named(hint)}", value)
-        pairs = enumerate(zip(value, arguments, strict=True))
-        return tuple(self.value(item, item_hint, f"{where}[{i}]") for i, (item, item_hint) in pairs)
+def _odd_numbers(value: Any, where: str) -> Iterator[str]:
+    """Numbers that no config takes, wherever they stand."""
+    if isinstance(value, dict | list):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _odd_numbers(item, _joined(where, key))
+    elif isinstance(value, int) and abs(value) >= 2**63:
+        yield f"{where}: expected an int of 64 bits, got {_shown(value)}"
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield f"{where}: input should be a finite number, got {_shown(value)}"
 
-    def scalar(self, value: Any, hint: Any, where: str) -> Any:
-        if hint in (int, float):
-            return self.number(value, hint, Range(), where)
-        if hint is Path:
-            if isinstance(value, str | Path):
-                return Path(value)
-        elif isinstance(hint, type) and isinstance(value, hint):
-            return value
-        return self.problem(where, f"expected {_named(hint)}", value)
 
-    def anything(self, value: Any, where: str) -> Any:
-        """Accept any value, but check the numbers in it."""
-        if isinstance(value, Mapping):
-            return {key: self.anything(item, _joined(where, key)) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return type(value)(self.anything(item, f"{where}[{i}]") for i, item in enumerate(value))
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            return self.number(value, type(value), Range(), where)
-        return value
+def _split(error: Any, data: Any) -> tuple[list[Any], list[tuple[tuple[Any, ...], Any]]]:
+    """The keys that lead to an error, and which members of unions were tried on the way, each with its place.
 
-    def number(self, value: Any, hint: type, bounds: Range, where: str) -> Any:
-        """Fit a number to `int` or `float` and to its range."""
-        if hint is float and isinstance(value, str) and _NUMBER.fullmatch(value.strip()):
-            value = float(value)
-        fits = isinstance(value, Integral if hint is int else Real) and not isinstance(value, bool)
-        if not fits:
-            gone = hint_of(value) if isinstance(value, str) else ""
-            return self.problem(where, f"expected {hint.__name__}", value, gone)
-        if value not in bounds:
-            return self.problem(where, f"expected {hint.__name__} {bounds}", value)
-        if hint is int and abs(value) >= 2**63:
-            return self.problem(where, "expected an int of 64 bits", value)
-        return hint(value)
+    pydantic names a member as if it were a key; keys are those that are in the data, and the last one of a
+    key that is missing.
+    """
+    _, *location = error["loc"]  # of the list that holds the data
+    keys: list[Any] = []
+    members: list[tuple[tuple[Any, ...], Any]] = []
+    for number, name in enumerate(location):
+        there = name in data if isinstance(data, dict) else isinstance(data, list) and isinstance(name, int)
+        if there:
+            data = data[name] if isinstance(data, dict) or name < len(data) else None
+        if there or (number == len(location) - 1 and error["type"] == "missing"):
+            keys.append(name)
+        else:
+            members.append((tuple(keys), name))
+    return keys, members
 
-    def problem(self, where: str, wanted: str, value: Any, hint: str = "") -> None:
-        if isinstance(value, bool):
-            hint = hint or " (YAML reads yes, no, on, off as true or false: quote a word)"
-        self.problems.append(f"{where + ': ' if where else ''}{wanted}, got {_shown(value)}{hint}")
+
+def _of_one_member(errors: Sequence[Any], data: Any) -> list[Any]:
+    """Of the members of a union, the errors of the one that fits best."""
+    counts: dict[tuple[Any, ...], dict[Any, int]] = {}
+    for error in errors:
+        for place, member in _split(error, data)[1]:
+            here = counts.setdefault(place, {})
+            here[member] = here.get(member, 0) + 1
+    best = {place: min(here, key=here.__getitem__) for place, here in counts.items()}
+    return [error for error in errors if all(best[place] == own for place, own in _split(error, data)[1])]
+
+
+def _said(error: Any, data: Any, cls: Any, where: str) -> str:
+    """One problem, in words."""
+    keys, members = _split(error, data)
+    name, own = where, ""
+    for key in keys:
+        name = _joined(name, key)
+    kind, value = error["type"], error["input"]
+    if members and members[0][0] == () and hasattr(cls, "KINDS"):
+        own = f" of a {cls.__name__} with {get_args(cls.KINDS)[-1].discriminator.__name__} {members[0][1]!r}"
+    if kind == "missing":
+        return f"missing key {name!r}"
+    if kind == "unexpected_keyword_argument":
+        sections = _sections(getattr(cls, "KINDS", cls), keys[:-1])
+        known = {field.name: None for section in sections for field in fields(section)}
+        hint = hint_of(name) or suggest(str(keys[-1]), known) or f"; known keys: {', '.join(known)}"
+        return f"unknown key {name!r}{own}{hint}"
+    context, said, hint = error.get("ctx", {}), error["msg"], ""
+    expected = context.get("expected", "")
+    if kind == "union_tag_invalid":  # named by the function that tells the members apart
+        name, expected = _joined(name, context["discriminator"].rstrip("()")), context["expected_tags"]
+        value, said = context["tag"], f"input should be one of {expected}"
+    start = f"{name}: " if name else ""
+    if kind == "value_error":  # what the dataclass itself refuses
+        return f"{start}{context['error']}"
+    if isinstance(value, str):
+        hint = suggest(value, re.findall("'([^']*)'", expected))
+    elif isinstance(value, bool):
+        hint = " (YAML reads yes, no, on, off as true or false: quote a word)"
+    if kind == "none_required":
+        said += own
+    return f"{start}{said[0].lower()}{said[1:]}, got {_shown(value)}{hint}"
+
+
+def _sections(hint: Any, keys: Sequence[Any]) -> list[Any]:
+    """The dataclasses that may stand where these keys lead, from an annotation."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _sections(arguments[0], keys)
+    if origin in (Union, types.UnionType):
+        return [found for one in arguments for found in _sections(one, keys)]
+    if is_dataclass(hint):
+        inside = get_type_hints(hint, include_extras=True) if keys else {}
+        return _sections(inside.get(keys[0]), keys[1:]) if keys else [hint]
+    return _sections(arguments[-1 if origin is dict else 0], keys[1:]) if arguments and keys else []
 
 
 class _Loader(yaml.SafeLoader):
@@ -410,6 +349,9 @@ def _number(loader: _Loader, node: yaml.ScalarNode) -> int:
 
 _Loader.add_constructor("tag:yaml.org,2002:map", _unique_mapping)
 _Loader.add_constructor("tag:yaml.org,2002:int", _number)
+# `2e-4`, which YAML 1.1 reads as text.
+_FLOAT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
 # Errors of reading YAML; ValueError and its kin come from explicit tags (`!!int x`).
 _UNREADABLE = (yaml.YAMLError, RecursionError, ValueError, TypeError, AttributeError, KeyError)
 
@@ -468,45 +410,20 @@ def _override_(mapping: dict[str, Any], override: str, problems: list[str]) -> N
     section[keys[-1]] = value
 
 
-def _raise(problems: list[str], what: str) -> None:
-    if problems:
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        lines = [f"  - {problem}" for problem in problems[:SHOWN]]
-        lines += [f"  - and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
-        raise ValueError("\n".join([f"{what}: {count}", *lines]))
-
-
-def _default(field: Field[Any]) -> Any:
-    return field.default if field.default_factory is MISSING else field.default_factory()
-
-
 def _plain(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return to_mapping(value)
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
+        return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return str(value) if isinstance(value, Path) else value
 
 
 def _joined(where: str, key: Any) -> str:
+    if isinstance(key, int):
+        return f"{where}[{key}]"
     return f"{where}.{key}" if where else str(key)
-
-
-def _named(hint: Any) -> str:
-    """Name an annotation as a reader would write it in the dataclass."""
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin is Annotated:
-        return f"{_named(arguments[0])} {arguments[1]}"
-    if origin in (Union, types.UnionType):
-        return " | ".join(map(_named, arguments))
-    if arguments and origin is not Literal:
-        inside = ", ".join("..." if own is Ellipsis else _named(own) for own in arguments)
-        return f"{origin.__name__}[{inside}]"
-    if isinstance(hint, type):
-        return "None" if hint is type(None) else hint.__name__
-    return str(hint).replace("typing.", "")
 
 
 # Values in messages: as they are, but for what would fill a screen.
@@ -517,8 +434,3 @@ _SHORT.maxlist = _SHORT.maxdict = _SHORT.maxtuple = 20
 
 def _shown(value: Any) -> str:
     return f"{_SHORT.repr(value)} ({type(value).__name__})"
-
-
-@cache
-def _hints(cls: Any) -> dict[str, Any]:
-    return get_type_hints(cls, include_extras=True)

@@ -55,7 +55,7 @@ def check_gates(policy: Policy, budget: Budget, gates: Any, *, scored_elsewhere:
             "'learned', which take any unit"
         )
     made = "rank" if how == "rank_blend" else unit if how == "learned" else wanted
-    if made == "rank" and policy.allocation.layers == "entropy" and how != "observed":
+    if made == "rank" and policy.layers == "entropy" and how != "observed":
         problems.append(
             "allocation.layers 'entropy' wants numbers, and the score is in 'rank', of which only the order "
             "means something: calibrate the gates to risk, or leave it out"

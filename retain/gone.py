@@ -8,9 +8,21 @@ from collections.abc import Mapping
 # The last words of a config's key, or a name of a registry -> what to use now. A variant, `policy:variant`,
 # is two words.
 GONE: Mapping[str, str] = {
-    "engine": "regimes=[query_aware], through retain.Cache",
-    "engine_settings": "regimes=[query_aware], through retain.Cache",
-    "served": "query_aware",
+    **dict.fromkeys(("engine", "engine_settings", "served"), "question=[known], through retain.Cache"),
+    "regimes": "when (prefill, chunk, decode) and question (known, unknown)",
+    "context_only": "when=[prefill] question=[unknown]",
+    "query_aware": "when=[prefill] question=[known]",
+    **dict.fromkeys(("suite", "suites"), "tasks alone, e.g. tasks=[reference] or tasks=[ruler]"),
+    "text": "task_settings for its changes, and chat, template, dtype, revision, device_map as keys",
+    **dict.fromkeys(("unit_items", "workers"), "accelerate launch --num_processes N"),
+    **dict.fromkeys(("preset_protection", "under"), "protections, which every policy is measured under too"),
+    **dict.fromkeys(("temperature", "cache_dtype"), "nothing in its place: answers are greedy, in dtype"),
+    **dict.fromkeys(("token_identity", "control_documents"), "the control oracle"),
+    **dict.fromkeys(
+        ("longbench_v2", "scbench", "synthqa"), "a jsonl file or a hub data set as a task, eval/README.md"
+    ),
+    "ruler_all": "match_all",
+    "ruler_part": "match_any",
     "page": "the budget alone, which is exact; vLLM's plug-in rounds its own to whole blocks",
     "reinforce": "stage local",
     "plan": "train/distill.py --dry-run, which makes one step and measures it",
@@ -29,13 +41,19 @@ GONE: Mapping[str, str] = {
     ),
     **dict.fromkeys(("compresskv", "retrieval_heads"), "snapkv"),
     **dict.fromkeys(("head_classes", "head_importance"), "allocation.weights, JSON of a number a head"),
-    "head_threshold": "--threshold of python -m retain.eval.diagnose.head_weights",
     "query_centres": "a .pt file of statistics from TriAttention's own code",
     "head_threshold": "--threshold of python -m retain.eval.head_weights",
-    **dict.fromkeys(
-        ("query_centres", "triattention.centres"), "leave it out: centres are of the queries at hand"
-    ),
     "cake.variance": "leave it out: the paper's, over queries",
+    **dict.fromkeys(
+        (
+            *(f"{score}.order" for score in ("snapkv", "cake", "vatp")),
+            *("snapkv.aggregate", "defensive.aggregate", "defensive.value_norm_place", "critical.norm"),
+            *("vatp.pool", "vatp.pool_size", "observed_risk.pool", "observed_risk.pool_size"),
+            *("keydiff.anchor", "lagkv.compete", "quest.group", "triattention.over"),
+            *("triattention.normalise", "expected_attention.covariance", "expected_attention.epsilon"),
+        ),
+        "leave it out: the score is as its authors released it",
+    ),
     "importance_beta": "--beta of python -m retain.eval.head_weights",
     **dict.fromkeys(
         ("errors", "layer_errors", "layer_least", "layer_most"), "allocation.layers: pyramid, cake or entropy"
@@ -103,11 +121,11 @@ GONE: Mapping[str, str] = {
     **dict.fromkeys(
         ("mathematics", "gsm8k", "aime"), "lm-eval's gsm8k, hendrycks_math500 and aime, docs/lm_eval.md"
     ),
-    **dict.fromkeys(("longmemeval", "chains"), "facts, ruler or a card of your own, CONTRIBUTING.md"),
-    "reference_shift": "suite=text with tasks=[facts] and a text of your own",
-    "multi_turn": "scbench, or requests and turns of suite=reference_more",
+    **dict.fromkeys(("longmemeval", "chains"), "facts, ruler or rows of your own, CONTRIBUTING.md"),
+    "reference_shift": "tasks=[facts] with a text of your own",
+    "multi_turn": "rows that share a context_id",
     "thinking": "nothing in its place: thoughts are switched off, and what is thought is not scored",
-    **dict.fromkeys(("contains", "exact_match"), "ruler_part, which ignores case"),
+    **dict.fromkeys(("contains", "exact_match"), "match_any, which ignores case"),
     "qa_f1_keep_articles": "qa_f1",
     "single_key": "nothing in its place: no claim rests on it any more",
 }

@@ -16,24 +16,25 @@ import torch
 from jaxtyping import Bool, Float32, Int
 from torch import Tensor
 
-from retain.budget.allocation import Allocation, Candidates, Shares
+from retain.budget.allocation import Candidates, Shares
 from retain.budget.cascade import keep_sets
 from retain.budget.joint import make_bids
 from retain.budget.statement import Budget, LayerShape, Stock, spread
+from retain.config import stated_of
 from retain.evidence import Evidence
 from retain.fusion import floor, fuse
-from retain.presets import Policy, Preset, load_policy, policies
+from retain.presets import Policy, load_policy, policies, rescoped
 from retain.protection import protected_mask
 from retain.scores import SCORES, Score, masked_score
 from retain.scores.lava import entropy_weight
 from retain.scores.random import draw_keys
+from retain.split import ByScore
 from retain.two_stage import stage_by_mass
 
 __all__ = [
     "Decision",
     "Plan",
     "Policy",
-    "Preset",
     "candidates_of",
     "check_budget",
     "decide_layers",
@@ -247,7 +248,7 @@ def plan_of(
     """
     check_budget(policy, budget)
     scope = "head" if budget.threshold is not None else budget.scope
-    policy = replace(policy, scope=scope) if scope is not None and scope != policy.scope else policy
+    policy = rescoped(policy, scope) if scope is not None and scope != policy.scope else policy
     seen_B = valid_BT.sum(-1).tolist()
     lengths_B, held_BL = (seen_B, None) if stock is None else (stock.lengths_B, stock.held_BL)
     shapes = [policy.shape_held(shape) for shape in shapes]
@@ -270,7 +271,7 @@ def plan_of(
         pairs = zip(protected_B, totals.per_head_B, strict=True)
         short = [row for row, (protected, most) in enumerate(pairs) if protected > most]
         totals = totals.hold_whole(short) if short else totals
-    shares = Shares(policy.split, totals, protected_B, budget.threshold)
+    shares = Shares(policy, totals, protected_B, budget.threshold)
     return Plan(policy, budget, shares, protected_BT)
 
 
@@ -289,13 +290,9 @@ def check_budget(policy: Policy, budget: Budget, unit: str | None = None) -> Non
     """
     if budget.threshold is None:
         return
-    names = ("layers", "safeguard", "compete_by", "weights")
-    shared = [
-        f"allocation.{name}"
-        for name in names
-        if getattr(policy.allocation, name) != getattr(Allocation, name)
-    ]
-    shared += [name for name in ("first_stage", "draw") if getattr(policy, name) is not None]
+    stated = stated_of(policy)
+    shared = [f"allocation.{name}" for name in stated.get("allocation", ())]
+    shared += [name for name in ("first_stage", "draw") if name in stated]
     problems = []
     if shared:
         problems.append(
@@ -331,7 +328,7 @@ def candidates_of(
         ValueError: if the score lacks a field that the policy needs.
     """
     policy, shares = plan.policy, plan.shares
-    allocation, stage, score_BHT = policy.allocation, policy.first_stage, score.values_BHT
+    stage, score_BHT = policy.first_stage, score.values_BHT
     exists_BHT = score_BHT > float("-inf")
     held_BH = exists_BHT.sum(-1)
     protected_BT = plan.protected_BT if protected_BT is None else protected_BT
@@ -350,9 +347,10 @@ def candidates_of(
         )
         # Heads with equal budgets all get what the fullest of them needs.
         least_BH = torch.minimum(held_BH, kept_BHT.sum(-1).amax(1, keepdim=True).clamp_min(1))
-    bids, free_BHT, weight_B = None, None, ()
+    bids, free_BHT = None, None
+    weight_B: tuple[Fraction, ...] = ()
     if policy.scope != "head":
-        compete = score if allocation.compete_by == "score" else Score(_first_of(policy, score), score.unit)
+        compete = score if policy.guard.compete_by == "score" else Score(_first_of(policy, score), score.unit)
         if policy.draw is not None and score.draw_BHT is None:
             raise ValueError(
                 f"policy {policy.name!r} draws a share of its budget, and its score brings nothing to draw "
@@ -362,9 +360,9 @@ def candidates_of(
         compete_BHT = floor(compete, policy.floor).values_BHT
         bids, free_BHT = make_bids(compete_BHT, exists_BHT, kept_BHT, shares.least_B, place_BT, draw_BHT)
         least_BH = bids.guaranteed_BH
-    if allocation.layers in ("cake", "entropy"):
+    if isinstance(policy.allocation, ByScore):
         weight_B = _layer_weights(policy, score, exists_BHT, protected_BHT)
-    first_BHT = _first_of(policy, score) if policy.split.two_stages else None
+    first_BHT = _first_of(policy, score) if policy.two_stages else None
     held_B, guaranteed_B = torch.stack([held_BH.sum(-1), least_BH.sum(-1)]).tolist()
     sure = least_BH, tuple(guaranteed_B)
     return Candidates(score_BHT, kept_BHT, tuple(held_B), *sure, first_BHT, bids, free_BHT, weight_B)
@@ -393,7 +391,7 @@ def _layer_weights(
     policy: Policy, score: Score, exists_BHT: Tensor, protected_BHT: Tensor
 ) -> tuple[Fraction, ...]:
     """Weights by which layers share a budget; 0 for a sequence without entries."""
-    if policy.allocation.layers == "cake":
+    if policy.layers == "cake":
         if score.layer_weight_B is None:
             raise ValueError(
                 f"policy {policy.name!r} shares its budget over layers by CAKE's preference, and its score "

@@ -4,18 +4,19 @@ The layout is KIVI's (A Tuning-Free Asymmetric 2bit Quantization for KV Cache, a
 scales by channel, values by entry.
 """
 
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
-from retain.config import Whole, check_fields
+from pydantic.dataclasses import dataclass
+
+from retain.config import STRICT, Whole
 from retain.kernels.codes import SCALES, bytes_wide
 
 # Entries that share the scale of a channel of their keys, and channels of a value that share a scale.
 GROUP = 32
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Precision:
     """Settings.
 
@@ -27,9 +28,6 @@ class Precision:
 
     bits: Literal[8, 4, 2]
     recent: Whole = 32
-
-    def __post_init__(self) -> None:
-        check_fields(self, "precision")
 
     def cost(self, head_dim: int, value_dim: int, element_size: int) -> tuple[Fraction, Fraction]:
         """Bytes of an entry that is packed; and bytes of a head beside its entries, at most.

@@ -1,35 +1,54 @@
 """Defines `Policy`, and loads the presets that ship with the project.
 
-A `Policy` is a frozen dataclass that `retain/policy.py` reads. Contradictions in it (unknown names, settings
-that exclude each other) are found when it is made, all at once.
+A policy is one of three dataclasses, by its scope; `retain/policy.py` reads it. What is wrong with its
+settings is found when it is made, all at once.
 """
 
+import warnings
 from collections.abc import Sequence
-from dataclasses import MISSING, Field, dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
+
+from pydantic import AfterValidator, Discriminator, Tag
+from pydantic.dataclasses import dataclass
 
 from retain import config
-from retain.budget.allocation import Allocation, Split
-from retain.budget.joint import Draw
-from retain.budget.statement import LayerShape, Scope
-from retain.config import Share
+from retain.budget.statement import LayerShape
+from retain.config import STRICT, Share
 from retain.correction.merge import Merge
-from retain.fusion import FUSIONS
 from retain.precision import Precision
 from retain.protection import Protection
-from retain.registry import lookup, suggest
+from retain.registry import lookup
 from retain.scores import SCORES, Score
 from retain.scores.trial import try_settings
-from retain.two_stage import FirstStage
+from retain.split import (
+    ByHead,
+    ByScore,
+    Pyramid,
+    Scope,
+    SharedByScore,
+    SharedPyramid,
+    SharedUniform,
+    Split,
+    Uniform,
+)
 
 Regime = Literal["any", "context_only", "query_aware", "chunked", "decode", "prefill+decode"]
 REGIMES: tuple[Regime, ...] = get_args(Regime)
+Fusion = Literal["max", "sum", "observed", "learned", "rank_blend"]
 
 
-@dataclass(frozen=True)
-class Policy:
+def _known_score(name: str) -> str:
+    lookup(name, SCORES, what="score")
+    return name
+
+
+@dataclass(frozen=True, config=STRICT)
+class Policy(Split):
     """Settings of all stages that decide which entries stay. Without any score, everything stays.
+
+    It is a `HeadPolicy`, a `LayerPolicy` or a `ModelPolicy`, which say how heads split a budget.
 
     Args:
         name: how it is called in reports.
@@ -38,14 +57,7 @@ class Policy:
         learned: whether it takes a gate's score.
         fusion: how the two become one; None is `max` with both, and the one that there is with one.
         fusion_weight: of the learned side, for `rank_blend`, in 0..1.
-        floor: `mean` lifts each head to its mean where heads share a budget; None for no floor.
-        first_stage: entries that are kept before the score ranks the rest; None for one stage.
-        draw: share of a budget that heads share which is drawn by lot, in proportion to what was observed
-            (`retain.budget.joint`); None: all of it goes by score.
         protection: entries that are never evicted.
-        scope: `head` gives each head the same budget, `layer` lets the heads of a layer share by score,
-            `model` the heads of all layers.
-        allocation: how a budget is spread over layers, and what guards heads that share one.
         correction: how what stays makes up for what goes (`retain.correction`); None: it does not.
         precision: in how many bits what stays is held (`retain.precision`); None: as it was.
         regime: the one that its paper evaluates: `context_only` and `query_aware` (once, after a prefill
@@ -57,93 +69,50 @@ class Policy:
     """
 
     name: str
-    observed: str | None = None
+    observed: Annotated[str, AfterValidator(_known_score)] | None = None
     observed_settings: dict[str, Any] = field(default_factory=dict)
     learned: bool = False
-    fusion: str | None = None
+    fusion: Fusion | None = None
     fusion_weight: Share = 0.5
-    floor: Literal["mean"] | None = None
-    first_stage: FirstStage | None = None
-    draw: Draw | None = None
     protection: Protection = Protection()
-    scope: Scope = "head"
-    allocation: Allocation = Allocation()
     correction: Merge | None = None
     precision: Precision | None = None
     regime: Regime = "any"
     paper: str = ""
     variants: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    KINDS: ClassVar[Any]
 
     def __post_init__(self) -> None:
-        problems = config.problems_of(self) or self._problems()  # the latter reads fields that must fit
-        if problems:
-            raise ValueError(f"policy {self.name!r}: {'; '.join(problems)}.")
-
-    def _problems(self) -> list[str]:
-        """Unknown names, and settings that exclude each other."""
         score, problems = None, []
-        if self.observed is not None and self.observed not in SCORES:
-            hint = suggest(self.observed, SCORES)
-            problems.append(f"unknown score {self.observed!r}{hint}, known: {', '.join(SCORES)}")
-        elif self.observed is not None:
+        if self.observed is not None:
             score, problems = try_settings(self.observed, self.observed_settings)
         elif self.observed_settings:
             problems.append(f"observed_settings {self.observed_settings} belong to no score: name observed")
-        if self.fusion is not None and self.fusion not in FUSIONS:
-            hint = suggest(self.fusion, FUSIONS)
-            problems.append(f"unknown fusion {self.fusion!r}{hint}, known: {', '.join(FUSIONS)}")
-        return problems + self._contradictions() + (self._wanted_of(score) if score is not None else [])
+        problems += self._contradictions() + (self._wanted_of(score) if score is not None else [])
+        if problems:
+            raise ValueError(f"policy {self.name!r}: {'; '.join(problems)}.")
 
     def _contradictions(self) -> list[str]:
-        """Settings that exclude each other."""
-        allocation, alone = self.allocation, self.scope == "head"
-        guards = ["safeguard"] if allocation.safeguard is not None else []
-        guards += ["compete_by"] if allocation.compete_by != "score" else []
+        """Settings of which one would make another one empty."""
+        problems: list[str] = []
         by_mass = self.first_stage is not None and self.first_stage.by == "mass"
-        problems = [
-            (
-                self.scope == "model" and allocation.layers != "uniform",
-                f"scope 'model' lets layers compete, and allocation.layers {allocation.layers!r} gives them "
-                "shares: take one of the two",
-            ),
-            (
-                alone and bool(guards),
-                f"allocation.{', '.join(guards)} guards heads that share a budget, and scope 'head' gives "
-                "each the same: take scope 'layer' or 'model'",
-            ),
-            (
-                self.draw is not None and alone,
-                "draw shares out a budget that heads share, and scope 'head' gives each its own: take "
-                "scope 'layer' or 'model', or draw null",
-            ),
-            (
-                self.draw is not None and self.first_stage is not None,
-                "draw stands beside one stage by score: take first_stage null",
-            ),
-            (
-                self.draw is not None and (self.floor is not None or allocation.compete_by != "score"),
+        if self.draw is not None and self.first_stage is not None:
+            problems.append("draw stands beside one stage by score: take first_stage null")
+        if self.draw is not None and (self.floor is not None or self.guard.compete_by != "score"):
+            problems.append(
                 "draw wants heads to compete by what orders each of them: take floor null, and "
-                "allocation.compete_by 'score'",
-            ),
-            (
-                by_mass and (allocation.layers == "pyramid" or allocation.weights is not None),
+                "allocation.compete_by 'score'"
+            )
+        if by_mass and isinstance(self.allocation, Pyramid | ByHead):
+            problems.append(
                 "a first stage by mass may take a head's whole mean budget, and layers by pyramid and "
-                "allocation.weights may give it less: take first_stage by 'budget'",
-            ),
-            (
-                allocation.weights is not None and not alone,
-                "allocation.weights states each head's budget: take scope 'head'",
-            ),
-            (
-                allocation.weights is not None and allocation.layers != "uniform",
-                "allocation.weights states each head's budget: take allocation.layers 'uniform'",
-            ),
-        ]
-        return [problem for holds, problem in problems if holds]
+                "allocation.weights may give it less: take first_stage by 'budget'"
+            )
+        return problems
 
     def _wanted_of(self, score: Score) -> list[str]:
         """Settings that need what the observed score does not provide."""
-        allocation, problems, rank = self.allocation, [], score.unit == "rank"
+        problems, rank = [], score.unit == "rank"
         no_numbers = f"numbers, and {self.observed!r} is in 'rank', of which only the order means something"
         by_value = ["fusion 'sum' adds"] if self.fusion == "sum" else []
         by_value += ["draw goes in proportion to"] if self.draw is not None else []
@@ -154,18 +123,18 @@ class Policy:
         if self.learned:
             return problems
         by_first = ["first_stage"] if self.first_stage is not None else []
-        by_first += ["allocation.compete_by 'first'"] if allocation.compete_by == "first" else []
+        by_first += ["allocation.compete_by 'first'"] if self.guard.compete_by == "first" else []
         if score.first_BHT is None and by_first:
             problems.append(
                 f"{' and '.join(by_first)} want a score of two stages, and {self.observed!r} has one: take "
                 "observed 'critical' or 'defensive'"
             )
-        if allocation.layers == "cake" and score.layer_weight_B is None:
+        if self.layers == "cake" and score.layer_weight_B is None:
             problems.append(
                 f"allocation.layers 'cake' wants CAKE's preference, and {self.observed!r} measures none: "
                 "take observed 'cake', or allocation.layers 'entropy'"
             )
-        if rank and allocation.layers == "entropy":
+        if rank and self.layers == "entropy":
             problems.append(f"allocation.layers 'entropy' wants {no_numbers}: take another score")
         return problems
 
@@ -175,15 +144,24 @@ class Policy:
         return try_settings(self.observed, self.observed_settings)[0] if self.observed else None
 
     @property
-    def split(self) -> Split:
-        """How it splits a budget."""
-        return Split(self.scope, self.allocation, self.first_stage, self.draw)
-
-    @property
     def window(self) -> int:
         """Entries of its score's observation window; 0 without one."""
         trial = self._trial
         return trial.window if trial else 0
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What its scores read beyond keys and values: `window`, `running`, `seeds`, `gates`, `weights` of
+        heads (`retain.head_weights`), ..."""
+        own = SCORES[self.observed].needs_with(self.observed_settings) if self.observed else frozenset()
+        own |= {"gates"} if self.learned else frozenset()
+        return own | ({"weights"} if self.weights is not None else frozenset())
+
+    @property
+    def cost(self) -> str:
+        """What its scores cost a layer, in the letters of `retain.shapes` (W: window queries)."""
+        costs = [SCORES[self.observed].cost] if self.observed else []
+        return "; ".join(costs + ["one gate: T F H"] * self.learned) or "nothing"
 
     @property
     def gate_alone(self) -> bool:
@@ -223,39 +201,43 @@ class Policy:
         return trial.unit if trial else "risk" if self.learned else "rank"
 
 
-def _default(own: Field[Any]) -> Any:
-    """Default of a field; None where it has none."""
-    if own.default_factory is not MISSING:
-        return own.default_factory()
-    return None if own.default is MISSING else own.default
+@dataclass(frozen=True, config=STRICT, kw_only=True)
+class HeadPolicy(Policy):
+    """Each head gets the same, or what its layer's share or its own number says."""
+
+    scope: Literal["head"] = "head"
+    allocation: Uniform | Pyramid | ByScore | ByHead = Uniform()
+    floor: None = None
+    draw: None = None
 
 
-@dataclass(frozen=True)
-class Preset:
-    """A policy that ships with the project.
+@dataclass(frozen=True, config=STRICT, kw_only=True)
+class LayerPolicy(Policy):
+    """The heads of a layer share one budget by score."""
 
-    Args:
-        name: what `load_policy` takes.
-        unit: unit of its score.
-        needs: what it reads beyond keys and values: `window`, `running`, `seeds`, `gates`, `weights` of
-            heads (`retain.head_weights`), ... Empty: nothing.
-        paper: where it comes from.
-        cost: what its score costs a layer, in the letters of `retain.shapes` (W: window queries).
-        regime: the one that its paper evaluates; `any` for a control.
-        scope: which heads share a budget: `head` none, `layer` those of a layer, `model` all.
-        layers: what layers get: `uniform` alike, else by `pyramid`, `cake` or `entropy`.
-        variants: what `load_policy("name:variant")` takes beside the default.
-    """
+    scope: Literal["layer"] = "layer"
+    allocation: SharedUniform | SharedPyramid | SharedByScore = SharedUniform()
 
-    name: str
-    unit: str
-    needs: frozenset[str]
-    paper: str
-    cost: str = ""
-    regime: str = "any"
-    scope: str = "head"
-    layers: str = "uniform"
-    variants: tuple[str, ...] = ()
+
+@dataclass(frozen=True, config=STRICT, kw_only=True)
+class ModelPolicy(Policy):
+    """The heads of all layers share one budget by score."""
+
+    scope: Literal["model"] = "model"
+    allocation: SharedUniform = SharedUniform()
+
+
+def scope(stated: dict[str, Any]) -> Any:
+    """What tells policies apart."""
+    return stated.get("scope", "head")
+
+
+Policy.KINDS = Annotated[
+    Annotated[HeadPolicy, Tag("head")]
+    | Annotated[LayerPolicy, Tag("layer")]
+    | Annotated[ModelPolicy, Tag("model")],
+    Discriminator(scope),
+]
 
 
 # The settings in which papers evaluate, in words; others are regimes of a cache.
@@ -269,7 +251,7 @@ needs: beyond keys and values; gates are trained, or load by folder or hub id; w
 Paper, cost, variants (`name:variant`): retain.policies()[0].paper, .cost, .variants; docs/methods.md"""
 
 
-class Presets(tuple[Preset, ...]):
+class Presets(tuple[Policy, ...]):
     """Presets, whose `str` is a table with a legend."""
 
     def __str__(self) -> str:
@@ -290,38 +272,20 @@ def policies() -> Presets:
     Examples:
         >>> from retain.presets import policies
         >>> [preset.name for preset in policies() if "gates" in preset.needs]
-        ['fused', 'gate', 'merge']
+        ['gate', 'learned', 'merge']
     """
-    presets = []
-    for name in sorted(_preset_files()):
-        policy = load_policy(name)
-        family = SCORES[policy.observed] if policy.observed else None
-        needs = family.needs_with(policy.observed_settings) if family else frozenset()
-        needs |= {"gates"} if policy.learned else frozenset()
-        needs |= {"weights"} if policy.allocation.weights is not None else frozenset()
-        costs = [family.cost] if family else []
-        costs += ["one gate: T F H"] if policy.learned else []
-        presets.append(
-            Preset(
-                policy.name,
-                policy.unit,
-                needs,
-                policy.paper,
-                "; ".join(costs) or "nothing",
-                policy.regime,
-                policy.scope,
-                policy.allocation.layers,
-                tuple(policy.variants),
-            )
-        )
-    return Presets(presets)
+    return Presets(load_policy(name) for name in sorted(_preset_files()))
+
+
+# Old name of a preset -> its name. Old names are read for one release, with a warning.
+RENAMED = {"fused": "learned"}
 
 
 def load_policy(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Policy:
     """A policy by its preset name or from a YAML file.
 
     Args:
-        name_or_path: a preset (`fused`), a preset's variant (`snapkv:paper`), or a path that ends in
+        name_or_path: a preset (`learned`), a preset's variant (`snapkv:paper`), or a path that ends in
             `.yaml`.
         overrides: `key.sub=value`, read as YAML; applied last.
 
@@ -340,12 +304,30 @@ def load_policy(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Poli
     if text.endswith((".yaml", ".yml")):
         return config.load(name_or_path, Policy, overrides)
     name, _, variant = text.partition(":")
+    if name in RENAMED:
+        message = (
+            f"the preset {name!r} is called {RENAMED[name]!r}; the next release does not read the old name"
+        )
+        warnings.warn(message, FutureWarning, stacklevel=2)
+        name = RENAMED[name]
     path = lookup(name, _preset_files(), what="policy")
     if variant:
         variants = {f"{name}:{own}": changes for own, changes in config.load(path, Policy).variants.items()}
         changes = lookup(text, variants, what="variant")
         overrides = [*changes, f"name={text}", "variants={}", *overrides]
     return config.load(path, Policy, overrides)
+
+
+def rescoped(policy: Policy, scope: Scope) -> Policy:
+    """The policy with another scope.
+
+    Raises:
+        ValueError: one of its settings would not be read then.
+    """
+    stated = config.stated_of(policy) | {"scope": scope}
+    if scope == "head":  # a floor changes what heads bid, and these bid nothing
+        stated.pop("floor", None)
+    return config.build(stated, Policy)
 
 
 def _preset_files() -> dict[str, Path]:

@@ -5,21 +5,21 @@ Protection is a mask, not a large score. It lies inside the budget; a budget tha
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal, SupportsIndex
 
 import torch
 from jaxtyping import Bool
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from retain.budget.largest_remainder import exact
-from retain.config import Share, Whole, check_fields
+from retain.config import STRICT, Share, Whole
 
 Suffix = Literal["dynamic", "static"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Protection:
     """Settings of the protection at both ends of a sequence.
 
@@ -44,9 +44,6 @@ class Protection:
     prefix_tokens: Whole | None = None
     suffix_tokens: Whole | None = None
     suffix: Suffix = "dynamic"
-
-    def __post_init__(self) -> None:
-        check_fields(self, "protection")
 
 
 def protected_mask(

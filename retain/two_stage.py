@@ -4,33 +4,13 @@ A first stage is a mask beside protection, inside the budget, so that one select
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from retain.budget.largest_remainder import ratio_of
-from retain.config import Share, check_fields
 from retain.ranking import order_entries, rank_entries
-
-
-@dataclass(frozen=True)
-class FirstStage:
-    """Size of a first stage.
-
-    Args:
-        by: `budget`: a share of each head's budget (CriticalKV's alpha). `mass`: the entries that hold a
-            share of all observed attention (DefensiveKV as its text has it).
-        share: of the budget, or of the mass, in [0, 1].
-    """
-
-    by: Literal["budget", "mass"] = "budget"
-    share: Share = 0.5
-
-    def __post_init__(self) -> None:
-        check_fields(self, "first_stage")
 
 
 def stage_by_budget(

@@ -9,14 +9,14 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from retain.attention.rotary import Rotary
-from retain.budget.allocation import LAYERS, Allocation
-from retain.budget.joint import Draw
 from retain.budget.largest_remainder import exact
 from retain.budget.statement import Budget, Stock, spread
+from retain.config import build
 from retain.evidence import Evidence
 from retain.policy import (
     Plan,
@@ -31,7 +31,6 @@ from retain.policy import (
 from retain.presets import Policy
 from retain.protection import Protection
 from retain.scores import Score, masked_score
-from retain.two_stage import FirstStage
 from tests.naive import random_evidence
 
 FOLDER = Path(__file__).resolve().parents[1] / "configs" / "policy"
@@ -43,7 +42,7 @@ SHARED = {
     "adakv": ("layer", "uniform"),
     "cake": ("head", "cake"),
     "defensivekv": ("layer", "uniform"),
-    "fused": ("model", "uniform"),
+    "learned": ("model", "uniform"),
     "lava": ("layer", "entropy"),
     "layer_defensivekv": ("model", "uniform"),
     "merge": ("model", "uniform"),
@@ -53,21 +52,75 @@ SMALL = ("protection.sinks=2", "protection.minimum=2", "protection.recent=4")
 FIXED = Protection(sinks=1, prefix_fraction=0.0, suffix_fraction=0.0, minimum=0, recent=2)
 
 
+def policy_of(name: str, observed: str | None = None, settings: Any = None, **stated: Any) -> Policy:
+    """A policy by its settings, as a YAML file states them."""
+    return build({"name": name, "observed": observed, "observed_settings": settings or {}, **stated}, Policy)
+
+
+def made(name: str = "own", protection: Protection = FIXED, **stated: Any) -> Policy:
+    """A policy whose score is of two stages."""
+    return policy_of(**{"name": name, "observed": "critical", "protection": protection, **stated})
+
+
 def variants() -> Iterator[Policy]:
     """Every scope, allocation, first stage and draw that may stand together."""
-    stages = (None, *(FirstStage(by, 0.5) for by in ("budget", "mass")))
-    for layers, safeguard, by in itertools.product(LAYERS, (None, "guaranteed"), ("score", "first")):
-        allocation = Allocation(layers, beta=4.0, safeguard=safeguard, compete_by=by)
-        for scope, stage, draw in itertools.product(("head", "layer", "model"), stages, (None, Draw(0.4))):
-            staged = "none" if stage is None else stage.by
-            name = f"{scope} {layers} {safeguard} {staged} {by}{' drawn' if draw else ''}"
-            floor = None if scope == "head" or draw else "mean"
-            stated = {"scope": scope, "first_stage": stage, "draw": draw, "floor": floor}
-            with contextlib.suppress(ValueError):
-                yield Policy(name, observed="critical", allocation=allocation, **stated)
+    stages = (None, *({"by": by, "share": 0.5} for by in ("budget", "mass")))
+    guards = ({}, {"safeguard": "guaranteed"}, {"compete_by": "first"})
+    guards = (*guards, {"safeguard": "guaranteed", "compete_by": "first"})
+    layers = ({}, {"layers": "pyramid", "beta": 4.0}, {"layers": "cake"}, {"layers": "entropy"})
+    for spread_as, guard, scope, stage, draw in itertools.product(
+        layers, guards, ("head", "layer", "model"), stages, ({}, {"draw": {"share": 0.4}})
+    ):
+        staged = "none" if stage is None else stage["by"]
+        words = spread_as.get("layers", "uniform"), guard.get("safeguard"), staged
+        name = (
+            f"{scope} {' '.join(map(str, words))} {guard.get('compete_by', 'score')}{' drawn' * bool(draw)}"
+        )
+        floor = {} if scope == "head" or draw else {"floor": "mean"}
+        with contextlib.suppress(ValueError):
+            stated = {"scope": scope, "allocation": spread_as | guard, **draw, **floor}
+            yield made(name, **stated, **({} if stage is None else {"first_stage": stage}))
 
 
 VARIANTS = {policy.name: policy for policy in variants()}
+MASS, GUARANTEED = {"first_stage": {"by": "mass", "share": 0.5}}, {"safeguard": "guaranteed"}
+ENTROPY, CAKE = {"layers": "entropy"}, {"layers": "cake"}
+# One of every way to share; `weights` wants a file.
+KINDS: dict[str, dict[str, Any]] = {
+    "head": {},
+    "head, two stages": {"first_stage": {"by": "budget", "share": 0.5}},
+    "head, by mass": MASS,
+    "pyramid": {"allocation": {"layers": "pyramid", "beta": 4.0}},
+    "weights": {"allocation": {"weights": "heads.json"}},
+    "layer": {"scope": "layer", "floor": "mean"},
+    "layer, guaranteed": {"scope": "layer", "allocation": GUARANTEED},
+    "layer, drawn": {"scope": "layer", "draw": {"share": 0.3}},
+    "model": {"scope": "model"},
+    "model, floored": {"scope": "model", "floor": "mean"},
+    "model, guaranteed": {"scope": "model", "allocation": GUARANTEED},
+    "model, by mass": {"scope": "model", **MASS},
+    "model, drawn": {"scope": "model", "draw": {"share": 0.3}},
+    "model, all drawn": {"scope": "model", "draw": {"share": 1.0}},
+    "model, by attention": {
+        "scope": "model",
+        "first_stage": {"share": 0.5},
+        "allocation": {"compete_by": "first"},
+    },
+    "entropy": {"scope": "layer", "allocation": ENTROPY},
+    "entropy, guaranteed": {"scope": "layer", "allocation": ENTROPY | GUARANTEED},
+    "entropy, equal heads": {"allocation": ENTROPY},
+    "entropy, by mass": {"scope": "layer", "allocation": ENTROPY, **MASS},
+    "entropy, drawn": {"scope": "layer", "allocation": ENTROPY, "draw": {"share": 0.3}},
+    "cake": {"observed": "cake", "allocation": CAKE},
+    "cake, heads compete": {"observed": "cake", "scope": "layer", "allocation": CAKE},
+    "cake, drawn": {"observed": "cake", "scope": "layer", "allocation": CAKE, "draw": {"share": 0.2}},
+}
+
+
+def kind(name: str, heads_file: str, protection: Protection = FIXED) -> Policy:
+    """A policy that shares in this way."""
+    stated = {"allocation": {"weights": heads_file}} if name == "weights" else KINDS[name]
+    return made(name, protection, **stated)
 
 
 def small(name: str, heads_file: str) -> Policy:
@@ -76,7 +129,7 @@ def small(name: str, heads_file: str) -> Policy:
     changes = {"window": 4, "page_size": 3, "lag": 3, "sinks": 2}
     own = {key: changes.get(key, value) for key, value in policy.observed_settings.items()}
     policy = replace(policy, observed_settings=own)
-    if policy.allocation.weights is not None:
+    if policy.weights is not None:
         policy = replace(policy, allocation=replace(policy.allocation, weights=heads_file))
     return policy
 
@@ -147,35 +200,6 @@ def made_scores(layers, seed: int, *, ties: bool) -> list[Score]:
     return scores
 
 
-def check(policy: Policy, layers, scores, budget: Budget) -> list[torch.Tensor]:
-    """What every eviction owes; returns the keep sets."""
-    decisions = decide_layers(policy, layers, budget, scores=scores)
-    keeps = [one.keep_BHT for one in decisions]
-    plan = plan_of(policy, budget, layers[0].valid_BT, [shape_of(layer) for layer in layers])
-    held_B = torch.stack([keep_BHT.sum((1, 2)) for keep_BHT in keeps]).sum(0).tolist()
-    lengths = layers[0].valid_BT.sum(-1).tolist()
-    heads = sum(layer.num_heads for layer in layers)
-    if budget.keep_ratio is not None:
-        # Halves are rounded up, layer by layer.
-        naive = [
-            sum(int(exact(budget.keep_ratio) * n * layer.num_heads + exact(0.5)) for layer in layers)
-            for n in lengths
-        ]
-    else:
-        naive = [min(budget.tokens_per_head or 0, n) * heads for n in lengths]
-    # Where something goes, what stands beside an entry is paid for with entries.
-    size, beside = shape_of(layers[0]).entry_bytes, policy.beside_bytes
-    goes = [own < n * heads for own, n in zip(naive, lengths, strict=True)]
-    paid = [own * size // (size + beside) if less else own for own, less in zip(naive, goes, strict=True)]
-    assert held_B == paid
-    for one, score, layer in zip(decisions, scores, layers, strict=True):
-        assert not (one.keep_BHT & ~layer.valid_BT[:, None]).any()
-        assert not (one.protected_BT[:, None] & ~one.keep_BHT).any()
-        assert (one.keep_BHT.sum(-1) > 0).all()
-        check_order(policy, candidates_of(plan, score), one.keep_BHT)
-    return keeps
-
-
 def check_order(policy: Policy, candidates, keep_BHT: torch.Tensor) -> None:
     """In every head, what the stages before left is kept from the highest score, of equal ones the later.
     What is drawn is looked at where heads compete."""
@@ -197,9 +221,7 @@ def check_order(policy: Policy, candidates, keep_BHT: torch.Tensor) -> None:
             assert keep_BHT[b, h].nonzero().flatten().tolist() == sorted(order[:budget])
 
 
-def check_competition(
-    policy: Policy, layers, scores, budget: Budget, keeps, stock: Stock | None = None
-) -> None:
+def check_competition(policy: Policy, layers, scores, budget: Budget, keeps, stock: Stock | None) -> None:
     """Between heads that share, no bid lost to a lower one, of equal ones to an earlier, of those to one of a
     higher layer or head. Where a share is drawn, what each head keeps is named, entry by entry."""
     plan = plan_for(policy, layers, budget, stock)
@@ -302,23 +324,23 @@ def plan_for(policy: Policy, layers: Sequence[Evidence], budget: Budget, stock: 
     return plan_of(policy, budget, layers[0].valid_BT, shapes, stock=stock)
 
 
-def check_later(
-    policy: Policy, layers: Sequence[Evidence], scores: Sequence[Score], budget: Budget, stock: Stock
+def check(
+    policy: Policy, layers: Sequence[Evidence], scores: Sequence[Score], budget: Budget, stock: Stock | None
 ) -> list[torch.Tensor]:
-    """What every later eviction owes; returns the keep sets."""
+    """What every eviction owes, the first one (without a stock) and those after it; returns the keep sets."""
     decisions = decide_layers(policy, layers, budget, scores=scores, stock=stock)
-    plan = plan_for(policy, layers, budget, stock)
+    plan, stock = plan_for(policy, layers, budget, stock), stock or stock_of(layers)
     keeps = [one.keep_BHT for one in decisions]
     counts_BL = torch.stack([keep_BHT.sum((1, 2)) for keep_BHT in keeps], 1).tolist()
     shapes = [replace(shape_of(layer), beside_bytes=policy.beside_bytes) for layer in layers]
     stated = spread(budget, stock.lengths_B, shapes)
     for b, (counts, held) in enumerate(zip(counts_BL, stock.held_BL, strict=True)):
         own = stated.equal_BL[b]
-        crosses = policy.scope == "model" or policy.allocation.layers in ("cake", "entropy")
-        if crosses or policy.allocation.weights is not None:
+        crosses = policy.scope == "model" or policy.layers in ("cake", "entropy")
+        if crosses or policy.weights is not None:
             assert sum(counts) == min(sum(own), sum(held))
         else:
-            if policy.allocation.layers == "pyramid":
+            if policy.layers == "pyramid":
                 own = [line[b] for line in replace(plan.shares, totals=stated).fixed_LB]
                 assert sum(own) == sum(stated.equal_BL[b])
             assert counts == [min(share, there) for share, there in zip(own, held, strict=True)]
@@ -329,10 +351,14 @@ def check_later(
         assert not (one.protected_BT[:, None] & ~keep_BHT).any()
         assert torch.equal(keep_BHT.any(-1), exists_BHT.any(-1))
         check_order(policy, candidates_of(plan, score), keep_BHT)
-        if policy.scope == "head" and policy.allocation.weights is None:
+        if policy.scope == "head" and policy.weights is None:
             # A head that gets fewer than another, by more than one, has no more.
             kept_BH, held_BH = keep_BHT.sum(-1), exists_BHT.sum(-1)
             assert ((kept_BH >= kept_BH.amax(-1, keepdim=True) - 1) | (kept_BH == held_BH)).all()
+    goes = any((layer.exists_BHT & ~keep).any() for layer, keep in zip(layers, keeps, strict=True))
+    assert goes or plan.covers_all
+    if policy.scope != "head":
+        check_competition(policy, layers, scores, budget, keeps, stock)
     return keeps
 
 

@@ -1,8 +1,8 @@
-"""Whole entries by weight, and how a budget is spread over the heads of a layer; over layers:
-tests/test_cascade.py."""
+"""Whole entries by weight, and how a budget is spread over heads; over layers: tests/test_cascade.py."""
 
 import itertools
 import math
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -10,94 +10,25 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retain.budget.allocation import Allocation, allocate_uniform
+from retain.budget.allocation import allocate_uniform
 from retain.budget.joint import allocate_joint, make_bids
 from retain.budget.largest_remainder import exact, largest_remainder
+from retain.budget.statement import Budget
+from retain.policy import decide_layers
 from retain.scores.lava import entropy_weight
+from tests.evictions import check, held_scores, kind, made_scores, make_evidence, stock_of
 from tests.refused import refused
 
-
-def _valid(*lengths: int, width: int = 0) -> torch.Tensor:
-    width = width or max(lengths)
-    return torch.arange(width) >= width - torch.tensor(lengths)[:, None]
-
-
-def _score(seed: int, lengths: tuple[int, ...] = (20, 13), heads: int = 3, *, ties: bool = False):
-    valid = _valid(*lengths)
-    score = torch.rand(len(lengths), heads, valid.shape[1], generator=torch.Generator().manual_seed(seed))
-    score = (score * 4).floor() if ties else score
-    return score.masked_fill(~valid[:, None], float("-inf")), valid
-
-
-def _flat(score, protected, total, least=1):
-    """Budgets of the heads of one layer that compete."""
-    bids, _ = make_bids(score, score > float("-inf"), protected, [least] * len(score))
-    return allocate_joint([bids], total.tolist())[0][0]
-
-
-def test_uniform_budgets_of_heads_that_hold_unlike_numbers():
-    """Entry by entry, to the head that has least, of equal ones the first, as long as it holds more."""
-    cases = [(total, own) for own in itertools.product(range(6), repeat=3) for total in range(sum(own) + 1)]
-    naive = []
-    for total, capacity in cases:
-        held = [0] * 3
-        for _ in range(total):
-            able = [h for h, own in enumerate(capacity) if held[h] < own]
-            held[min(able, key=lambda h, held=held: (held[h], h))] += 1
-        naive.append(held)
-    totals, capacities = zip(*cases, strict=True)
-    assert allocate_uniform(torch.tensor(totals), torch.tensor(capacities)).tolist() == naive
-
-
-def test_no_head_is_emptied_by_a_greedy_neighbour_and_no_budget_goes_beyond_what_exists():
-    score = torch.stack([torch.full((1, 10), 9.0), torch.full((1, 10), 0.1)], dim=1)
-    nothing = torch.zeros_like(score, dtype=torch.bool)
-    assert _flat(score, nothing, torch.tensor([8])).tolist() == [[7, 1]]
-    assert _flat(score, nothing, torch.tensor([8]), least=3).tolist() == [[5, 3]]
-    assert _flat(score, nothing, torch.tensor([90])).tolist() == [[10, 10]]
-
-
-def test_flat_budgets_that_cannot_be_are_refused():
-    score, valid = _score(0)
-    protected = valid[:, None].expand_as(score)
-    with pytest.raises(
-        ValueError, match="sequence 0 has a budget of 50 entries.*10 fewer than .* guaranteed"
-    ):
-        _flat(score, protected, torch.tensor([50, 39]))
-    refused("is NaN", _flat, score * float("nan"), protected, torch.tensor([60, 39]))
-
-
-@settings(deadline=None, max_examples=20)
-@given(st.integers(0, 10**6))
-def test_entropy_is_its_formula(seed):
-    score, valid = _score(seed)
-    competes = (valid[:, None] & (torch.rand(score.shape) < 0.7)).contiguous()
-    got = entropy_weight(score, competes)
-    for b in range(2):
-        free = [float(x) for x in score[b][competes[b]]]
-        naive = -sum(x / sum(free) * math.log(x / sum(free)) for x in free if x)
-        assert got[b].item() == pytest.approx(naive, abs=1e-9)
-    assert entropy_weight(torch.zeros(1, 1, 3), torch.ones(1, 1, 3, dtype=torch.bool)).tolist() == [0.0]
-
-
-def test_scores_below_zero_are_no_shares():
-    score = torch.tensor([[[1.0, -3.0]]])
-    with pytest.raises(ValueError, match="'entropy' takes scores for shares of a whole"):
-        entropy_weight(score, torch.ones_like(score, dtype=torch.bool))
-
-
-def test_bad_allocations_are_named_all_at_once():
-    with pytest.raises(
-        ValueError, match=r"beta: expected float at least 1, got 0.0.*safeguard_share: .* at most 1, got 2.0"
-    ):
-        Allocation(safeguard_share=2.0, beta=0.0)
+# Exact shares.
 
 
 def test_a_number_is_taken_as_it_was_written():
-    assert exact(0.1) == Fraction(1, 10)
+    assert (exact(0.1), exact(1e-7), exact(Fraction(1, 3))) == (
+        Fraction(1, 10),
+        Fraction(1, 10**7),
+        Fraction(1, 3),
+    )
     assert exact(0.2) * 100 == 20
-    assert exact(Fraction(1, 3)) == Fraction(1, 3)
-    assert exact(1e-7) == Fraction(1, 10**7)
 
 
 @settings(deadline=None, max_examples=60)
@@ -121,8 +52,158 @@ def test_remainders_go_to_the_largest_then_the_lowest_index():
     assert largest_remainder(10, [Fraction(1), Fraction(3), Fraction(3)]) == [2, 4, 4]
     assert largest_remainder(9, [Fraction(1)] * 3, [1, 9, 9]) == [1, 4, 4]
     assert largest_remainder(5, [Fraction(1), Fraction(0)], [3, 9]) == [3, 2]
+    refused(
+        "9 entries do not fit in capacities .4, 4., which hold 8",
+        largest_remainder,
+        9,
+        [Fraction(1)] * 2,
+        [4, 4],
+    )
 
 
-def test_more_than_fits_is_refused():
-    with pytest.raises(ValueError, match="9 entries do not fit in capacities .4, 4., which hold 8"):
-        largest_remainder(9, [Fraction(1)] * 2, [4, 4])
+def naive_classes(weights, total, least, capacity):
+    """DuoAttention, entry by entry: to the retrieval head that holds least, of equal ones the first; then to
+    the others."""
+    held = [min(least, own) for own in capacity]
+    for _ in range(total - sum(held)):
+        for retrieval in (True, False):
+            able = [i for i, own in enumerate(weights) if bool(own) is retrieval and held[i] < capacity[i]]
+            if able:
+                held[min(able, key=lambda i: (held[i], i))] += 1
+                break
+    return held
+
+
+@settings(deadline=None, max_examples=80)
+@given(st.lists(st.sampled_from([0, 1]), min_size=1, max_size=12), st.integers(0, 5), st.data())
+def test_budgets_of_classes_are_the_naive_ones(classes, protected, data):
+    size = len(classes)
+    capacity = data.draw(st.lists(st.integers(protected, 9), min_size=size, max_size=size))
+    least = [min(max(1, protected), own) for own in capacity]
+    total = data.draw(st.integers(sum(least), sum(capacity)))
+    weights, inside = [Fraction(own) for own in classes], [min(protected, own) for own in capacity]
+    budgets = largest_remainder(total, weights, capacity, protected=inside, least=least)
+    assert budgets == naive_classes(classes, total, max(1, protected), capacity)
+
+
+def naive_by_shares(shares, total, protected, least, capacity):
+    """By a level that is found by halving, in floats: each head the larger of `least` and its share, cut at
+    what it has."""
+    free, low, high = total - protected * len(shares), 0.0, 1e12
+
+    def held(level):
+        pairs = zip(shares, capacity, strict=True)
+        return [min(max(level * share, least - protected), own - protected) for share, own in pairs]
+
+    for _ in range(200):
+        middle = (low + high) / 2
+        low, high = (low, middle) if sum(held(middle)) > free else (middle, high)
+    return [own + protected for own in held(low)]
+
+
+@settings(deadline=None, max_examples=80)
+@given(st.sampled_from([Fraction(1), Fraction(2, 3), Fraction(1, 4)]), st.data())
+def test_budgets_by_shares_are_the_naive_ones(pool, data):
+    """HeadKV's: of five heads, of which the second is worth nothing."""
+    weights = [(1 - pool) / 5 + pool * Fraction(own, 10) for own in (6, 0, 1, 1, 2)]
+    n = data.draw(st.integers(4, 60))
+    protected = data.draw(st.integers(0, min(3, n)))
+    least = max(1, protected)
+    capacity = data.draw(st.lists(st.integers(least, n), min_size=5, max_size=5))
+    total = data.draw(st.integers(5 * least, sum(capacity)))
+    bounds = {"protected": [protected] * 5, "least": [least] * 5}
+    got = largest_remainder(total, weights, capacity, **bounds)
+    assert sum(got) == total and all(least <= own <= most for own, most in zip(got, capacity, strict=True))
+    wanted = naive_by_shares([float(own) for own in weights], total, protected, least, capacity)
+    if sum(wanted) < total - 1e-6:  # then the one that weighs nothing gets what is left
+        assert weights[1] == 0 and got[0] == capacity[0] and got[2:] == capacity[2:]
+    else:
+        assert all(abs(own - want) < 1 + 1e-6 for own, want in zip(got, wanted, strict=True))
+
+
+def test_heads_of_no_weight_get_more_when_all_others_are_full():
+    weights = [Fraction(own, 10) for own in (6, 0, 1, 1, 2)]
+    for total, wanted in (
+        (10, [2, 2, 2, 2, 2]),
+        (20, [8, 2, 3, 3, 4]),
+        (40, [10, 2, 9, 9, 10]),
+        (45, [10, 5, 10, 10, 10]),
+    ):
+        assert largest_remainder(total, weights, [10] * 5, protected=[2] * 5, least=[2] * 5) == wanted
+    assert largest_remainder(0, weights, [0] * 5, protected=[0] * 5, least=[0] * 5) == [0] * 5
+
+
+# Heads of a layer.
+
+
+def test_uniform_budgets_of_heads_that_hold_unlike_numbers():
+    """Entry by entry, to the head that has least, of equal ones the first, as long as it holds more."""
+    cases = [(total, own) for own in itertools.product(range(6), repeat=3) for total in range(sum(own) + 1)]
+    naive = [naive_classes([1, 1, 1], total, 0, capacity) for total, capacity in cases]
+    totals, capacities = zip(*cases, strict=True)
+    assert allocate_uniform(torch.tensor(totals), torch.tensor(capacities)).tolist() == naive
+
+
+def compete(score, protected, total, least=1):
+    """Budgets of the heads of one layer that compete."""
+    bids, _ = make_bids(score, score > float("-inf"), protected, [least] * len(score))
+    return allocate_joint([bids], total)[0][0].tolist()
+
+
+def test_no_head_is_emptied_by_a_greedy_neighbour_and_no_budget_goes_beyond_what_exists():
+    score = torch.stack([torch.full((1, 10), 9.0), torch.full((1, 10), 0.1)], dim=1)
+    nothing = torch.zeros_like(score, dtype=torch.bool)
+    assert compete(score, nothing, [8]) == [[7, 1]]
+    assert compete(score, nothing, [8], least=3) == [[5, 3]]
+    assert compete(score, nothing, [90]) == [[10, 10]]
+    said = "sequence 0 has a budget of 10 entries.*10 fewer than .* guaranteed"
+    refused(said, compete, score, ~nothing, [10])
+    refused("is NaN", compete, score * float("nan"), nothing, [10])
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(0, 10**6))
+def test_entropy_is_its_formula(seed):
+    score = torch.rand(2, 3, 20, generator=torch.Generator().manual_seed(seed))
+    competes = torch.rand(score.shape, generator=torch.Generator().manual_seed(seed + 1)) < 0.7
+    got = entropy_weight(score, competes)
+    for b in range(2):
+        free = [float(x) for x in score[b][competes[b]]]
+        naive = -sum(x / sum(free) * math.log(x / sum(free)) for x in free if x)
+        assert got[b].item() == pytest.approx(naive, abs=1e-9)
+    assert entropy_weight(torch.zeros(1, 1, 3), torch.ones(1, 1, 3, dtype=torch.bool)).tolist() == [0.0]
+    below = torch.tensor([[[1.0, -3.0]]])
+    refused(
+        "'entropy' takes scores for shares of a whole", entropy_weight, below, torch.ones_like(below).bool()
+    )
+
+
+# By weights, in a policy.
+
+
+@pytest.mark.parametrize("ratio", [0.3, 0.45, 1.0])
+def test_each_head_keeps_its_share_of_each_sequence(heads_file, ratio):
+    pads, table = (0, 9, 4), [1, 0, 0.2, 0.8, 0.6, 0.4]
+    layers, policy = make_evidence(3, 1, 40, pads), kind("weights", heads_file)
+    keeps = check(policy, layers, made_scores(layers, 3, ties=False), Budget(keep_ratio=ratio), None)
+    for b, length in enumerate((40, 31, 36)):
+        got = [own for keep in keeps for own in keep[b].sum(-1).tolist()]
+        wanted = naive_by_shares(table, sum(got), 3, 3, [length] * 6)
+        if ratio < 1:  # the head that is worth nothing has what is protected
+            assert got[1] == 3 and sum(wanted) == pytest.approx(sum(got))
+            assert all(abs(one - want) < 1 + 1e-6 for one, want in zip(got, wanted, strict=True))
+
+
+def test_heads_that_hold_less_than_their_share_leave_it_to_the_others(heads_file):
+    """A later moment: the sum stays what was stated, as long as there is so much."""
+    layers, policy = make_evidence(5, 1, 40, (0,)), kind("weights", heads_file)
+    held = [(torch.arange(40) % 4 == 0).expand(1, 2, 40), *[torch.ones(1, 2, 40, dtype=torch.bool)] * 2]
+    layers = [replace(layer, held_BHT=own) for layer, own in zip(layers, held, strict=True)]
+    scores = held_scores(layers, made_scores(layers, 5, ties=False))
+    for ratio, whole in ((0.3, False), (0.5, False), (0.9, True)):
+        made = decide_layers(policy, layers, Budget(keep_ratio=ratio), scores=scores, stock=stock_of(layers))
+        counts = [one.keep_BHT.sum(-1).tolist()[0] for one in made]
+        assert sum(map(sum, counts)) == min(3 * int(ratio * 80 + 0.5), 180)
+        assert (counts == [[10, 10], [40, 40], [40, 40]]) == whole
+        # The first head of the first layer would get 21 of the 72, and holds ten: it keeps them all.
+        assert counts[0][0] == 10

@@ -12,9 +12,10 @@ from retain.gates import GATES
 from retain.hf.cache.cache import Cache
 from retain.hf.intercept.press import press_score
 from retain.hf.version_names import CACHE
-from retain.presets import Policy, load_policy, policies
+from retain.presets import load_policy, policies
 from retain.protection import Protection
 from retain.scores import SCORES
+from tests.evictions import policy_of
 from tests.hf.test_press import NormPress
 from tests.tiny import attached, tiny_batch
 
@@ -41,12 +42,12 @@ def asked(model: torch.nn.Module, method: str) -> dict[str, Any]:
     kind, _, name = method.partition(" ")
     budget = {"byte_ratio": 0.15} if method == "bits bytes" else {"keep_ratio": 0.4}
     if kind == "score":
-        return {"policy": Policy("one", name, protection=FEW), **budget}
+        return {"policy": policy_of("one", name, protection=FEW), **budget}
     if kind == "gates":
         family, _, following = name.partition(" ")
         gates = retain.new_gates(model, family, **({"decides": "next"} if following else {}))
-        return {"policy": Policy("one", learned=True, protection=FEW), "gates": gates, **budget}
-    how = {"policy": Policy("one", "knorm", protection=FEW), **budget}
+        return {"policy": policy_of("one", learned=True, protection=FEW), "gates": gates, **budget}
+    how = {"policy": policy_of("one", "knorm", protection=FEW), **budget}
     if kind == "scorer":
         how["observed"] = press_score(model, NormPress())
     if "merge" in method:
@@ -108,7 +109,7 @@ def test_presets_that_vllm_can_serve() -> None:
 
 
 def test_gates_that_vllm_can_ask() -> None:
-    model, policy = attached("llama"), Policy("one", learned=True)
+    model, policy = attached("llama"), policy_of("one", learned=True)
     refused = {use: set() for use in ("vllm", "ranks", "unknown_rope")}
     for family in GATES:
         gates = retain.new_gates(model, family)

@@ -35,7 +35,7 @@ class Recipe:
     kind: Literal["linear", "mlp"] = "linear"
     resume: bool = False
     output: Path = Path("runs/x")
-    guard: Guard = Guard(sinks=8)
+    guard: Guard = Guard()
     ratios: tuple[float, ...] = (0.1, 0.2)
     betas: tuple[float, float] = (0.9, 0.99)
     limit: int | None = None
@@ -88,7 +88,7 @@ size: big
         "mlp",
         True,
         Path("some/where"),
-        Guard(sinks=8, fraction=0.0),
+        Guard(fraction=0.0),
         (1.0, 0.5),
         (0.5, 0.6),
         7,
@@ -100,11 +100,6 @@ size: big
     )
     assert isinstance(recipe.guard.fraction, float)
     assert all(isinstance(ratio, float) for ratio in recipe.ratios)
-
-
-def test_a_section_left_out_in_part_keeps_the_rest_of_its_default(tmp_path: Path) -> None:
-    recipe = load(written(tmp_path, "model: a\nseed: 1\n"), Recipe, ["guard.fraction=0.3"])
-    assert recipe == Recipe(model="a", seed=1, guard=Guard(sinks=8, fraction=0.3))
 
 
 def test_overrides_come_after_the_file_and_in_order(tmp_path: Path) -> None:
@@ -132,32 +127,32 @@ size: [1]
     assert found == [
         "override 'seed': expected key=value, for example section.key=value",
         "override 'rate.deep=1': rate is 'fast' (str), not a section",
+        "missing key 'model'",
+        "missing key 'seed'",
+        "rate: input should be a valid number, got 'fast' (str)",
+        "kind: input should be 'linear' or 'mlp', got 'mpl' (str) (did you mean 'mlp'?)",
+        "resume: input should be a valid boolean, got 1 (int)",
+        "unknown key 'guard.sink' (did you mean 'sinks'?)",
+        "ratios: input should be a valid array, got 0.1 (float)",
+        "missing key 'betas[1]'",
+        "limit: input should be a valid integer, got 1.5 (float)",
+        "extra_guard.sinks: input should be a valid integer, got 'many' (str)",
+        "weights.a: input should be a valid number, got False (bool)"
+        " (YAML reads yes, no, on, off as true or false: quote a word)",
+        "size: input should be a valid integer, got [1] (list)",
         "unknown key 'modle' (did you mean 'model'?)",
         "unknown key 'limt' (did you mean 'limit'?)",
-        "missing key 'model' (str)",
-        "missing key 'seed' (int)",
-        "rate: expected float, got 'fast' (str)",
-        "kind: expected one of 'linear', 'mlp', got 'mpl' (str) (did you mean 'mlp'?)",
-        "resume: expected bool, got 1 (int)",
-        "unknown key 'guard.sink' (did you mean 'sinks'?)",
-        "ratios: expected a list for tuple[float, ...], got 0.1 (float)",
-        "betas: expected 2 items for tuple[float, float], got [0.9] (list)",
-        "limit: expected int, got 1.5 (float)",
-        "extra_guard.sinks: expected int, got 'many' (str)",
-        "weights.a: expected float, got False (bool)"
-        " (YAML reads yes, no, on, off as true or false: quote a word)",
-        "size: expected int | float | str, got [1] (list)",
     ]
 
 
 @pytest.mark.parametrize(
     ("text", "problems"),
     [
-        ("", ["missing key 'model' (str)", "missing key 'seed' (int)"]),
+        ("", ["missing key 'model'", "missing key 'seed'"]),
         ("model: a\nseed: 1\nguard: {zzz: 1}\n", ["unknown key 'guard.zzz'; known keys: sinks, fraction"]),
         (
             "model: a\nguard: {fraction: 2.0}\n",
-            ["missing key 'seed' (int)", "guard: fraction must lie in [0, 1), got 2.0"],
+            ["missing key 'seed'", "guard: fraction must lie in [0, 1), got 2.0"],
         ),
     ],
     ids=["empty", "near nothing", "refused by the dataclass"],
@@ -169,12 +164,12 @@ def test_problems_of_keys(tmp_path: Path, text: str, problems: list[str]) -> Non
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ("seed: true", "seed: expected int, got True (bool)"),
-        ("model: null", "model: expected str, got None (NoneType)"),
-        ("guard: 3", "guard: expected a section with the keys of Guard, got 3 (int)"),
-        ("weights: [1]", "weights: expected dict[str, float], got [1] (list)"),
-        ("method: 3", "method: expected Guard | Ridge | None, got 3 (int)"),
-        # Of several sections the one that knows most of the keys says what is wrong.
+        ("seed: true", "seed: input should be a valid integer, got True (bool)"),
+        ("model: null", "model: input should be a valid string, got None (NoneType)"),
+        ("guard: 3", "guard: input should be an object, got 3 (int)"),
+        ("weights: [1]", "weights: input should be an object, got [1] (list)"),
+        ("method: 3", "method: input should be an object, got 3 (int)"),
+        # Of several sections the one that fits best says what is wrong.
         ("method: {strengh: 1, queries: 2}", "unknown key 'method.strengh' (did you mean 'strength'?)"),
         ("method: {sinks: 1, fraction: 2}", "method: fraction must lie in [0, 1), got 2"),
     ],
@@ -215,7 +210,7 @@ def test_saved_and_loaded_is_the_same(tmp_path: Path) -> None:
 
 def test_build_reports_like_load_and_leaves_the_mapping_alone() -> None:
     mapping = {"model": "a", "guard": {"sinks": 1}}
-    refused(r"mapping does not fit Recipe: 1 problem\n  - missing key 'seed' \(int\)", build, mapping, Recipe)
+    refused(r"mapping does not fit Recipe: 1 problem\n  - missing key 'seed'", build, mapping, Recipe)
     assert mapping == {"model": "a", "guard": {"sinks": 1}}
 
 

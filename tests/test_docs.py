@@ -4,17 +4,13 @@ import ast
 import functools
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 import retain
-from retain.budget.joint import Draw
 from retain.config import load
-from retain.correction.merge import Merge
-from retain.gates import GATES, Gate
 from retain.gates.artifact import save_gates
 from retain.hf.cache.cache import Cache
 from retain.hf.model.identity import fingerprint
@@ -140,33 +136,6 @@ def test_the_blocks_of_every_page_run_and_what_they_cache_takes_less_memory(
     assert scope["cache"].report().alone
 
 
-def test_what_the_page_of_fusion_says_of_the_rule_is_what_the_preset_says() -> None:
-    policy, text = retain.load_policy("merge"), page("fusion")
-    chosen = {name: getattr(policy, name) for name in ("correction", "draw", "name", "regime")}
-    assert policy == replace(retain.load_policy("fused"), **chosen)
-    merged = re.search(r"cosine is at least ([\d.]+) and the kept one is none of the last (\d+)", text)
-    assert merged and policy.correction == Merge(float(merged[1]), recent=int(merged[2]), count=True)
-    assert (policy.fusion, policy.scope, policy.floor) == ("learned", "model", None)
-    assert policy.draw == Draw(0.35) and retain.load_policy("fused").draw == Draw(0.2)
-    assert "until 65 % of the budget behind the protected entries are full (`fused`: four fifths)" in text
-    said = re.search(r"The first (\d+) and the last (\d+) entries stay", text)
-    kept = policy.protection
-    assert said and [int(count) for count in said.groups()] == [kept.sinks, kept.recent]
-    assert (kept.prefix_fraction, kept.suffix_fraction, kept.minimum) == (0, 0, 0)
-    window = re.search(r"j in the last (\d+) queries", text)
-    assert window and int(window.group(1)) == policy.observed_settings["window"]
-
-
-def test_the_page_of_gates_is_right_about_every_family() -> None:
-    rows = [row.split(" | ") for row in re.findall(r"^\| (`.*) \|$", page("gates"), re.MULTILINE)]
-    named = {family: row for row in rows for family in re.findall(r"`(\w+)`", row[0])}
-    assert named.keys() == GATES.keys()
-    for family, (_, _, _, _, trained, again) in named.items():
-        gate = GATES[family]
-        assert ("end to end" in trained) == (gate.log_gate is not Gate.log_gate), family
-        assert (again == "yes") == (not gate.contextual), family
-
-
 def test_the_table_of_families_is_the_table_of_the_code() -> None:
     from retain.hf.model.families import FAMILIES as TABLE
 
@@ -203,24 +172,6 @@ def test_the_readme_is_short_and_its_tree_is_the_tree() -> None:
     assert named == rooms | {"kernels/", "configs/", "docs/", "tests/", "eval/findings/"}
 
 
-def test_every_figure_of_the_choice_is_in_the_entry_that_its_row_names() -> None:
-    rows = re.findall(
-        r"^\| (.*) \| \[[^\]]+\]\(\.\./(eval/findings/[\w.-]+)\) \|$", page("choose"), re.MULTILINE
-    )
-    assert len(rows) == page("choose").count("(../eval/findings/") == 9
-    missing = []
-    for row, entry in rows:
-        own, given = re.sub(r"`[^`]*`", "", row), (ROOT / entry).read_text()
-        found = re.findall(r"(?<![\w.])\d+(?:,\d{3})*(?:\.\d+)?(?![\w.]*\d)", own)
-        assert found, row
-        missing += [
-            f"{entry}: {figure}"
-            for figure in found
-            if not re.search(rf"(?<![\d.]){re.escape(figure)}(?!\.?\d)", given)
-        ]
-    assert missing == []
-
-
 def markdown() -> list[Path]:
     """Markdown of the repository; of the golden report only the text is committed, not its picture."""
     folders = [ROOT / name for name in ("configs", "docs", "eval", "kernels", "retain", "tests", "train")]
@@ -244,18 +195,6 @@ def test_every_relative_link_leads_to_a_file() -> None:
         if not (path.parent / to.partition("#")[0]).exists()
     ]
     assert missing == []
-
-
-def test_the_page_of_findings_is_short_and_links_every_entry() -> None:
-    text = (ROOT / "eval" / "FINDINGS.md").read_text()
-    assert len(text.split()) <= 1500
-    listed = text.partition("## All entries")[2]
-    entries = {
-        path.name
-        for path in (ROOT / "eval" / "findings").glob("*.md")
-        if re.match(r"# .*\n\n\d{4}-\d\d-\d\d", path.read_text())
-    }
-    assert set(re.findall(r"\]\(findings/([^)]+)\)", listed)) == entries
 
 
 def test_modules_that_are_named_exist() -> None:

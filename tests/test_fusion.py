@@ -6,10 +6,10 @@ import torch
 from retain.budget.statement import Budget
 from retain.fusion import FUSIONS, floor, fuse
 from retain.policy import decide_layers
-from retain.presets import Policy, load_policy
+from retain.presets import load_policy
 from retain.scores import Score, masked_score
 from tests.close import assert_close
-from tests.evictions import learned_scores, make_evidence
+from tests.evictions import learned_scores, make_evidence, policy_of
 from tests.refused import refused
 
 VALID = torch.arange(9) >= torch.tensor([[0], [3]])
@@ -86,7 +86,7 @@ def test_what_is_no_number_is_refused_and_not_hidden(how, side, scope, lift):
     scores[side][1].values_BHT[1, 0, 7] = float("nan")
     fused = fuse(scores["observed"][1], scores["learned"][1], how).values_BHT
     assert fused.isnan().nonzero().tolist() == [[1, 0, 7]]
-    policy = load_policy("fused", [f"fusion={how}", f"scope={scope}", f"floor={lift}", "draw=null"])
+    policy = load_policy("learned", [f"fusion={how}", f"scope={scope}", f"floor={lift}", "draw=null"])
     policy = replace(policy, protection=replace(policy.protection, sinks=1, recent=1, minimum=0))
     with pytest.raises(ValueError, match="the score of sequence 1, head 0, entry 7 is NaN"):
         decide_layers(policy, layers, Budget(tokens_per_head=6), **scores)
@@ -129,7 +129,11 @@ def test_missing_scores_unknown_fusions_and_other_shapes_are_refused():
 
 
 REFUSED = [
-    ("observed_risk", {"fusion_weight": 1.5}, "fusion_weight: expected float .* at most 1, got 1.5"),
+    (
+        "observed_risk",
+        {"fusion_weight": 1.5},
+        "fusion_weight: input should be .* to 1, got 1.5",
+    ),
     ("keydiff", {"fusion": "sum"}, "fusion 'sum' adds numbers, and 'keydiff' is in 'rank'.*'risk' or 'mass'"),
     ("lru", {"fusion": "sum"}, "fusion 'sum' adds numbers, and 'lru' is in 'rank'.*'risk' or 'mass'"),
 ]
@@ -137,7 +141,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("observed", "settings", "message"), REFUSED)
 def test_policies_that_cannot_be_meant_are_refused_with_the_next_step(observed, settings, message):
-    refused(message, Policy, "own", observed, learned=True, **settings)
+    refused(message, policy_of, "own", observed, learned=True, **settings)
 
 
 def test_the_unit_of_a_fused_policy():
@@ -146,5 +150,5 @@ def test_the_unit_of_a_fused_policy():
         ("observed_risk", "sum", "risk"),
         ("snapkv", "rank_blend", "rank"),
     ):
-        assert Policy("own", name, learned=True, fusion=how).unit == unit
-    assert load_policy("fused", ["fusion=sum"]).unit == "risk"
+        assert policy_of("own", name, learned=True, fusion=how).unit == unit
+    assert load_policy("learned", ["fusion=sum"]).unit == "risk"

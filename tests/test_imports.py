@@ -127,43 +127,16 @@ def test_kernels_import_nothing_else_of_retain() -> None:
     assert [line for line in found if not within(line.split()[-1], "retain.kernels")] == []
 
 
-def reachable(starts: list[str]) -> set[str]:
-    """Modules of the project that importing or using `starts` can load, parents included."""
-    seen: set[str] = set()
-    waiting = list(starts)
-    while waiting:
-        module = waiting.pop()
-        if module in seen or module not in sources():
-            continue
-        seen.add(module)
-        waiting += imported_modules(module)
-        if "." in module:
-            waiting.append(module.rpartition(".")[0])
-    return seen
-
-
-def test_future_is_out_of_reach_of_what_users_run() -> None:
-    starts = ["retain", "retain.policy", "retain.cache.store", "retain.cache.attend"]
-    starts += [module for module in sources() if within(module, "retain.hf", "retain.gates", "retain.scores")]
-    reached = reachable(starts)
-    assert "retain.future" in sources()
-    assert {"retain.evidence", "retain.fusion", "retain.ranking", "retain.hf.cache.cache"} <= reached
-    assert "retain.future" not in reached
-
-
 @pytest.mark.parametrize("stage", STAGES)
 def test_stages_do_not_import_one_another(stage: str) -> None:
     own = f"retain.{stage}"
     modules = [module for module in sources() if within(module, own)]
     assert modules, f"no module of stage {stage}"
     forbidden = [f"retain.{other}" for other in (*STAGES, *COMPOSED) if other != stage]
-    pairs = {(module, target, name) for module in modules for target, name in imports(module)}
-    shared = {target for _, target, _ in pairs if within(target, "retain") and not within(target, own)}
-    shared = {module for module in shared & set(sources()) if not within(module, *forbidden)}
-    pairs |= {(module, target, name) for module in shared for target, name in imports(module)}
     foreign = sorted(
         f"{module} imports {name or 'all'} from {target}"
-        for module, target, name in pairs
+        for module in modules
+        for target, name in imports(module)
         if within(target, *forbidden)
     )
     assert foreign == []

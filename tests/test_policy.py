@@ -10,9 +10,11 @@ import torch
 import retain.policy
 from retain.budget.statement import Budget
 from retain.fusion import floor
-from retain.policy import Decision, Policy, decide_layers, load_policy, score_entries
+from retain.policy import Decision, decide_layers, load_policy, score_entries
+from retain.presets import Policy, rescoped
 from retain.protection import Protection
 from retain.scores import Score, masked_score
+from tests.evictions import policy_of
 from tests.naive import random_evidence
 
 SMALL = ("protection.recent=8",)
@@ -53,7 +55,7 @@ def test_a_control_runs_through_the_same_stages():
 
 def test_the_floor_shares_the_budget_but_does_not_order_a_head():
     evidence = random_evidence(pads=(0,), num_tokens=60)
-    policy = replace(_small("fused"), scope="layer", floor="mean", draw=None)
+    policy = replace(rescoped(replace(_small("learned"), draw=None), "layer"), floor="mean")
     score = score_entries(policy, evidence, learned=_learned(evidence))
     keep = decide(policy, evidence, Budget(keep_ratio=0.4), score=score).keep_BHT
     lifted = decide(replace(policy, floor=None), evidence, Budget(keep_ratio=0.4), score=floor(score, "mean"))
@@ -68,7 +70,7 @@ def test_kept_sets_need_not_nest_when_protection_is_a_fraction_of_the_budget():
     """Counterexample: from 19 to 20 entries, prefix and suffix each grow by one, and a scored entry is "
     "pushed out."""
     evidence = random_evidence(pads=(0,), num_tokens=60, num_heads=1)
-    policy = Policy("control", observed="recency", protection=Protection(0, 0.1, 0.1, 0, 0))
+    policy = policy_of("control", observed="recency", protection=Protection(0, 0.1, 0.1, 0, 0))
     score = masked_score(-((torch.arange(60.0) - 30) ** 2)[None, None], evidence.valid_BT, "rank")
     small, large = (
         decide(policy, evidence, Budget(tokens_per_head=tokens), score=score).keep_BHT[0, 0]
@@ -92,7 +94,7 @@ def test_unknown_names_are_told_with_a_suggestion(tmp_path):
     (tmp_path / "mine.yaml").write_text("name: mine\nobserved: snapk\nfusion: maxx\nscope: heads\n")
     with pytest.raises(
         ValueError,
-        match=r"scope: expected one of 'head', 'layer', 'model', got 'heads' \(str\) \(did you mean 'head'\?",
+        match=r"scope: input should be one of 'head', .*, got 'heads' \(str\) \(did you mean 'head'\?",
     ):
         load_policy(tmp_path / "mine.yaml")
     (tmp_path / "mine.yaml").write_text("name: mine\nobserved: snapk\nfusion: maxx\n")

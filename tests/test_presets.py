@@ -6,14 +6,12 @@ import pytest
 import torch
 
 from retain import presets
-from retain.budget.allocation import Allocation
 from retain.budget.statement import Budget
 from retain.policy import decide_layers, load_policy, policies, score_entries
-from retain.presets import REGIMES, Policy
+from retain.presets import REGIMES
 from retain.protection import Protection
 from retain.scores import SCORES, masked_score
-from retain.two_stage import FirstStage
-from tests.evictions import FOLDER, PRESETS, SHARED, learned_scores, make_evidence, small
+from tests.evictions import FOLDER, PRESETS, SHARED, learned_scores, make_evidence, policy_of, small
 from tests.refused import refused
 
 # Contents of the files.
@@ -34,18 +32,23 @@ def test_every_preset_is_a_file_that_opens_with_what_it_does_needs_and_is_run_by
     assert tuple(preset.name for preset in policies()) == PRESETS
 
 
+def test_the_old_name_of_a_preset_is_read_with_a_warning():
+    with pytest.warns(FutureWarning, match="preset 'fused' is called 'learned'; the next release"):
+        assert load_policy("fused", ["draw=null"]) == load_policy("learned", ["draw=null"])
+
+
 def test_presets_protect_alike_so_that_a_comparison_compares_scores():
-    """But for StreamingLLM, whose protection is the method, and for the fused policy, whose own was chosen
-    with it: comparisons measure its rivals under that one too (`configs/compare/smollm2.yaml`)."""
+    """But for StreamingLLM, whose protection is the method, and for `learned` and `merge`, whose protection
+    was chosen with them: comparisons measure their rivals under it too (`configs/compare/smollm2.yaml`)."""
     own = {
         "streaming_llm": (Protection(4, 0.0, 0.0, 4, 32), "not that of the other presets"),
         **dict.fromkeys(
-            ("fused", "merge"), (Protection(4, 0.0, 0.0, 0, 8), "the least that structure needs")
+            ("learned", "merge"), (Protection(4, 0.0, 0.0, 0, 8), "the least that structure needs")
         ),
     }
     for name in PRESETS:
         if name not in ("full", "kivi"):  # which keep everything
-            same = Protection(4, 0.1, 0.1, 4, 32), "the same in every preset but fused"
+            same = Protection(4, 0.1, 0.1, 4, 32), "the same in every preset but learned and merge"
             protection, said = own.get(name, same)
             assert load_policy(name).protection == protection, name
             text = (FOLDER / f"{name}.yaml").read_text()
@@ -62,7 +65,7 @@ def test_a_preset_says_what_its_score_really_is(name, heads_file):
     preset = {preset.name: preset for preset in policies()}[name]
     assert preset.regime in REGIMES and preset.paper and preset.cost
     assert (preset.regime == "any") == (
-        name in ("full", "fused", "gate", "kivi", "merge", "random", "recency")
+        name in ("full", "learned", "gate", "kivi", "merge", "random", "recency")
     )
     layers = make_evidence(0, 2, 21, (0, 3))
     policy = small(name, heads_file)
@@ -74,8 +77,8 @@ def test_a_preset_says_what_its_score_really_is(name, heads_file):
 
 
 def test_a_regime_is_one_of_those_that_a_cache_or_a_paper_knows():
-    assert Policy("both", regime="prefill+decode").regime == "prefill+decode"
-    with pytest.raises(ValueError, match="regime: expected one of .*, got .sometimes."):
+    assert policy_of("both", regime="prefill+decode").regime == "prefill+decode"
+    with pytest.raises(ValueError, match="regime: input should be 'any', .*, got .sometimes."):
         load_policy("full", ["regime=sometimes"])
 
 
@@ -90,7 +93,7 @@ def test_presets_print_as_a_table():
     cells = [lava[a:b].strip() for a, b in zip(starts, [*starts[1:], None], strict=True)]
     assert cells == ["lava", "mass", "layer", "entropy", "question known", "window"]
     own = policies()[PRESETS.index("lava")]
-    assert own.variants == ("paper",) and own.paper.endswith("arXiv 2509.09754")
+    assert [*own.variants] == ["paper"] and own.paper.endswith("arXiv 2509.09754")
 
 
 @pytest.mark.parametrize("name", ["adakv", "ada_criticalkv"])
@@ -136,47 +139,47 @@ def test_every_variant_keeps_its_presets_protection():
 
 
 REFUSED = [
-    ({"observed_settings": {"window": 3}}, "belong to no score: name observed"),
+    ({"settings": {"window": 3}}, "belong to no score: name observed"),
     *(
         ({"observed": "snapkv", **settings}, message)
         for settings, message in (
-            ({"observed_settings": {"aggregate": "median"}}, "'snapkv' does not take .*median"),
+            ({"settings": {"pool": "median"}}, "'snapkv' does not take .*median"),
             (
-                {"first_stage": FirstStage()},
+                {"first_stage": {}},
                 "first_stage want a score of two stages, and 'snapkv' has one: take observed 'critical'",
             ),
             (
-                {"allocation": Allocation("cake")},
+                {"allocation": {"layers": "cake"}},
                 "wants CAKE's preference, and 'snapkv' measures none: take observed 'cake'",
             ),
             (
-                {"scope": "model", "allocation": Allocation("pyramid")},
-                "lets layers compete, and allocation.layers 'pyramid' gives them shares",
+                {"scope": "model", "allocation": {"layers": "pyramid"}},
+                "allocation.layers: input should be 'uniform', got 'pyramid'",
             ),
             (
-                {"allocation": Allocation(safeguard="guaranteed")},
-                "allocation.safeguard guards heads that share a budget, and scope 'head' gives each the same",
+                {"allocation": {"safeguard": "guaranteed"}},
+                "unknown key 'allocation.safeguard'",
             ),
             (
-                {"scope": "layer", "allocation": Allocation(weights="heads.json")},
-                "allocation.weights states each head's budget: take scope 'head'",
+                {"scope": "layer", "allocation": {"weights": "heads.json"}},
+                "unknown key 'allocation.weights'",
             ),
             (
-                {"allocation": Allocation("pyramid", weights="heads.json")},
-                "allocation.weights states each head's budget: take allocation.layers 'uniform'",
+                {"allocation": {"layers": "pyramid", "weights": "heads.json"}},
+                "unknown key 'allocation.weights'",
             ),
         )
     ),
-    ({"observed": "quest", "observed_settings": {"page_size": 0}}, "page_size is a whole number"),
+    ({"observed": "quest", "settings": {"page_size": 0}}, "page_size is a whole number"),
     (
-        {"observed": "knorm", "allocation": Allocation("entropy")},
+        {"observed": "knorm", "allocation": {"layers": "entropy"}},
         "'entropy' wants numbers, and 'knorm' is in 'rank'",
     ),
     (
         {
             "observed": "defensive",
-            "first_stage": FirstStage("mass", 0.9),
-            "allocation": Allocation("pyramid"),
+            "first_stage": {"by": "mass", "share": 0.9},
+            "allocation": {"layers": "pyramid"},
         },
         "a first stage by mass may take a head's whole mean budget",
     ),
@@ -185,7 +188,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("settings_", "message"), REFUSED)
 def test_what_cannot_be_meant_is_found_when_a_policy_is_made(settings_, message):
-    refused(message, Policy, "mine", **settings_)
+    refused(message, policy_of, "mine", **settings_)
 
 
 def test_a_package_without_its_presets_says_so(tmp_path, monkeypatch):

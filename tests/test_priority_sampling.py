@@ -1,42 +1,37 @@
 """A share of a budget that is drawn by lot: its keys, that sums come out right in the mean, and that nothing
 but the entry, its weight and the seed decides who is drawn."""
 
-import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from retain.budget.allocation import Allocation
-from retain.budget.cascade import LEFT_OVER
-from retain.budget.joint import Draw, allocate_joint, make_bids
+from retain.budget.joint import allocate_joint, make_bids
 from retain.budget.statement import Budget
 from retain.policy import decide_layers, score_entries
-from retain.presets import Policy
 from retain.scores import SCORES, Score, masked_score
 from retain.scores.random import draw_keys
-from retain.two_stage import FirstStage
 from tests.evictions import (
     FIXED,
-    VARIANTS,
-    check_competition,
     columns,
     learned_scores,
-    made_scores,
+    made,
     make_evidence,
     own_part,
-    plan_for,
     ragged,
     stock_of,
 )
 from tests.naive import random_evidence
 from tests.refused import refused
-from tests.test_cascade import made, run_cascade
 
-DRAWN = [name for name in VARIANTS if VARIANTS[name].draw is not None]
-RISK = {"observed": "observed_risk", "observed_settings": {"window": 4}, "protection": FIXED}
+HALF = Budget(keep_ratio=0.5)
+
+
+def drawn(**settings):
+    """A policy of which a share is drawn."""
+    risk = {"observed": "observed_risk", "observed_settings": {"window": 4}}
+    return made(**{"scope": "model", "draw": {"share": 0.3}, **risk, **settings})
 
 
 def _weight(layer) -> Score:
@@ -132,32 +127,16 @@ def test_sums_over_what_was_drawn_are_right_in_the_mean():
         assert error < 0.02 * float((w_HT * subset).sum())
 
 
-@pytest.mark.parametrize("share", [-0.1, 1.1, float("nan")])
-def test_a_share_outside_0_to_1_is_refused(share):
-    refused(f"draw: share: .* at least 0 and at most 1, got {share}", Draw, share)
-
-
 def test_weights_of_which_no_share_can_be_drawn_are_refused():
     (layer,) = make_evidence(0, 1, 10, (0, 3), num_layers=1)
     weight = learned_scores([layer], 0)[0]
     below = weight.values_BHT.clone()
     below[1, 0, 6] = -1e-3
-    with pytest.raises(ValueError, match="weights of at least 0, and the observed score has some below"):
-        draw_keys(replace(weight, values_BHT=below), layer)
-    with pytest.raises(ValueError, match="goes in proportion to numbers, and .* in 'rank'.*risk or mass"):
-        draw_keys(replace(weight, unit="rank"), layer)
+    said = "weights of at least 0, and the observed score has some below"
+    refused(said, draw_keys, replace(weight, values_BHT=below), layer)
+    said = "goes in proportion to numbers, and .* in 'rank'.*risk or mass"
+    refused(said, draw_keys, replace(weight, unit="rank"), layer)
     refused("one seed a sequence: got 1 seeds for 2", draw_keys, weight, layer, [1])
-
-
-@pytest.mark.parametrize("scope", ["layer", "model"])
-def test_a_weight_that_is_no_number_is_refused_though_the_score_does_not_read_it(scope):
-    layers = make_evidence(0, 2, 12, (0, 2))
-    scores = {"observed": learned_scores(layers, 0), "learned": learned_scores(layers, 1)}
-    scores["observed"][1].values_BHT[1, 0, 7] = float("nan")
-    policy = Policy("own", learned=True, fusion="learned", scope=scope, draw=Draw(0.3), **RISK)
-    assert decide_layers(replace(policy, draw=None), layers, Budget(tokens_per_head=6), **scores)
-    with pytest.raises(ValueError, match="the score of sequence 1, head 0, entry 7 is NaN"):
-        decide_layers(policy, layers, Budget(tokens_per_head=6), **scores)
 
 
 def test_it_is_drawn_by_what_was_observed_and_by_the_gate_where_nothing_was():
@@ -165,96 +144,62 @@ def test_it_is_drawn_by_what_was_observed_and_by_the_gate_where_nothing_was():
     seen, learned = learned_scores(layers, 0), learned_scores(layers, 1)
     for layer, own, gate in zip(layers, seen, learned, strict=True):
         for fusion in ("max", "sum", "learned", "rank_blend"):
-            policy = Policy("own", learned=True, fusion=fusion, scope="model", draw=Draw(0.3), **RISK)
+            policy = drawn(learned=True, fusion=fusion)
             score = score_entries(policy, layer, observed=own, learned=gate, seeds_B=[7, 8])
             assert torch.equal(score.draw_BHT, draw_keys(own, layer, [7, 8]))
-            plain = score_entries(replace(policy, draw=None), layer, observed=own, learned=gate)
-            assert torch.equal(score.values_BHT, plain.values_BHT) and plain.draw_BHT is None
-        alone = Policy("gate", learned=True, scope="model", draw=Draw(0.3))
+            plain = made(scope="model", learned=True, fusion=fusion)
+            plain_score = score_entries(plain, layer, observed=own, learned=gate)
+            assert torch.equal(score.values_BHT, plain_score.values_BHT) and plain_score.draw_BHT is None
+        alone = drawn(observed=None, learned=True, observed_settings={})
         assert torch.equal(score_entries(alone, layer, learned=gate).draw_BHT, draw_keys(gate, layer))
+    # A weight is asked to be a number though the score does not read it.
+    seen[1].values_BHT[1, 0, 7] = float("nan")
+    both = {"observed": seen, "learned": learned}
+    assert decide_layers(made(scope="model", learned=True, fusion="learned"), layers, HALF, **both)
+    refused(
+        "the score of sequence 1, head 0, entry 7 is NaN",
+        decide_layers, drawn(learned=True, fusion="learned"), layers, HALF, **both,
+    )  # fmt: skip
+    said = "'own' draws a share.*nothing to draw by.*score_entries.*draw null"
+    refused(said, decide_layers, drawn(), layers, HALF, scores=learned)
 
 
-def test_finished_scores_bring_what_they_were_drawn_by():
-    layers = make_evidence(0, 2, 12, (0, 2))
-    policy = Policy("own", scope="model", draw=Draw(0.3), **RISK)
-    with pytest.raises(ValueError, match="'own' draws a share.*nothing to draw by.*score_entries.*draw null"):
-        decide_layers(policy, layers, Budget(keep_ratio=0.5), scores=learned_scores(layers, 0))
+CANNOT: list[tuple[str, dict[str, Any]]] = [
+    ("draw: input should be null", {"scope": "head"}),
+    ("one stage by score: take first_stage null", {"first_stage": {"by": "budget"}}),
+    ("compete by what orders each of them: take floor null", {"floor": "mean"}),
+    ("and allocation.compete_by 'score'", {"allocation": {"compete_by": "first"}}),
+    ("proportion to numbers, and 'keydiff' is in 'rank'", {"observed": "keydiff"}),
+    ("draw.share: input should be less than or equal to 1, got 1.5", {"draw": {"share": 1.5}}),
+]
 
 
-CANNOT = {
-    "scope 'head' gives each its own: take scope 'layer' or 'model'": {"scope": "head"},
-    "one stage by score: take first_stage null": {"first_stage": FirstStage("budget")},
-    "compete by what orders each of them: take floor null": {"floor": "mean"},
-    "and allocation.compete_by 'score'": {"allocation": Allocation(compete_by="first")},
-    "proportion to numbers, and 'keydiff' is in 'rank'": {"observed": "keydiff", "observed_settings": {}},
-}
-
-
-@pytest.mark.parametrize("said", CANNOT)
-@pytest.mark.parametrize("learned", [False, True])
-def test_policies_that_cannot_be_meant_are_refused(said, learned):
-    usual = {"observed": "critical", "observed_settings": {"window": 4}, "scope": "model", "learned": learned}
-    assert Policy("own", **usual, draw=Draw())
-    assert Policy("own", **{**usual, **CANNOT[said]})
-    with pytest.raises(ValueError, match=f"policy 'own': .*draw .*{re.escape(said)}"):
-        Policy("own", **{**usual, **CANNOT[said]}, draw=Draw())
-
-
-def _sets(policy, layers, budget, scores=None, **given):
-    decisions = decide_layers(policy, layers, budget, scores=scores, **given)
-    return torch.stack([one.keep_BHT for one in decisions])
-
-
-CAKE = {
-    f"cake {safeguard}": made("cake", "layer", "cake", safeguard=safeguard)
-    for safeguard in (None, "guaranteed")
-}
-
-
-@pytest.mark.parametrize("name", [*DRAWN, *CAKE])
-@settings(deadline=None, max_examples=3, derandomize=True)
-@given(
-    st.integers(0, 10**6),
-    st.booleans(),
-    st.sampled_from([0.35, 0.6, 0.9, 1.0]),
-    st.sampled_from([0.0, 0.2, 0.75, 1.0]),
-)
-def test_a_cascade_ends_with_the_one_shot_sets(name, seed, ties, ratio, share):
-    """Whatever the allocation, and then by the plain version."""
-    policy = VARIANTS.get(name) or CAKE[name]
-    policy = replace(policy, protection=FIXED, draw=Draw(share))
-    layers = make_evidence(seed, 1, 19, (0, 3), num_layers=3)
-    scores, budget = made_scores(layers, seed, ties=ties), Budget(keep_ratio=ratio)
-    once = _sets(policy, layers, budget, scores)
-    plan = plan_for(policy, layers, budget, None)
-    keeps, held = run_cascade(plan, scores)
-    totals, lengths = plan.shares.totals.total_B, layers[0].valid_BT.sum(-1).tolist()
-    if policy.scope == "model":
-        for seen, held_B in enumerate(held, start=1):
-            least_B = [min(total, 2 * seen * own) for total, own in zip(totals, lengths, strict=True)]
-            over = [own - least for own, least in zip(held_B, least_B, strict=True)]
-            assert min(over) >= 0 and sum(over) <= (seen < len(held)) * LEFT_OVER * 2 * sum(lengths)
-    assert torch.equal(torch.stack(keeps), once)
-    check_competition(policy, layers, scores, budget, list(once))
-    assert once.sum((0, 2, 3)).tolist() == totals
+@pytest.mark.parametrize(("said", "changes"), CANNOT)
+def test_policies_that_cannot_be_meant_are_refused(said, changes):
+    drawn = {"scope": "model", "draw": {"share": 0.2}}
+    assert made(**drawn) and ("draw" in changes or made(**{"scope": "model", **changes}))
+    refused(said, made, **{**drawn, **changes})
 
 
 @pytest.mark.parametrize("scope", ["layer", "model"])
 def test_what_was_drawn_is_drawn_again_while_its_weight_lasts(scope):
     """Evicting to a half and then, of what is left, to less, is evicting at once."""
-    policy = Policy("own", scope=scope, draw=Draw(0.5), **{**RISK, "protection": replace(FIXED, sinks=0)})
+
+    def sets(layers, ratio, scores, **how):
+        decisions = decide_layers(policy, layers, Budget(keep_ratio=ratio), scores=scores, **how)
+        return torch.stack([one.keep_BHT for one in decisions])
+
+    policy = drawn(scope=scope, draw={"share": 0.5}, protection=replace(FIXED, sinks=0))
     layers = make_evidence(3, 2, 40, (0, 6))
     scores = [score_entries(policy, layer) for layer in layers]
-    half = _sets(policy, layers, Budget(keep_ratio=0.5), scores)
-    less = _sets(policy, layers, Budget(keep_ratio=0.25), scores)
+    half, less = sets(layers, 0.5, scores), sets(layers, 0.25, scores)
     assert not (less & ~half).any() and less.sum() < half.sum()
     later = [replace(layer, held_BHT=held) for layer, held in zip(layers, half, strict=True)]
     left = []
     for score, held in zip(scores, half, strict=True):
         parts = (own.masked_fill(~held, float("-inf")) for own in (score.values_BHT, score.draw_BHT))
         left.append(replace(score, **dict(zip(("values_BHT", "draw_BHT"), parts, strict=True))))
-    again = _sets(policy, later, Budget(keep_ratio=0.25), left, stock=stock_of(later))
-    assert torch.equal(again, less)
+    assert torch.equal(sets(later, 0.25, left, stock=stock_of(later)), less)
     # The keys of what is left are those that it had.
     for layer, score in zip(later, left, strict=True):
         weight = masked_score(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from retain.attention.chunked import truncate
-from retain.attention.received import _entries_seen, advance, advance_with_gaps, received_attention
+from retain.attention.received import advance, advance_with_gaps, received_attention
 from retain.evidence import Evidence, RunningStatistics, visible
 from retain.kernels import backend
 from retain.scores import h2o, lru
@@ -168,20 +168,6 @@ def test_gaps_are_their_formula(layer, own, alpha):
             assert_close(got.mass_BHT[exists], advance(evidence, before).mass_BHT[exists])
 
 
-@pytest.mark.parametrize("own", [True, False])
-def test_a_sequence_that_came_with_fewer_queries_folds_those(own):
-    few = replace(held_evidence(own=own), queried_BS=FEWER)
-    (mass, last), exists = naive_running(few, 1.0), few.exists_BHT
-    for garbage in (0.0, float("nan")):
-        queries = few.queries_BQSD.masked_fill(~FEWER[:, None, :, None], garbage)
-        got = advance(replace(few, queries_BQSD=queries), few.running, 3)
-        assert_close(got.mass_BHT[exists], mass[exists])
-        assert torch.equal(got.last_access_BHT[exists], last[exists])
-    # Of the last sequence nothing came.
-    assert torch.equal(got.mass_BHT[2], few.running.mass_BHT[2])
-    assert torch.equal(got.last_access_BHT[2], few.running.last_access_BHT[2])
-
-
 @pytest.mark.parametrize("layer", [None, *LAYERS])
 @pytest.mark.parametrize("parts", [(14,), (7, 7), (1, 12, 1), (3, 4, 2, 5)])
 @pytest.mark.parametrize("gaps", [False, True])
@@ -212,22 +198,6 @@ def test_chunks_of_queries_fold_to_what_all_at_once_do(layer, parts, gaps):
     last = replace(evidence, queries_BQSD=evidence.queries_BQSD[:, :, -1:], running=running)
     assert_close(h2o(last).values_BHT[valid], h2o(evidence).values_BHT[valid])
     assert torch.equal(lru(last).values_BHT, lru(evidence).values_BHT)
-
-
-@pytest.mark.parametrize("window", [None, 1, 4, 14, 100])
-@pytest.mark.parametrize("garbage", [0, -7, 10**6])
-def test_how_many_entries_a_query_sees_is_counted_without_looking_at_pairs(window, garbage):
-    """Places of padding mean nothing."""
-    for plain in (
-        random_evidence((0, 3, 5), num_queries=ASKED),
-        *(held_evidence(own=own) for own in (True, False)),
-    ):
-        plain = evidence = replace(plain, window=window)
-        if plain.place_BT is not None:
-            place_BT = plain.place_BT.masked_fill(~plain.valid_BT, garbage)
-            evidence = replace(plain, place_BT=place_BT)
-        want = visible(plain, 0, ASKED).sum(-1).expand(-1, 2, -1).repeat_interleave(2, dim=1)
-        assert torch.equal(_entries_seen(evidence), want)
 
 
 @pytest.mark.parametrize("layer", [None, *LAYERS])

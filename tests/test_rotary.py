@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from retain.attention.rotary import Rotary, turn
+from retain.attention.rotary import Rotary
 from tests.close import MODEL, assert_close
 
 FREQUENCIES = torch.tensor([1.0, 0.25, 0.01])
@@ -35,16 +35,3 @@ def test_rotary_turns_and_turns_back(width, scaling, dtype):
     assert_close(turned, _naive(x, positions, scaling), dtype=torch.float32)
     assert_close(rotary.unrotate(turned, positions), x.to(turned.dtype), dtype=torch.float32, ops=MODEL)
     assert torch.equal(turned[..., 6:], x[..., 6:].to(turned.dtype))
-
-
-def test_tables_and_their_means():
-    rotary = Rotary(FREQUENCIES, 2.0)
-    cos, sin = rotary.tables(torch.tensor([0, 3]))
-    assert cos.shape == sin.shape == (2, 6) and cos.dtype == torch.float32
-    assert cos[0].tolist() == [2.0] * 6 and sin[0].tolist() == [0.0] * 6
-    assert_close(cos[1, 1].double(), torch.tensor(2 * math.cos(0.75)).double(), dtype=torch.float32)
-    assert torch.equal(cos[:, :3], cos[:, 3:]) and torch.equal(sin[:, :3], sin[:, 3:])
-    x = torch.randn(1, 1, 1, 7)
-    cos, sin = rotary.tables(torch.arange(1, 9))
-    mean = torch.stack([turn(x, cos[i], sin[i]) for i in range(8)]).mean(0)
-    assert_close(turn(x, cos.mean(0), sin.mean(0)), mean)

@@ -82,7 +82,7 @@ class StoreMachine(RuleBasedStateMachine):
         tokens = self.new_tokens(batch, num)
         valid = self.draw((batch, num), seed, 0.7) if padded else torch.ones(batch, num, dtype=torch.bool)
         positions = torch.tensor(self.seen)[:, None] + valid.cumsum(-1) - 1
-        sees = self.store.append_(KEYS[tokens], VALUES[tokens], positions, valid if padded else None)
+        sees = self.store.plain.append_(KEYS[tokens], VALUES[tokens], positions, valid if padded else None)
         for name, column in BESIDE.items():
             self.store.set_beside_(name, column[tokens], valid if padded else None)
         for b in range(batch):
@@ -168,19 +168,7 @@ class StoreMachine(RuleBasedStateMachine):
         sees = (torch.rand(batch * H, num, generator=generator) * (lengths + 1)[:, None]).long()
         sees[:, -1] = lengths
         at = torch.tensor(self.seen)[:, None].expand(batch, num)
-        out = attend(
-            queries,
-            plain.keys_CD,
-            plain.values_CD,
-            plain.offsets_R1,
-            plain.lengths_R,
-            sees,
-            scaling=0.4,
-            window=window,
-            positions_C=plain.positions_C,
-            query_positions_BS=at,
-            pages=plain.pages,
-        )
+        out = attend(plain, queries, sees, scaling=0.4, window=window, query_positions_BS=at)
         assert_close(out, self.masked(queries.double(), sees, window))
 
     def masked(self, queries, sees, window):

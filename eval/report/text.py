@@ -76,7 +76,9 @@ def _sentence(at: "DataFrame", asked: Sequence[Compared], config: Mapping[str, A
         return f"{lead} nothing but {', '.join(map(plain, score))} was measured."
     highest = f"{_bold(names[0])} scores highest, {score[names[0]]:.1f}"
     if not here:
-        return f"{lead} {highest}."
+        alike = len({score[name] for name in names}) == 1
+        who = _bold(names[0]) if len(names) == 1 else "every policy"
+        return f"{lead} {who} scores {score[names[0]]:.1f}." if alike else f"{lead} {highest}."
     first = max(here, key=lambda one: score[one.line])
     what = "" if config.get("baseline") else ", the best policy without training"
     base = f"{_bold(first.baseline)} ({score[first.baseline]:.1f}){what}"

@@ -89,7 +89,7 @@ def _refuse(problems: Sequence[str]) -> None:
 
 def stated_problems(config: CompareConfig) -> list[str]:
     """Problems that a config shows by itself."""
-    presets = {preset.name: preset.variants for preset in policies()}
+    presets = {preset.name: tuple(preset.variants) for preset in policies()}
     parts = (_names(config, presets), _gate_labels(config), _protections(config), _grid(config))
     return [*problems_of(config), *(problem for part in parts for problem in part)]
 
@@ -188,7 +188,7 @@ def _misfits(config: CompareConfig, loaded: Loaded) -> Iterator[str]:
     for when in config.when:
         for candidate in candidates_of(config, when):
             policy, label = loaded.policies[candidate], loaded.users.get(candidate.policy)
-            weights = policy.allocation.weights
+            weights = policy.weights
             if weights is not None and (refused := error_of(read_weights, weights)):
                 yield f"policy {candidate.label!r}: {refused}"
                 continue

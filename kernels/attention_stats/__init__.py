@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor
 
 from retain.kernels import backend
-from retain.kernels.attention_stats import dispatch
+from retain.kernels.attention_stats import reference
 from retain.kernels.attention_stats.reference import WANTED, Call, Pool
 
 __all__ = ["WANTED", "Pool", "Stats", "attention_stats"]
@@ -22,6 +22,8 @@ __all__ = ["WANTED", "Pool", "Stats", "attention_stats"]
 
 # More places than any sequence has, and few enough to be added in 32 bits.
 _MANY_PLACES = 2**30
+# Bounds of a head width and of strides: offsets within a tile are 32 bits wide.
+_WIDEST, _LARGEST_STRIDE = 256, 2**31 // 512
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class Stats:
     plain: Float[Tensor, "B heads K"] | None = None
 
 
+@torch.compiler.disable(reason="statistics of attention are taken between graphs")
 def attention_stats(
     queries_BQSD: Float[Tensor, "B Q S D"],
     keys_BHTD: Float[Tensor, "B H T D"],
@@ -104,7 +107,8 @@ def attention_stats(
             alone.
         lse_BQS: of every row (sinks included), if it is known: then no pass over the other keys is needed.
         least_BQS: the probability from which on a query accesses a key; for `last`.
-        pool: rows are smoothed over neighbouring entries before they are counted; for few queries.
+        pool: rows are smoothed over neighbouring entries before they are counted; for few queries, in plain
+            PyTorch on every device.
         group: whether the query heads of a KV head are reduced too: the largest `max` and `last`, sums of the
             others.
         chunk: queries of a block of the reference: changes its memory and rounding, nothing else. None: what
@@ -122,7 +126,35 @@ def attention_stats(
         lse_BQS, least_BQS,
         scaling, wanted, 0, (0, 0), distance, window, soft_cap, pool, group, chunk,
     )  # fmt: skip
-    return Stats(**dispatch.run(_checked(call, first_query, keys)))
+    return Stats(**_run(_checked(call, first_query, keys)))
+
+
+@backend.without_autocast
+def _run(call: Call) -> dict[str, Tensor]:
+    """Each wanted statistic, by the path that this call takes."""
+    if call.pool is not None:
+        return reference.attention_stats(call)
+    tensors, find = (call.queries_BQSD, call.keys_BHTD), reference.attention_stats
+    if backend.path_for("attention_stats", *tensors, unsupported=_unsupported(call)) == "triton":
+        from retain.kernels.attention_stats import launch
+
+        find = launch.attention_stats
+    return find(call)
+
+
+def _unsupported(call: Call) -> str | None:
+    """The property of a call that the kernels do not support."""
+    D = call.keys_BHTD.shape[3]
+    if D > _WIDEST:
+        return f"a head width of {D} (at most {_WIDEST})"
+    if not call.scaling > 0:
+        return f"a scaling of {call.scaling} (more than 0)"
+    if call.log_weight_BHT is not None:
+        return "log weights of the entries"
+    strides = [*call.queries_BQSD.stride()[2:], *call.keys_BHTD.stride()[2:]]
+    if max(strides) >= _LARGEST_STRIDE:
+        return f"rows {max(strides)} elements apart (less than {_LARGEST_STRIDE})"
+    return None
 
 
 def _checked(call: Call, first_query: int | None, keys: tuple[int, int] | None) -> Call:

@@ -11,14 +11,11 @@ import torch
 from torch import Tensor
 
 from retain.kernels import backend
-from retain.kernels.attention_stats import kernel, pooled_kernel
+from retain.kernels.attention_stats import kernel
 from retain.kernels.attention_stats.reference import Call, empty_outputs
 from retain.kernels.attention_stats.tiles import WHOLE, heads_of, parts_of, tile
 from retain.kernels.backend import LOG2E, TYPES
 from retain.kernels.build import ARCHS, Build, Tile
-
-# Blocks of keys of one part of the pooled rows' masses.
-_MASS_BLOCKS = 16
 
 
 @torch.no_grad()
@@ -42,10 +39,7 @@ def _launch(call: Call) -> dict[str, Tensor]:
         found["lse"] = torch.where(own == float("-inf"), own, own * (-1 / LOG2E))
     if set(found) == {"lse"}:
         return found
-    if call.pool is None:
-        _stats(call, shift_BQS, found)
-    else:
-        _pooled(call, shift_BQS, found)
+    _stats(call, shift_BQS, found)
     return found
 
 
@@ -73,13 +67,12 @@ def _shared(call: Call) -> dict[str, Any]:
     windowed = 0
     if call.window is not None:
         windowed = int(kernel.BY_ENTRY if call.place_BT is None else kernel.BY_PLACE)
-    pooled = call.pool is not None
     capped = call.soft_cap is not None
     return {
         "Q": queries,
         "K": keys,
         **_exists(call),
-        **_field("PLACE", "p", call.place_BT if pooled or windowed else None, (B, T)),
+        **_field("PLACE", "p", call.place_BT if windowed else None, (B, T)),
         **_strides("q", "bqsd", queries.stride()),
         **_strides("k", "bhtd", keys.stride()),
         "BH": B * H,
@@ -207,37 +200,6 @@ def _stats(call: Call, shift_BQS: Tensor, found: dict[str, Tensor]) -> None:
     )
 
 
-def _pooled(call: Call, shift_BQS: Tensor, found: dict[str, Tensor]) -> None:
-    """The second pass over pooled rows, behind one over their masses if those are kept."""
-    pool, (B, Q, S, _) = call.pool, call.queries_BQSD.shape
-    assert pool is not None
-    H, T = call.keys_BHTD.shape[1:3]
-    k0, k1 = call.keys
-    cut = _tile_of("pooled", call, S)
-    shared: dict[str, Any] = {
-        **_shared(call),
-        "SHIFT": shift_BQS,
-        "split": pool.split,
-        "reach": pool.size // 2,
-        "AVERAGE": pool.kind == "avg",
-        **_options(cut),
-    }
-    factor = None
-    if pool.keep_mass:
-        parts = max(1, -(-T // (cut.n * _MASS_BLOCKS)))
-        mass = shift_BQS.new_empty((parts, 2, 2, B, Q, S), dtype=torch.float32)
-        grid = (B * Q * parts * -(-S // cut.m),)
-        pooled_kernel.mass_kernel[grid](**shared, MASS=mass, parts=parts)
-        before, after = mass.sum(0).unbind(1)
-        factor = before / after.clamp_min_(torch.finfo(torch.float32).tiny)
-    pooled_kernel.pooled_kernel[(-(-(k1 - k0) // cut.n) * B * H,)](
-        **shared,
-        **{"k0": k0, "k1": k1, "GROUP": call.group},
-        **_outputs(found, ("max", "sum", "entropy", "plain")),
-        FACTOR=factor,
-    )
-
-
 def builds() -> list[Build]:
     """Every kernel with every tile that can be chosen, and what is switched on and off in it."""
     plain: dict[str, Any] = {}
@@ -245,9 +207,8 @@ def builds() -> list[Build]:
     every = {"EXISTS": "*u8", "ASKS": "*u8", "PLACE": "*i64", "SINKS": "*fp32",
              "LEAST": "*fp32", "BLANKS": True, "HEADS": 4, "HAS_CAP": True,
              "WINDOW": int(kernel.BY_PLACE), "SPLIT": True,
-             "wanted": ("MAX", "SUM", "SCATTER", "ENTROPY", "LAST", "PLAIN")}  # fmt: skip
+             "wanted": ("MAX", "SUM", "SCATTER", "ENTROPY", "LAST")}  # fmt: skip
     masked = {"EXISTS": "*u8", "ASKS": "*u8", "BLANKS": True, "WINDOW": int(kernel.BY_ENTRY)}
-    largest = {**every, "AVERAGE": False, "GROUP": True}
     sums = {"EXISTS": "*u8", "wanted": ("MAX", "SUM"), "GROUP": True, "HEADS": 4}
     many, few = 4096, 32
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
@@ -260,23 +221,12 @@ def builds() -> list[Build]:
         calls += [(name, fp16, 80, many, "", plain)]
         calls += [(name, fp32, width, number, "", plain) for width in (128, 256) for number in (few, many)]
     calls += [("stats", bf16, 128, many, "sums", sums), ("stats", bf16, 128, few, "sums", sums)]
-    for name in ("mass", "pooled"):
-        calls += [(name, bf16, width, few, "", plain) for width in (64, 128, 256)]
-        calls += [(name, bf16, 128, few, "every", every), (name, bf16, 256, few, "largest", largest)]
-        calls += [(name, bf16, 128, few, "masked", masked)]
-        calls += [(name, fp32, width, number, "", plain) for width in (128, 256) for number in (few, many)]
-    calls += [("pooled", bf16, 64, few, "largest", largest), ("pooled", bf16, 256, few, "every", every)]
     types = dict.fromkeys(("MOST", "TOTAL", "SHIFT", "SINKS"), "*fp32") | {"ASKS": "*u8"}
     combine = _build("combine", kernel.combine_kernel, types, {"BLOCK": 128}, Tile(0, 0, 4, 3))
     return [build for call in calls for build in _builds_of(*call)] + [combine]
 
 
-_KERNELS = {
-    "lse": kernel.lse_kernel,
-    "stats": kernel.stats_kernel,
-    "mass": pooled_kernel.mass_kernel,
-    "pooled": pooled_kernel.pooled_kernel,
-}
+_KERNELS = {"lse": kernel.lse_kernel, "stats": kernel.stats_kernel}
 # Arguments as contiguous tensors have them: strides of 1, and those of whole vectors.
 _ONES = ("stride_qd", "stride_kd", "stride_as", "stride_pt", "stride_sinks")
 _WHOLE_VECTORS = (
@@ -291,20 +241,18 @@ def _builds_of(
     """One kernel as it is launched for these shapes: a build for each tile, of all that take it."""
     block, kind, wide = backend.block_of(D), TYPES[dtype], dtype != torch.float32
     busy, heads = bool(switches.get("HAS_CAP")), switches.get("HEADS", 1)
-    of_tile = "pooled" if name == "mass" else name
-    tiles = {arch: tile(of_tile, dtype, block, arch, num_queries, busy=busy, heads=heads) for arch in ARCHS}
-    types = {"Q": f"*{kind}", "K": f"*{kind}", "SHIFT": "*fp32", "MASS": "*fp32"}
+    tiles = {arch: tile(name, dtype, block, arch, num_queries, busy=busy, heads=heads) for arch in ARCHS}
+    types = {"Q": f"*{kind}", "K": f"*{kind}", "SHIFT": "*fp32"}
     types |= {key: value for key, value in switches.items() if str(value).startswith("*")}
     types |= dict.fromkeys(switches.get("wanted", ("MAX",)), "*fp32")
     types |= {"LAST": "*i64"} if "LAST" in types else {}
     types |= dict.fromkeys(("MOST", "TOTAL"), "*fp32") if switches.get("SPLIT") else {}
-    types |= {"FACTOR": "*fp32"} if switches else {}
     label = f"{name} {kind} D={D} S={num_queries} {switched}".strip()
     found = []
     for cut in dict.fromkeys(tiles.values()):
         constants: dict[str, Any] = {
             "D": D, "BLOCK_D": block, "BLOCK_M": cut.m, "BLOCK_N": cut.n, "WINDOW": 0,
-            "HAS_CAP": False, "SPLIT": False, "GROUP": False, "AVERAGE": True, "UPCAST": False,
+            "HAS_CAP": False, "SPLIT": False, "GROUP": False, "UPCAST": False,
             "BLANKS": False, "HEADS": 1, "PRECISION": backend.dot_precision(dtype),
         }  # fmt: skip
         constants |= {key: value for key, value in switches.items() if key in constants}

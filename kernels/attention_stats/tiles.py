@@ -31,7 +31,7 @@ def tile(
     """The tile of a kernel: queries (in the first pass rows: a query and a query head) by keys.
 
     Args:
-        kernel: `lse`, `stats`, or `pooled` (which `mass` shares).
+        kernel: `lse` or `stats`.
         dtype: of queries and keys.
         block: the head width, as a power of two.
         arch: whose table: 90 for Hopper, 80 for all others (`backend.architecture`).
@@ -43,8 +43,6 @@ def tile(
     if dtype == torch.float32:
         # Products by plain multiply-adds, whose operands are registers.
         return Tile(16 if few else 32, 32 if block <= 128 else 16, 4, 2)
-    if kernel == "pooled":
-        return Tile(32, 64, 8 if busy and not large else 4, 2)
     if few:
         return Tile(32, 128 if block <= 128 else 64, 4, 2)
     if busy and large:

@@ -25,7 +25,6 @@ PLAIN_CELLS = 2**24
 ROUNDINGS = 4
 DENSE = "SDPA, dense mask"
 FREE = "SDPA, no gate"
-FLEX = "FlexAttention"
 
 
 @dataclass(frozen=True)
@@ -296,7 +295,7 @@ def rivals(case: Case, kwargs: dict[str, Any]) -> dict[str, Callable[[], Any]]:
     """Forward and backward of what else there is: attention without the gate, and with it in other ways."""
     queries, keys, values = (kwargs[name] for name in DIFFERENTIABLE[:3])
     d_out = _d_out(queries.shape, queries.dtype, queries.device)
-    scaling, cuda = kwargs["scaling"], queries.is_cuda
+    scaling = kwargs["scaling"]
 
     def free() -> tuple[Tensor, ...]:
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
@@ -318,39 +317,6 @@ def rivals(case: Case, kwargs: dict[str, Any]) -> dict[str, Callable[[], Any]]:
         )
         return torch.autograd.grad(out, (queries, keys, values, gate), d_out)
 
-    if not cuda or case.entries <= 2**12:
+    if not queries.is_cuda or case.entries <= 2**12:
         found[DENSE] = dense
-    if cuda:
-        found[FLEX] = _flex(case, kwargs, d_out)
     return found
-
-
-def _flex(case: Case, kwargs: dict[str, Any], d_out: Tensor) -> Callable[[], Any]:
-    """FlexAttention with the gate captured, whose gradient it sums by atomics."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    queries, keys, values, gate = (kwargs[name] for name in DIFFERENTIABLE[:4])
-    compiled: list[Any] = []
-
-    def gated(score: Tensor, b: Tensor, q: Tensor, j: Tensor, i: Tensor) -> Tensor:
-        return score + torch.where(j - i >= case.protected, gate[b, q // case.group, i], 0.0)
-
-    def causal(b: Tensor, q: Tensor, j: Tensor, i: Tensor) -> Tensor:
-        return j >= i
-
-    def call() -> tuple[Tensor, ...]:
-        if not compiled:
-            mask = create_block_mask(causal, None, None, case.entries, case.entries, queries.device)
-            compiled.extend([torch.compile(flex_attention, dynamic=False), mask])
-        out = compiled[0](
-            queries,
-            keys,
-            values,
-            score_mod=gated,
-            block_mask=compiled[1],
-            scale=kwargs["scaling"],
-            enable_gqa=True,
-        )
-        return torch.autograd.grad(out, (queries, keys, values, gate), d_out)
-
-    return call

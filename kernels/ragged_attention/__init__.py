@@ -14,8 +14,6 @@ for the device, and its first call cuts rows on the host; nor does the reference
 Where it is not, offsets are read, which waits.
 """
 
-from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, Literal, overload
 
 import torch
@@ -45,6 +43,7 @@ def ragged_attention(*args: Any, with_lse: Literal[False] = False, **kwargs: Any
 def ragged_attention(*args: Any, with_lse: Literal[True], **kwargs: Any) -> tuple[Tensor, Tensor]: ...
 
 
+@torch.compiler.disable(reason="a ragged store is attended between graphs")
 def ragged_attention(  # type: ignore[misc]
     queries_BQSD: Float[Tensor, "B Q S D"],
     keys_CD: Float[Tensor, "C D"] | Codes,
@@ -94,9 +93,7 @@ def ragged_attention(  # type: ignore[misc]
             device. Rooms that are no whole pages are attended row by row by the reference.
         log_weight_C: float32, added to the logits of each entry: the logarithm of what it counts, where it
             stands for several. None: each counts 1.
-        with_lse: also return the log-sum-exp of each query's logits, as `merged` takes it. Such a call, and
-            one over codes, is no operator of a compiled graph: torch.compile runs it between two graphs, and
-            refuses it under `fullgraph=True`.
+        with_lse: also return the log-sum-exp of each query's logits, as `merged` takes it.
 
     Returns:
         the attention output, in the queries' precision. With `with_lse` also `lse = log(exp(sink) +
@@ -114,11 +111,7 @@ def ragged_attention(  # type: ignore[misc]
     _check(call, lengths_R.shape[0])
     if window is None:
         call = call._replace(positions_C=None, query_positions_BS=None)
-    compiling = torch.compiler.is_compiling()
-    if compiling and not (with_lse or call.coded):
-        counts = None if pages is None else list(pages.counts)
-        return _op(*call.tensors, counts, *call.numbers)
-    out_BQSV, lse_BQS = (_between_graphs if compiling else _without_gradient)(call)
+    out_BQSV, lse_BQS = _without_gradient(call)
     return out_BQSV if lse_BQS is None else (out_BQSV, lse_BQS)
 
 
@@ -228,12 +221,6 @@ def _without_gradient(call: Call) -> Result:
     return _NoGradient.apply(out_BQSV, *wanted), lse_BQS
 
 
-@torch.compiler.disable(reason="attention over codes, or with its log-sum-exp, is no operator of a graph")
-def _between_graphs(call: Call) -> Result:
-    """What only runs as it is written."""
-    return _without_gradient(call)
-
-
 @backend.without_autocast
 def _run(call: Call) -> Result:
     """The result, by the path that is chosen here."""
@@ -244,47 +231,3 @@ def _run(call: Call) -> Result:
 
         run = launch.ragged_attention
     return run(call)
-
-
-@lru_cache(maxsize=64)
-def _laid_out(counts: tuple[int, ...], device: torch.device) -> Pages:
-    """The layout of a compiled call, which only passes tensors and numbers.
-
-    The last 64 are remembered for the life of the process, 16 bytes of tables on the device for each page and
-    12 for each item: a model with more layers than that, all laid out differently, cuts rows at every call.
-    `retain.Cache` attends outside of graphs and does not come here.
-    """
-    with torch.inference_mode(False):
-        return Pages.of(counts, device)
-
-
-# Compiled graphs call this, which chooses its path when it runs; otherwise `_run` is called as it is, which
-# is quicker than the dispatcher.
-@torch.library.custom_op("retain::ragged_attention", mutates_args=())
-def _op(
-    queries_BQSD: Tensor,
-    keys_CD: Tensor,
-    values_CD: Tensor,
-    offsets_R1: Tensor,
-    seen_RS: Tensor,
-    sinks_Q: Tensor | None,
-    positions_C: Tensor | None,
-    query_positions_BS: Tensor | None,
-    log_weight_C: Tensor | None,
-    counts: Sequence[int] | None,
-    scaling: float,
-    soft_cap: float | None,
-    window: int | None,
-) -> Tensor:
-    pages = None if counts is None else _laid_out(tuple(counts), keys_CD.device)
-    call = Call(
-        queries_BQSD, keys_CD, values_CD, offsets_R1, seen_RS, sinks_Q, positions_C, query_positions_BS,
-        log_weight_C, pages, scaling, soft_cap, window, False,
-    )  # fmt: skip
-    return _run(call)[0]
-
-
-@_op.register_fake
-def _op_shapes(queries_BQSD: Tensor, keys_CD: Tensor, values_CD: Tensor, *rest: Any) -> Tensor:
-    B, Q, S, _ = queries_BQSD.shape
-    return queries_BQSD.new_empty(B, S, Q, values_CD.shape[1]).transpose(1, 2)

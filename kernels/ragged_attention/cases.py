@@ -6,7 +6,6 @@ future (of codes: scales that make them so), so that a kernel that reads them fa
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -346,9 +345,6 @@ def rivals(case: Case, kwargs: Mapping[str, Any]) -> dict[str, Callable[[], Any]
         calls |= {NUMBERS: lambda: ragged_attention(**{**kwargs, **rows})}
     elif case.soft_cap is None and case.window is None and not case.sinks and not case.weighted:
         calls |= _padded(case, kwargs)
-        if queries_BQSD.is_cuda:
-            calls |= {"varlen_attn over the store": _varlen(case, kwargs)}
-            calls |= {"flex_attention over the store": _flex(case, kwargs)}
     if queries_BQSD.is_cuda:
 
         def by_reference() -> Any:
@@ -389,51 +385,3 @@ def _padded(case: Case, kwargs: Mapping[str, Any]) -> dict[str, Callable[[], Any
     mask = shown_RST[:, None, None].expand(-1, -1, G, -1, -1).flatten(2, 3)
     queries = kwargs["queries_BQSD"].reshape(-1, 1, G * S, case.width)
     return {"padded rows, SDPA and a mask": lambda: scaled_dot_product_attention(queries, keys, values, mask)}
-
-
-def _by_row(case: Case, kwargs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Queries `[R * S, G, D]`, each row a sequence of its own, and where each begins."""
-    R, S = len(case.lengths), case.num_queries
-    queries = kwargs["queries_BQSD"].reshape(R, case.group, S, case.width).transpose(1, 2)
-    starts = torch.arange(0, R * S + 1, S, dtype=torch.int32, device=queries.device)
-    return queries.reshape(R * S, case.group, case.width), starts
-
-
-def _varlen(case: Case, kwargs: Mapping[str, Any]) -> Callable[[], Any]:
-    """PyTorch's own: each row is a sequence with one KV head, used as far as it is held."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    queries, starts = _by_row(case, kwargs)
-    keys, values = (kwargs[name][:, None] for name in ("keys_CD", "values_CD"))
-    offsets, longest = kwargs["offsets_R1"].to(torch.int32), max(case.lengths)
-    causal = (-1, 0) if case.num_queries > 1 else (-1, -1)
-    how = {"scale": kwargs["scaling"], "window_size": causal, "seqused_k": kwargs["lengths_R"]}
-    most = (case.num_queries, longest)
-    return lambda: varlen_attn(queries, keys, values, starts, offsets, *most, enable_gqa=True, **how)
-
-
-def _flex(case: Case, kwargs: Mapping[str, Any]) -> Callable[[], Any]:
-    """FlexAttention, compiled: all rows as one sequence, of which a query sees its own row's part."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    queries, _ = _by_row(case, kwargs)
-    queries = queries.transpose(0, 1)[None]
-    keys, values = (kwargs[name][None, None] for name in ("keys_CD", "values_CD"))
-    offsets, seen = kwargs["offsets_R1"], kwargs["seen_RS"].flatten()
-    begin = offsets[:-1].repeat_interleave(case.num_queries)
-
-    def shown(b: Tensor, h: Tensor, query: Tensor, entry: Tensor) -> Tensor:
-        return (entry >= begin[query]) & (entry < begin[query] + seen[query])
-
-    @cache
-    def prepared() -> tuple[Callable[..., Any], Any]:
-        make: Any = torch.compile(create_block_mask)
-        mask = make(shown, None, None, queries.shape[2], keys.shape[2], device=str(queries.device))
-        return torch.compile(flex_attention), mask
-
-    def call() -> Any:
-        attention, mask = prepared()
-        how = {"scale": kwargs["scaling"], "enable_gqa": True}
-        return attention(queries, keys, values, block_mask=mask, **how)
-
-    return call

@@ -57,10 +57,6 @@ class Call(NamedTuple):
         return self[:9]
 
     @property
-    def numbers(self) -> tuple[Any, ...]:
-        return self[10:13]
-
-    @property
     def coded(self) -> bool:
         """Whether keys or values are codes."""
         return isinstance(self.keys_CD, Codes) or isinstance(self.values_CD, Codes)

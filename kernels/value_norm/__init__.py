@@ -1,11 +1,9 @@
 """Norms of values seen through the output projection: `||v_i W_O^q||_p`, per query head.
 
-The projected values `[T, E]` never exist: each tile of them is summed where it was made. The L2 norm goes
-through the D x D Gram matrix of each head's slice of the projection where that is less work: E / D times less
-for entries far more than D, since that matrix is made anew in every call. It rounds squares.
+The projected values `[T, E]` never exist: each tile of them is summed where it was made. On an H200 a prompt
+of 32K tokens under CriticalKV, which needs these norms, took 84 ms more than under SnapKV, in 32 layers
+(eval/findings/2026-11-27-h200.md); plain PyTorch would write and read 34 GB of products a layer for it.
 """
-
-from typing import cast
 
 import torch
 from jaxtyping import Float
@@ -18,6 +16,7 @@ from retain.kernels.value_norm import reference
 MAX_WIDTH = 256
 
 
+@torch.compiler.disable(reason="norms of values are taken between graphs")
 def value_norm(
     values_BHTD: Float[Tensor, "B H T D"],
     output_weight_QDE: Float[Tensor, "Q D E"],
@@ -27,20 +26,16 @@ def value_norm(
     """The norm of what each value adds to the residual stream, per query head.
 
     `N_q[i] = (sum_e | sum_d v_{h(q)}[i, d] W[q, d, e] |^p)^(1/p)`, with `h(q) = q // G` and `G = Q / H`.
-    Through the Gram matrix, `N_q[i] = sqrt(v_i M_q v_i^T)` with `M_q = W[q] W[q]^T`. Computed in float32
-    (float64 stays), from half precision without rounding a product. No gradient passes.
+    Computed in float32 (float64 stays), from half precision without rounding a product. No gradient passes.
 
     Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective (CriticalKV), arXiv
     2502.03805: its N is the mean over the group for p = 1; it compares p = 2 and finds no significant
-    difference (appendix C.3). The Gram matrix is ours.
+    difference (appendix C.3).
 
     Args:
         values_BHTD: cached values, any strides.
         output_weight_QDE: W_O viewed per query head, any strides: a view of a linear layer's weight will do.
-        p: 1 or 2. For 2 the way with fewer operations is taken, which is the direct one for up to about D
-            entries; so the last digits of an entry's norm depend on how many come with it, as within a batch.
-            Through the Gram matrix squares are what is rounded: a norm that is 3e-4 of the largest possible,
-            `||v_i||_2 ||W[q]||_2`, or less has no correct digit.
+        p: 1 or 2.
 
     Returns:
         norms, non-negative.
@@ -54,19 +49,11 @@ def value_norm(
         (7.0, 5.0)
     """
     _check(values_BHTD, output_weight_QDE, p)
-    way = cheaper(values_BHTD.shape, output_weight_QDE.shape[-1]) if p == 2 else "direct"
-    run = _value_norm if torch.compiler.is_compiling() else _run
-    return cast(Tensor, run(values_BHTD.detach(), output_weight_QDE.detach(), p, way))
-
-
-def cheaper(shape_BHTD: torch.Size, model_width: int) -> str:
-    """The way to the L2 norm that is fewer operations: for each query head B T D E, or D^2 (B T + E)."""
-    B, _, T, D = shape_BHTD
-    return "gram" if B * T * model_width > D * (B * T + model_width) else "direct"
+    return _run(values_BHTD.detach(), output_weight_QDE.detach(), p)
 
 
 @backend.without_autocast
-def _run(values_BHTD: Tensor, weight_QDE: Tensor, p: int, via: str) -> Tensor:
+def _run(values_BHTD: Tensor, weight_QDE: Tensor, p: int) -> Tensor:
     width = values_BHTD.shape[-1]
     unsupported = f"a head width of {width} is more than {MAX_WIDTH}" if width > MAX_WIDTH else None
     run = reference.value_norm
@@ -74,19 +61,7 @@ def _run(values_BHTD: Tensor, weight_QDE: Tensor, p: int, via: str) -> Tensor:
         from retain.kernels.value_norm import launch
 
         run = launch.value_norm
-    return run(values_BHTD, weight_QDE, p=p, via=via)
-
-
-@torch.library.custom_op("retain::value_norm", mutates_args=())
-def _value_norm(values: Tensor, weight: Tensor, p: int, via: str) -> Tensor:
-    return _run(values, weight, p, via)
-
-
-@_value_norm.register_fake
-def _(values: Tensor, weight: Tensor, p: int, via: str) -> Tensor:
-    B, _, T, _ = values.shape
-    dtype = torch.promote_types(values.dtype, torch.float32)
-    return values.new_empty(B, weight.shape[0], T, dtype=dtype)
+    return run(values_BHTD, weight_QDE, p)
 
 
 def _check(values: Tensor, weight: Tensor, p: int) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from retain.kernels.measure import Claim, Cost, cast, wrong
-from retain.kernels.value_norm import cheaper, reference, value_norm
+from retain.kernels.value_norm import reference, value_norm
 
 # Elements of the product that the plain rival makes at a time.
 PRODUCT = {"cuda": 2**28, "cpu": 2**20}
@@ -46,12 +46,6 @@ class Case:
     def heads(self) -> int:
         return self.kv_heads * self.group_size
 
-    @property
-    def via(self) -> str:
-        """The way that the op takes."""
-        shape = torch.Size((self.batch, self.kv_heads, self.entries, self.width))
-        return cheaper(shape, self.model_width) if self.p == 2 else "direct"
-
 
 CASES = {
     "one entry": Case(entries=1),
@@ -67,11 +61,6 @@ CASES = {
     "split columns": Case(kv_heads=1, group_size=1, entries=3, model_width=900, linear=False),
     "split columns, p = 2": Case(batch=2, entries=2, model_width=400, p=2),
     "p = 2": Case(batch=2, p=2, entries=65),
-    "Gram": Case(batch=2, p=2, entries=65, model_width=200),
-    "Gram, one entry a sequence": Case(batch=20, entries=1, width=16, model_width=200, p=2),
-    "Gram, D = 33, G = 3": Case(group_size=3, width=33, p=2, linear=False),
-    "Gram, D = 128, G = 8": Case(width=128, kv_heads=1, group_size=8, entries=160, model_width=1000, p=2),
-    "Gram, D = 256": Case(width=256, kv_heads=1, entries=400, model_width=1000, p=2, heads_last=True),
 }
 
 # Further cases for a GPU: so many entries that tall tiles fill it.
@@ -82,8 +71,6 @@ LARGE = {
     "tall, p = 2": replace(_TALL, p=2, model_width=60, linear=False),
     "tall, D = 256": replace(_TALL, width=256, heads_last=True),
     "many sequences of one token": replace(_TALL, batch=64, entries=1, width=128),
-    "tall, Gram": replace(_TALL, width=128, model_width=520, p=2),
-    "tall, Gram, D = 80": replace(_TALL, width=80, p=2),
 }
 
 _LAYER = Case(kv_heads=8, group_size=4, width=128, model_width=4096)
@@ -92,13 +79,10 @@ _HALF = replace(_LAYER, dtype=torch.bfloat16)
 SPEED = {
     "cpu": {
         "1K": replace(_SMALLER, entries=1024),
-        "4K, Gram": replace(_SMALLER, entries=4096, p=2),
-        "bfloat16, E = 4096, Gram": replace(_HALF, entries=256, p=2),
         "bfloat16, one new token": replace(_HALF, entries=1),
     },
     "cuda": {
         "128K": replace(_LAYER, entries=2**17),
-        "128K, Gram": replace(_LAYER, entries=2**17, p=2),
         "2K of a prompt": replace(_LAYER, entries=2048),
         "one new token": replace(_LAYER, batch=8, entries=1),
     },
@@ -141,12 +125,10 @@ def run(case: Case, kwargs: dict[str, Any]) -> Tensor:
 
 
 def cost(case: Case, dtype: torch.dtype) -> Cost:
-    """Of the way that is taken: through the Gram matrix E / D times less, for many entries."""
+    """Of the product."""
     dtype = case.dtype or dtype
     rows, columns = case.batch * case.heads * case.entries, case.model_width
     flops = 2.0 * rows * case.width * columns
-    if case.via == "gram":
-        flops = 2.0 * case.width**2 * (rows + case.heads * columns)
     numbers = case.batch * case.kv_heads * case.entries * case.width + case.heads * case.width * columns
     return Cost(flops, numbers * dtype.itemsize + 4.0 * rows)
 
@@ -173,7 +155,7 @@ def rivals(case: Case, kwargs: dict[str, Any]) -> dict[str, Callable[[], Any]]:
 
 def check(case: Case, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> str | None:
     """Compares the op with float64, with float32's tolerance even for inputs of half precision, since no
-    product of those is rounded. The definition is the projection, also for the Gram matrix."""
+    product of those is rounded."""
     kwargs = inputs(case, dtype, device, seed)
     wanted = reference.value_norm(**cast(kwargs, torch.float64))
     return wrong(run(case, kwargs), wanted, plain(cast(kwargs, torch.float32)), ops=2, what="norm")

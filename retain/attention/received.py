@@ -20,7 +20,7 @@ from retain.kernels.attention_stats import Pool, attention_stats
 # backend and under any padding.
 ROUNDING = 1e-5
 
-# Numbers of the rows of attention made at once: half a GiB in float32, and a few times as much beside.
+# Numbers of the rows of attention made at once: half a GiB in float32, and temporaries.
 ROW_NUMBERS = 2**27
 
 
@@ -101,7 +101,7 @@ def advance(
 
     Args:
         running: statistics of all queries before the held ones, over the same entries; of an entry that came
-            after those, a mass of 0 and any place not above its own. None: there were no queries before.
+            after those, a mass of 0 and any place not above its place. None: there were no queries before.
         chunk: queries at a time; changes memory, not the result. None: as many as are quick.
         share: of uniform attention, from which on a query counts as an access, at least 0.
 
@@ -110,15 +110,15 @@ def advance(
             that a head does not hold.
     """
     place_BT = evidence.places_BT
-    own_BHT = place_BT[:, None].expand(-1, evidence.num_heads, -1)
+    place_BHT = place_BT[:, None].expand(-1, evidence.num_heads, -1)
     least_BQS = share * (1 - ROUNDING) / _entries_seen(evidence).clamp_min(1)
     sum_BHT, entry_BHT = received_attention(
         evidence, "sum", "last", least_BQs=least_BQS, group=True, chunk=chunk
     )
     mass_BHT, last_BHT = sum_BHT / evidence.group, _places_of(entry_BHT, place_BT)
     if running is None:
-        return RunningStatistics(mass_BHT, torch.maximum(last_BHT, own_BHT))
-    known_BHT = torch.maximum(running.last_access_BHT, own_BHT)
+        return RunningStatistics(mass_BHT, torch.maximum(last_BHT, place_BHT))
+    known_BHT = torch.maximum(running.last_access_BHT, place_BHT)
     return RunningStatistics(running.mass_BHT + mass_BHT, torch.maximum(known_BHT, last_BHT))
 
 
@@ -131,8 +131,9 @@ def advance_with_gaps(
 ) -> RunningStatistics:
     """As `advance`, where an access is attention of at least `alpha`, with the longest gap between accesses.
 
-    With the accesses `j_1 < j_2 < ...` of an entry, and `j_0` its own place (writing it is one),
-    `gap[h, i] = max_n (place(j_n) - place(j_{n-1}))`, at least 1 once a query has accessed it, its own too.
+    With the accesses `j_1 < j_2 < ...` of an entry, and `j_0` its place (writing it is one),
+    `gap[h, i] = max_n (place(j_n) - place(j_{n-1}))`, at least 1 once a query (also its token's)
+    has accessed it.
     Rows of attention are made, `chunk` queries at a time (`rows_of`), at the cost of a prefill's attention
     without a fused kernel.
 
@@ -191,18 +192,18 @@ def _places_of(entry_BHT: Int[Tensor, "B H T"], place_BT: Int[Tensor, "B T"]) ->
 
 
 def _entries_seen(evidence: Evidence) -> Int[Tensor, "B Q S"]:
-    """Number of entries that each query sees: those of its head up to its own, within a window."""
+    """Number of entries that each query sees: those of its head up to its place, within a window."""
     T, S = evidence.num_seen, evidence.num_queries
     exists_BHT = evidence.valid_BT[:, None] if evidence.held_BHT is None else evidence.exists_BHT
     heads = exists_BHT.shape[1]
     before_BHT1 = torch.nn.functional.pad(exists_BHT.cumsum(-1), (1, 0))
-    own_S = torch.arange(T - S, T, device=exists_BHT.device)
-    seen_BHS = before_BHT1[..., own_S + 1]
+    column_S = torch.arange(T - S, T, device=exists_BHT.device)
+    seen_BHS = before_BHT1[..., column_S + 1]
     if evidence.window is not None:
         if evidence.place_BT is None:
-            first_BS = (own_S + 1 - evidence.window).clamp_min(0).expand(len(exists_BHT), -1)
+            first_BS = (column_S + 1 - evidence.window).clamp_min(0).expand(len(exists_BHT), -1)
         else:
-            # Places ascend over a sequence's own entries; what padding has means nothing.
+            # Places ascend over a sequence's entries; what padding has means nothing.
             place_BT = evidence.place_BT.masked_fill(~evidence.valid_BT, -1).cummax(-1).values
             far_BS = place_BT[:, T - S :] - evidence.window
             first_BS = torch.searchsorted(place_BT, far_BS, right=True)

@@ -18,81 +18,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
-from typing import Annotated, Literal, get_args
 
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from retain.budget.joint import Bids, Draw, Won
+from retain.budget.joint import Bids, Won
 from retain.budget.largest_remainder import exact, largest_remainder
 from retain.budget.statement import Totals, select_rows
-from retain.config import Range, Share, check_fields
 from retain.head_weights import check_weights
-from retain.two_stage import FirstStage
-
-Layers = Literal["uniform", "pyramid", "cake", "entropy"]
-LAYERS: tuple[Layers, ...] = get_args(Layers)
-
-
-@dataclass(frozen=True)
-class Allocation:
-    """Settings of how a budget is spread.
-
-    Args:
-        layers: `uniform`; `pyramid` (PyramidKV: falls linearly with depth); `cake` (by the weight that the
-            score measures: CAKE's preference); `entropy` (LAVa: by the entropy of the scores that compete).
-        beta: of `pyramid`: the last layer gets a share `1 / beta` of the mean.
-        safeguard: where heads share a budget. `guaranteed`: each head keeps its first entries beside the
-            protected ones, `safeguard_share` of the mean budget; None: one entry a head.
-        safeguard_share: in [0, 1].
-        compete_by: heads compete by their `score`, or by the score of their `first` stage (AdaKV under
-            CriticalKV).
-        weights: path of a number for each KV head (`retain.head_weights`), in proportion to which the heads
-            of all layers share what is not protected (DuoAttention, HeadKV); only with scope `head`.
-    """
-
-    layers: Layers = "uniform"
-    beta: Annotated[float, Range(least=1)] = 20.0
-    safeguard: Literal["guaranteed"] | None = None
-    safeguard_share: Share = 0.2
-    compete_by: Literal["score", "first"] = "score"
-    weights: str | None = None
-
-    def __post_init__(self) -> None:
-        check_fields(self, "allocation")
-
-
-@dataclass(frozen=True)
-class Split:
-    """How a policy splits a budget: scope, allocation, first stage, draw.
-
-    Args:
-        scope: `head`, `layer` or `model`.
-        allocation: over layers and heads.
-        first_stage: None for selection in one stage.
-        draw: None where all goes by score.
-    """
-
-    scope: str
-    allocation: Allocation = Allocation()
-    first_stage: FirstStage | None = None
-    draw: Draw | None = None
-
-    @property
-    def drawn_share(self) -> float | None:
-        """Share of a shared budget that is drawn; None: nothing."""
-        return None if self.draw is None else self.draw.share
-
-    @property
-    def crosses_layers(self) -> bool:
-        """Whether the keep set of a layer depends on other layers."""
-        return self.scope == "model" or self.allocation.layers in ("cake", "entropy")
-
-    @property
-    def two_stages(self) -> bool:
-        """Whether a head's first stage depends on its budget."""
-        return self.first_stage is not None and self.first_stage.by == "budget"
+from retain.split import Pyramid, Split
 
 
 @dataclass(frozen=True)
@@ -114,7 +49,7 @@ class Shares:
     @cached_property
     def least_B(self) -> list[int]:
         """Entries that every head keeps whatever the scores: protected, of a safeguard, and at least one."""
-        own, least = self.split.allocation, []
+        own, least = self.split.guard, []
         for protected, mean in zip(self.protected_B, self.totals.per_head_B, strict=True):
             guarded = protected
             if own.safeguard == "guaranteed":
@@ -128,7 +63,7 @@ class Shares:
         if self.split.crosses_layers:
             return None
         rows = self.totals.equal_BL
-        if self.split.allocation.layers == "pyramid":
+        if isinstance(self.split.allocation, Pyramid):
             rows = tuple(map(self._pyramid, range(len(rows))))
         held = self.totals.held_BL
         rows_BL = [map(min, own, most) for own, most in zip(rows, held, strict=True)]
@@ -136,10 +71,11 @@ class Shares:
 
     def _pyramid(self, row: int) -> tuple[int, ...]:
         """One sequence's entries of each layer: a line over depth, in entries a head."""
-        heads_L, protected = self.totals.heads_L, self.protected_B[row]
+        heads_L, protected, own = self.totals.heads_L, self.protected_B[row], self.split.allocation
+        assert isinstance(own, Pyramid)
         length, total = self.totals.lengths_B[row], self.totals.stated_B[row]
         mean = Fraction(total, sum(heads_L)) - protected
-        line = pyramid(mean, Fraction(length - protected), len(heads_L), self.split.allocation.beta)
+        line = pyramid(mean, Fraction(length - protected), len(heads_L), own.beta)
         inside, least, most = (
             [bound * heads for heads in heads_L]
             for bound in (protected, min(length, max(protected, self.least_B[row])), length)
@@ -150,7 +86,7 @@ class Shares:
     @property
     def by_capacity(self) -> bool:
         """Whether budgets of heads depend on what each head holds: by weights."""
-        return self.split.allocation.weights is not None
+        return self.split.weights is not None
 
     @cached_property
     def static_LBH(self) -> list[list[list[int]]]:
@@ -162,7 +98,7 @@ class Shares:
 
     def static_of(self, capacity_LBH: Sequence[Sequence[Sequence[int]]]) -> list[list[list[int]]]:
         """Entries of each head by its weight, of heads that hold so many."""
-        path, heads_L = self.split.allocation.weights, self.totals.heads_L
+        path, heads_L = self.split.weights, self.totals.heads_L
         assert path is not None
         weights = [exact(own) for row in check_weights(path, heads_L) for own in row]
         flat_B = []

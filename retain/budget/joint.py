@@ -12,7 +12,6 @@ number is always the same (`retain.scores.random`), so that it is drawn again wh
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -20,23 +19,7 @@ from jaxtyping import Bool, Float, Int, Int32, Int64
 from torch import Tensor
 
 from retain.budget.largest_remainder import ratio_of
-from retain.config import Share, check_fields
 from retain.ranking import rank_kept_first, refuse_nan
-
-
-@dataclass(frozen=True)
-class Draw:
-    """How much of a budget is drawn.
-
-    Args:
-        share: of the shared budget apart from the guaranteed entries, in [0, 1]; the rest goes by score. A
-            part of an entry goes by score.
-    """
-
-    share: Share = 0.2
-
-    def __post_init__(self) -> None:
-        check_fields(self, "draw")
 
 
 class Bids(NamedTuple):
@@ -57,11 +40,13 @@ class Bids(NamedTuple):
     def select(self, which_N: Bool[Tensor, " N"]) -> "Bids":
         """Select some of the bids."""
         at_N = which_N.nonzero()[:, 0]  # counted once for all of the fields, since a count is waited for
-        return Bids(self[0], *(own if own is None else own[at_N] for own in self[1:]))
+        draw_N = None if self.draw_N is None else self.draw_N[at_N]
+        return Bids(self.guaranteed_BH, self.value_N[at_N], self.place_N[at_N], self.row_N[at_N], draw_N)
 
     def to(self, device: torch.device) -> "Bids":
         """Move the bids to another device."""
-        return Bids(*(own if own is None else own.to(device) for own in self))
+        draw_N = None if self.draw_N is None else self.draw_N.to(device)
+        return Bids(*(own.to(device) for own in self[:4]), draw_N)
 
 
 class Won(NamedTuple):

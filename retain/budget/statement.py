@@ -13,15 +13,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, TypeVar, cast, get_args
 
 from jaxtyping import Bool
 from torch import Tensor
 
 from retain.budget.largest_remainder import exact, largest_remainder
+from retain.split import Scope
 
-Scope = Literal["head", "layer", "model"]
-SCOPES: tuple[Scope, ...] = ("head", "layer", "model")
+SCOPES: tuple[Scope, ...] = get_args(Scope)
 Record = TypeVar("Record")
 
 

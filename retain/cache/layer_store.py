@@ -15,7 +15,6 @@ from retain.cache.codec import Codec
 from retain.cache.layout import Layout, bytes_of, normal_tensors
 from retain.cache.moves import spans
 from retain.cache.store import LOG_WEIGHT, RaggedStore, gathered
-from retain.kernels import backend
 from retain.precision import Precision
 
 
@@ -48,26 +47,12 @@ class Store:
         return self.plain.num_heads
 
     @property
-    def num_rows(self) -> int:
-        return self.plain.num_rows
-
-    @property
     def device(self) -> torch.device:
         return self.plain.device
 
     @property
     def dtype(self) -> torch.dtype:
         return self.plain.dtype
-
-    @property
-    def path(self) -> backend.Path:
-        """The path of attention over the plain rows; the packed ones take the same."""
-        return self.plain.path
-
-    @property
-    def num_places(self) -> int:
-        """C: places of all entries, free ones included."""
-        return sum(part.num_places for part in self.parts)
 
     @property
     def lengths_R(self) -> Int[Tensor, " R"]:
@@ -83,11 +68,6 @@ class Store:
     @property
     def entries_held(self) -> int:
         return sum(part.entries_held for part in self.parts)
-
-    @property
-    def entry_bytes(self) -> int:
-        """Bytes of an entry as it was: its key and its value."""
-        return self.plain.entry_bytes
 
     @property
     def bytes_B(self) -> Int[Tensor, " B"]:
@@ -107,11 +87,7 @@ class Store:
     @property
     def bytes_allocated(self) -> int:
         """Bytes of all storage: slack, positions, side columns and tables included."""
-        return bytes_of(self.storages())
-
-    def storages(self) -> list[Tensor]:
-        """All tensors that the store is made of."""
-        return [tensor for part in self.parts for tensor in part.storages()]
+        return bytes_of([tensor for part in self.parts for tensor in part.storages()])
 
     @property
     def keys_CD(self) -> Float[Tensor, "C D"]:
@@ -129,10 +105,8 @@ class Store:
 
     @property
     def beside(self) -> dict[str, Tensor]:
-        """Side columns of all entries, to be read; zeros where a part has none."""
-        return {
-            name: self._joined(lambda part, name=name: self._side(part, name)) for name in self._side_names
-        }
+        """Side columns of all entries, to be read; both parts have the same."""
+        return {name: self._joined(lambda part, name=name: part.beside[name]) for name in self.plain.beside}
 
     @property
     def log_weight_C(self) -> Float[Tensor, " C"] | None:
@@ -158,15 +132,12 @@ class Store:
         own = rows_N == sequence * self.num_heads + head
         return keys_ND[own], values_NV[own], positions_N[own]
 
-    def append_(
-        self, keys_BHSD: Tensor, values_BHSD: Tensor, positions_BS: Tensor, valid_BS: Tensor | None = None
-    ) -> Int[Tensor, "R S"]:
-        """Add new tokens behind each plain row; how many entries of it each of them sees."""
-        return self.plain.append_(keys_BHSD, values_BHSD, positions_BS, valid_BS)
-
     def set_beside_(self, name: str, values_BHS: Tensor, valid_BS: Tensor | None = None) -> None:
-        """Write a side column for the last S tokens of every row."""
+        """Write a side column for the last S tokens of every row; a new column is zeros elsewhere."""
         self.plain.set_beside_(name, values_BHS, valid_BS)
+        if self.packed is not None and name not in self.packed.beside:
+            shape = self.packed.num_places, *values_BHS.shape[3:]
+            self.packed.beside[name] = values_BHS.new_zeros(shape)
 
     def write_beside_(self, name: str, values_N: Tensor) -> None:
         """Write a side column for every entry, in the order of `index_N()`."""
@@ -210,42 +181,21 @@ class Store:
         if self.precision is None:
             return
         plain, old = self.plain, self.packed
-        rows_N, index_all_N = plain.rows_N(), plain.index_N()
-        behind_N = (plain.offsets_R1[:-1] + plain.lengths_R)[rows_N] - index_all_N
+        behind_N = (plain.offsets_R1[:-1] + plain.lengths_R)[plain.rows_N()] - plain.index_N()
         goes_N = behind_N > self.precision.recent
         if not bool(goes_N.any()):
             return
-        index_N = index_all_N[goes_N]
-        codec = Codec(self.precision.bits, plain.keys_CD.shape[1], plain.values_CD.shape[1], plain.dtype)
-        lengths_R = torch.bincount(rows_N[goes_N], minlength=self.num_rows)
-        with normal_tensors():
-            keys_ND, values_ND = plain.keys_CD[index_N], plain.values_CD[index_N]
-            entries, table = codec.encode(keys_ND, values_ND, lengths_R)
-            beside = {name: column[index_N] for name, column in self._sides(plain).items()}
-            entries["positions"] = plain.positions_C[index_N]
-            made = RaggedStore(
-                entries, lengths_R, self.num_heads, slack=0, beside=beside, codec=codec, key_scales_G2D=table
+        made = encoded(plain, self.precision.bits, goes_N)
+        if old is not None:
+            layout = Layout.of(old.lengths_R + made.lengths_R, 0)
+            starts_R = layout.offsets_R1[:-1]
+            before_N, behind_N = (
+                spans(starts_R, old.lengths_R),
+                spans(starts_R + old.lengths_R, made.lengths_R),
             )
-            if old is not None:
-                old.beside = self._sides(old)
-                made = _behind(old, made)
+            made = gathered(layout, [(old, old.index_N(), before_N), (made, made.index_N(), behind_N)])
         plain.filter_(~goes_N)
         self.packed = made
-
-    @property
-    def _side_names(self) -> list[str]:
-        return list(dict.fromkeys(name for part in self.parts for name in part.beside))
-
-    def _side(self, part: RaggedStore, name: str) -> Tensor:
-        """A side column of a part; zeros where it has none."""
-        if name in part.beside:
-            return part.beside[name]
-        like = next(own.beside[name] for own in self.parts if name in own.beside)
-        return like.new_zeros(part.num_places, *like.shape[1:])
-
-    def _sides(self, part: RaggedStore) -> dict[str, Tensor]:
-        """Side columns of a part, all that any part has."""
-        return {name: self._side(part, name) for name in self._side_names}
 
     def fork(self) -> "Store":
         """An independent copy."""
@@ -268,14 +218,23 @@ class Store:
         self.filter_(~gone_BP.to(self.device)[self.rows_N() // self.num_heads, positions_N])
 
 
-def _behind(old: RaggedStore, new: RaggedStore) -> RaggedStore:
-    """One store of the rows of two: each row's entries of the first, then those of the second."""
-    layout = Layout.of(old.lengths_R + new.lengths_R, 0)
-    starts_R = layout.offsets_R1[:-1]
-    places = spans(starts_R, old.lengths_R), spans(starts_R + old.lengths_R, new.lengths_R)
-    return gathered(
-        layout, [(own, own.index_N(), to_N) for own, to_N in zip((old, new), places, strict=True)]
-    )
+@normal_tensors()
+def encoded(plain: RaggedStore, bits: int, which_N: Bool[Tensor, " N"] | None = None) -> RaggedStore:
+    """These entries of a plain store as codes; None: all.
+
+    Raises:
+        ValueError: numbers that float16 does not hold.
+    """
+    index_N, rows_N = plain.index_N(), plain.rows_N()
+    if which_N is not None:
+        index_N, rows_N = index_N[which_N], rows_N[which_N]
+    codec = Codec(bits, plain.keys_CD.shape[1], plain.values_CD.shape[1], plain.dtype)
+    lengths_R = torch.bincount(rows_N, minlength=plain.num_rows)
+    entries, table = codec.encode(plain.keys_CD[index_N], plain.values_CD[index_N], lengths_R)
+    entries["positions"] = plain.positions_C[index_N]
+    beside = {name: column[index_N] for name, column in plain.beside.items()}
+    kinds = {"slack": 0, "beside": beside, "codec": codec, "key_scales_G2D": table}
+    return RaggedStore(entries, lengths_R, plain.num_heads, **kinds)
 
 
 def stacked(stores: Sequence[Store], slack: int | None = None) -> Store:
@@ -288,7 +247,7 @@ def stacked(stores: Sequence[Store], slack: int | None = None) -> Store:
     Raises:
         ValueError: their side columns differ, or the bits in which they are packed.
     """
-    names = [sorted(store._side_names) for store in stores]
+    names = [sorted(store.plain.beside) for store in stores]
     if any(own != names[0] for own in names):
         raise ValueError(
             f"stores to stack have side columns {names}: "

@@ -164,6 +164,14 @@ class RaggedStore:
         assert self.key_scales_G2D is not None
         return self.codec.decoded(self.columns, self.key_scales_G2D)
 
+    def as_numbers(self) -> "RaggedStore":
+        """The same entries without a codec, rounded once to the model's precision."""
+        keys_ND, values_ND, positions_N, _ = self.flat()
+        index_N = self.index_N()
+        entries = {"keys": keys_ND, "values": values_ND, "positions": positions_N.to(torch.int32)}
+        beside = {name: column[index_N] for name, column in self.beside.items()}
+        return RaggedStore(entries, self.lengths_R, self.num_heads, slack=self.slack, beside=beside)
+
     @property
     def lengths_BH(self) -> Int[Tensor, "B H"]:
         """Entries held, per sequence and KV head (int64)."""

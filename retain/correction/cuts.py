@@ -18,7 +18,7 @@ MERGED = "log_merged"
 
 
 def forget_notes_(store: Store) -> None:
-    """Let go of what stands beside entries for a later eviction, and not for attention."""
+    """Drop side columns that only a later eviction reads."""
     store.forget_beside_(*({*store.beside} - {LOG_WEIGHT}))
 
 
@@ -36,7 +36,7 @@ def correct_(
         exists_BHT: False on padding.
         keep_BHT: what the store holds.
     """
-    if torch.equal(keep_BHT, exists_BHT):  # nothing goes, and nothing is written beside what stays
+    if torch.equal(keep_BHT, exists_BHT):  # nothing goes, and no side column is written
         return
     keys_RTD, values_RTV = keys_BHTD.flatten(0, 1), values_BHTD.flatten(0, 1)
     exists_RT, keep_RT = exists_BHT.flatten(0, 1), keep_BHT.flatten(0, 1)
@@ -74,8 +74,8 @@ def _merged(store: RaggedStore, keep_N: Tensor, correction: Merge) -> Merged:
     exists_RT = place_T < lengths_R1
     index_RT = torch.where(exists_RT, store.offsets_R1[:-1, None] + place_T, 0)
     keep_RT = torch.zeros_like(exists_RT).masked_scatter(exists_RT, keep_N)
-    noted = [store.beside[name] for name in (LOG_WEIGHT, MERGED) if name in store.beside]
-    weight_RT = noted[0][index_RT].exp() if noted else None
+    columns = [store.beside[name] for name in (LOG_WEIGHT, MERGED) if name in store.beside]
+    weight_RT = columns[0][index_RT].exp() if columns else None
     keys_RTD, values_RTV = store.keys_CD[index_RT], store.values_CD[index_RT]
     return merge(keys_RTD, values_RTV, exists_RT, keep_RT, correction, weight_RT)
 

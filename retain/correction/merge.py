@@ -6,16 +6,17 @@ their mean there; with `count`, it pays that one what it would have paid them al
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Annotated, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Float32, Int
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from retain.config import Range, Whole, check_fields
+from retain.config import STRICT, Whole
 
 # Cosines that exist at a time.
 COSINES = 1 << 24
@@ -23,7 +24,7 @@ COSINES = 1 << 24
 KEPT = 1024
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Merge:
     """Settings.
 
@@ -32,22 +33,19 @@ class Merge:
             all.
         count: whether the logarithm of what an entry counts, itself and what went into it, is added to its
             logits from then on (`retain.cache.store.LOG_WEIGHT`): a query pays a mean what it would have paid
-            all of them. A number of 4 bytes stands beside each entry, and is part of every budget.
+            all of them. It takes 4 bytes an entry, which are part of every budget.
         recent: last entries of a row that nothing is merged into. They may be a question, whose keys are like
             those of what it asks for: a mean in the place of its values is another question.
     """
 
-    threshold: Annotated[float, Range(least=-1, most=1)] = 0.8
+    threshold: Annotated[float, Field(ge=-1, le=1)] = 0.8
     count: bool = False
     recent: Whole = 32
 
     @property
     def beside_bytes(self) -> int:
-        """Bytes that attention reads beside each entry."""
+        """Bytes of the side column that attention reads, an entry."""
         return torch.float32.itemsize if self.count else 0
-
-    def __post_init__(self) -> None:
-        check_fields(self, "merge")
 
 
 class Merged(NamedTuple):
@@ -96,18 +94,18 @@ def merge(
     row_M, column_M = goes_RT.nonzero(as_tuple=True)
     to_M = to_RT[row_M, column_M]
     added_M = weight_RT[row_M, column_M]
-    own_N = weight_RT[places.row_N, places.column_N]
-    weight_N = own_N.index_add(0, to_M, added_M)
+    count_N = weight_RT[places.row_N, places.column_N]
+    weight_N = count_N.index_add(0, to_M, added_M)
 
     # The weighted means; an entry that nothing was added to stays as it was, to the bit.
     old_NV = values_RTV[places.row_N, places.column_N]
     exact = torch.promote_types(old_NV.dtype, torch.float32)
-    sums_NV = old_NV.to(exact) * own_N[:, None]
+    sums_NV = old_NV.to(exact) * count_N[:, None]
     for here in _blocks(len(row_M), values_RTV.shape[-1]):
         added_mV = values_RTV[row_M[here], column_M[here]].to(exact) * added_M[here, None]
         sums_NV.index_add_(0, to_M[here], added_mV)
     new_NV = (sums_NV / weight_N[:, None]).to(old_NV.dtype)
-    return Merged(torch.where((weight_N > own_N)[:, None], new_NV, old_NV), weight_N)
+    return Merged(torch.where((weight_N > count_N)[:, None], new_NV, old_NV), weight_N)
 
 
 class _Places(NamedTuple):
@@ -163,7 +161,7 @@ def _targets(
 
 
 def _directions(keys: Tensor) -> Tensor:
-    """Keys of length 1, in their own precision."""
+    """Keys of length 1, in the precision that they have."""
     return normalize(keys.to(torch.promote_types(keys.dtype, torch.float32)), dim=-1).to(keys.dtype)
 
 

@@ -30,5 +30,5 @@ def dated_template(tokenizer: Any, tools: Sequence[Any] | None = None) -> str | 
     template = str(tokenizer.get_chat_template(tools=list(tools) if tools else None))
     if "strftime_now" not in template:
         return None
-    written = "".join(f" | replace('%{own}', '{TODAY.strftime(f'%{own}')}')" for own in DIRECTIVES)
+    written = "".join(f" | replace('%{name}', '{TODAY.strftime(f'%{name}')}')" for name in DIRECTIVES)
     return f"{{% macro strftime_now(format) %}}{{{{ format{written} }}}}{{% endmacro %}}{template}"

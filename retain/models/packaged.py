@@ -1,7 +1,7 @@
 """Fetches a model of the catalogue when it is first asked for, and keeps it as a folder of transformers.
 
 It goes into the user's cache folder (`XDG_CACHE_HOME`, else `~/.cache`), under one lock, and is there once it
-is whole: it is made beside its place and then renamed. Wheels that lie in `wheels` of that folder are taken
+is whole: it is made under another name and then renamed. Wheels that lie in `wheels` of that folder are taken
 before pip is asked.
 """
 

@@ -48,10 +48,10 @@ def match_of(fingerprint: dict[str, str | int]) -> tuple[str, bool] | None:
         fingerprint: `retain.hf.model.identity.fingerprint` of the model.
     """
     alike = None
-    for name, own in records():
-        if own == fingerprint:
+    for name, known in records():
+        if known == fingerprint:
             return name, True
-        if {**own, "sha256": ""} == {**fingerprint, "sha256": ""}:
+        if {**known, "sha256": ""} == {**fingerprint, "sha256": ""}:
             alike = name, False
     return alike
 

@@ -14,18 +14,8 @@ from retain.models.named import instead_of, located, reference_seed, said_of
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
 
 
-def meta_model(
-    name: str, *, dtype: Precision = "auto", revision: str | None = None, trust_remote_code: bool = False
-) -> nn.Module:
-    """Makes a model that is not loaded: its config is read, its weights are not, and take no memory;
-    ValueError: the config cannot be read."""
-    config = named_config(name, revision=revision, trust_remote_code=trust_remote_code)
-    precision = precision_of(config) if dtype == "auto" else getattr(torch, dtype)
-    return meta_model_of(config, precision, trust_remote_code=trust_remote_code)
-
-
 def meta_model_of(config: Any, dtype: torch.dtype, *, trust_remote_code: bool = False) -> nn.Module:
-    """Makes the same of a config that was read; ValueError: transformers makes no such model of it."""
+    """Makes a model without weights of a config; ValueError: transformers makes no such model of it."""
     from transformers import AutoModelForCausalLM
 
     try:

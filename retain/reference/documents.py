@@ -73,7 +73,7 @@ class Question:
         not compared."""
         given, answers = self._found(generated), self.answers
         if self.ordered:
-            hits = [own == right for own, right in zip(given, answers, strict=True)]
+            hits = [one == right for one, right in zip(given, answers, strict=True)]
             return float(all(hits)), sum(hits) / len(hits)
         found = {*given} & {*answers}
         return float(found == {*answers}), len(found) / len({*answers})
@@ -203,8 +203,8 @@ class Writer:
             groups.append([(*fill(LIST_FORMAT, name), *items, *_encode(";"))])
         if uses and reuses:
             for which in self.rng.choice(len(uses), size=reuses, p=self.popularity(len(uses))):
-                group, key, value, own, turn = uses[int(which)]
-                group.append(self.again(key, value, own, turn=turn))
+                group, key, value, used, turn = uses[int(which)]
+                group.append(self.again(key, value, used, turn=turn))
         return groups
 
     def weave(

@@ -1,4 +1,4 @@
-"""Declares an observed score beside its function: unit, evidence that it reads, paper, cost."""
+"""Declares an observed score with its function: unit, evidence that it reads, paper, cost."""
 
 import inspect
 from collections.abc import Callable, Collection, Mapping
@@ -41,16 +41,16 @@ class ScoreFamily:
     def needs_with(self, settings: Mapping[str, Any]) -> frozenset[str]:
         """Needs under these settings."""
         for (name, value), needs in self.needs_where.items():
-            own = settings.get(name)
-            if own == value or (isinstance(value, type) and isinstance(own, value)):
+            stated = settings.get(name)
+            if stated == value or (isinstance(value, type) and isinstance(stated, value)):
                 return needs
         return self.needs
 
     def counted(self, evidence: Evidence, settings: Mapping[str, Any]) -> Evidence:
-        """The evidence with running statistics that its own queries are part of."""
+        """The evidence with running statistics that count its queries."""
         named = inspect.signature(self.fold).parameters
-        own = {name: value for name, value in settings.items() if name in named}
-        return replace(evidence, running=self.fold(evidence, evidence.running, **own))
+        chosen = {name: value for name, value in settings.items() if name in named}
+        return replace(evidence, running=self.fold(evidence, evidence.running, **chosen))
 
 
 # Families by the names of their functions, as their modules are imported.
@@ -69,7 +69,7 @@ def family(
     """Decorates the function of a score, which is registered by its name (`ScoreFamily` has the fields)."""
 
     def declare(function: Function) -> Function:
-        where = {key: frozenset(own) for key, own in (needs_where or {}).items()}
+        where = {key: frozenset(names) for key, names in (needs_where or {}).items()}
         FAMILIES[function.__name__] = ScoreFamily(function, unit, frozenset(needs), paper, cost, where, fold)
         return function
 

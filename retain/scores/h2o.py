@@ -26,7 +26,7 @@ def h2o(evidence: Evidence, *, reduce: str = "sum", chunk: int | None = None) ->
     """Score by attention received from all queries, averaged over the group.
 
     `sum: mean_{q in group(h)} sum_{j >= i} a_qj[i]`; `mean`: the same over the number of queries that could
-    see i, `n - i` (at most the layer's own sliding window, if it has one).
+    see i, `n - i` (at most the layer's sliding window, if it has one).
 
     H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models, arXiv 2306.14048
     (`sum`: paper); `mean` is the released observed-attention press. Where the evidence carries no running

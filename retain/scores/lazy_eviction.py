@@ -30,7 +30,7 @@ def lazy_eviction(evidence: Evidence, *, alpha: float = 1e-4, chunk: int | None 
 
     LazyEviction: Lagged KV Eviction with Attention Pattern Observation for Efficient Long Reasoning, arXiv
     2506.15969; as in its released code (github.com/Halo-949/LazyEviction), which scores each query head,
-    holds each head's own copy, and starts to count with the first generated token. Here the heads of a group
+    holds a copy for each head, and starts to count with the first generated token. Here the heads of a group
     share an entry, and the queries of the prompt count, so that there is a score at the eviction after it.
 
     Args:
@@ -42,7 +42,7 @@ def lazy_eviction(evidence: Evidence, *, alpha: float = 1e-4, chunk: int | None 
         score in `rank`, within 0 .. 2.
 
     Raises:
-        ValueError: if alpha is out of range, or the evidence has neither gaps of its own nor every query.
+        ValueError: if alpha is out of range, or the evidence has neither gaps nor every query.
     """
     if not 0 < alpha <= 1:
         raise ValueError(f"lazy_eviction alpha is attention, above 0 and at most 1; got {alpha}.")

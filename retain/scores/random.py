@@ -1,6 +1,6 @@
 """Random scores: a control, reproducible one sequence at a time.
 
-Each number is a hash of (seed, layer, head, place among the sequence's own tokens), without generator state,
+Each number is a hash of (seed, layer, head, place among the sequence's tokens), without generator state,
 so a sequence gets the same scores alone, in any batch, under any padding, on any device and at every
 eviction.
 """

@@ -133,7 +133,7 @@ def _read(name: str, text: str) -> frozenset[str]:
 def _made_up(name: str, settings: Mapping[str, Any]) -> Evidence:
     """A layer of one head and a few entries."""
     parameters = inspect.signature(SCORES[name].function).parameters
-    stated = {key: own.default for key, own in parameters.items() if key in ("window", "lag", "sinks")}
+    stated = {key: one.default for key, one in parameters.items() if key in ("window", "lag", "sinks")}
     stated.update((key, settings[key]) for key in stated if key in settings)
     # Longer than its window; where blocks are compared, two of them.
     T, D = stated.get("window", 1) + 8, 2

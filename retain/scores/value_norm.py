@@ -1,6 +1,6 @@
 """Gives the norm of each value after the output projection: `||v_i W_O^q||_p`, per query head.
 
-The norm is per *query* head (each has its own slice of W_O), so that it can be taken inside a maximum over
+The norm is per *query* head (each has another slice of W_O), so that it can be taken inside a maximum over
 the heads of a group. `retain.kernels.value_norm` computes it.
 """
 

@@ -1,6 +1,6 @@
 """Computes statistics of the attention from the observation window (the last `W` queries), and pools them.
 
-Rows of attention are softmaxed over all entries and keep the window's own columns (published code drops them
+Rows of attention are softmaxed over all entries and keep the window's columns (published code drops them
 and pads them with huge scores instead; here protection keeps the window). Pooling treats the entries before
 the window and those inside it apart, so that the window's large self-attention does not leak, as if its
 columns had been dropped. Neighbours are defined by place: a gap of evicted entries stays a gap.
@@ -101,7 +101,7 @@ def pool_entries(
         values_T: non-negative, zero on padding and where the head holds no entry.
         kind: `avg`, `max`, or None to leave the values alone.
         size: places, odd.
-        window: the last `window` entries are pooled on their own.
+        window: the last `window` entries are pooled apart.
         place_BT: place of each entry in its sequence (the first axis of the values), ascending; None: no
             place is missing.
 
@@ -136,19 +136,10 @@ def pool_group(
     window: int,
     pool: str | None,
     pool_size: int,
-    order: str,
 ) -> Float[Tensor, "B H T"]:
-    """Pool along the entries and take the mean over the group: `pool_first` pools each query head,
-    `group_first` what the group has come to."""
-    values = group_heads(values_BQT, evidence.num_heads)
-    values = values if order == "pool_first" else values.mean(2)
-    pooled = pool_entries(values, pool, pool_size, window=window, place_BT=evidence.place_BT)
-    return pooled.mean(2) if order == "pool_first" else pooled
-
-
-def check_order(order: str, *, name: str) -> None:
-    """Refuse an unknown order of pool and group, of the score `name`."""
-    check_choice(f"{name} order", order, ("pool_first", "group_first"))
+    """Pool each query head along the entries, and take the mean over the group."""
+    pooled = pool_entries(values_BQT, pool, pool_size, window=window, place_BT=evidence.place_BT)
+    return group_heads(pooled, evidence.num_heads).mean(2)
 
 
 def _check_pool(kind: str, size: int) -> None:

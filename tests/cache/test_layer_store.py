@@ -54,7 +54,7 @@ class Beside:
         batch = len(self.seen)
         tokens = self.new(batch, num)
         positions = torch.tensor(self.seen)[:, None] + torch.arange(num)
-        seen_RS = self.store.append_(KEYS[tokens], VALUES[tokens], positions)
+        seen_RS = self.store.plain.append_(KEYS[tokens], VALUES[tokens], positions)
         self.store.set_beside_("score", SCORE[tokens])
         for row, own in enumerate(self.rows):
             for s in range(num):

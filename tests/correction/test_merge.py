@@ -106,15 +106,6 @@ def test_what_nothing_goes_to_stays_to_the_bit():
     assert torch.equal(got.values_NV, values[keep & exists]) and bool((got.weight_N == 1).all())
 
 
-def test_what_is_no_entry_may_be_anything():
-    keys, values, exists, keep, _ = case(9)
-    wanted = merge(keys, values, exists, keep, Merge(0.2, recent=0))
-    keys, values = keys.clone(), values.clone()
-    keys[~exists], values[~exists] = torch.nan, torch.inf
-    got = merge(keys, values, exists, keep, Merge(0.2, recent=0))
-    assert torch.equal(got.values_NV, wanted.values_NV) and torch.equal(got.weight_N, wanted.weight_N)
-
-
 @pytest.mark.parametrize("threshold", [-1.01, 1.5, float("nan")])
 def test_a_threshold_is_a_cosine(threshold):
     with pytest.raises(ValueError, match="threshold"):

@@ -68,9 +68,9 @@ WRONG = {
         "unknown policy 'oracel' (did you mean 'oracle'?)",
         "unknown task or group 'referense': did you mean 'reference'?",
         "'full' is always measured",
-        "keep_ratios[1]: expected float above 0 and below 1, got 1.0",
-        "items_per_task: expected int at least 1 and at most 1,000,000, got 0",
-        "every: expected int at least 1, got 0",
+        "keep_ratios[1]: input should be less than 1, got 1.0",
+        "items_per_task: input should be greater than or equal to 1, got 0",
+        "every: input should be greater than or equal to 1, got 0",
         "device is 'gpu', and must be",
         "`run` is the name of a folder",
         "`baseline` is none of the policies",
@@ -82,13 +82,13 @@ WRONG = {
     ),
     "gates": (
         {
-            "policies": ("gate", "fused", "snapkv"),
+            "policies": ("gate", "learned", "snapkv"),
             "gate_sets": {"gates": "x", "rep": "rep"},
-            "uses": {"gat": "rep", "fused": "repp", "snapkv": "rep"},
+            "uses": {"gat": "rep", "learned": "repp", "snapkv": "rep"},
         },
         "`gate_sets` names a set 'gates', which is what `gates` is called",
         "`uses` gives gates to 'gat' (did you mean 'gate'?), which is none of the policies",
-        "`uses` gives 'fused' unknown gates 'repp' (did you mean 'rep'?)",
+        "`uses` gives 'learned' unknown gates 'repp' (did you mean 'rep'?)",
         "`uses` gives gates to 'snapkv', which takes none",
     ),
     "variants": (
@@ -109,7 +109,7 @@ WRONG = {
         "did you mean 'snapkv'?",
         "variant 'bad_key': ",
         "unknown key 'protection.sink'",
-        "scope: expected one of 'head', 'layer', 'model', got 'heads'",
+        "scope: input should be one of 'head', 'layer', 'model', got 'heads'",
         "unknown policy 'bad_kee' (did you mean 'bad_key'?)",
         "'papper' (did you mean 'paper'?)",
     ),
@@ -124,7 +124,7 @@ WRONG = {
             },
             "seeds": (),
         },
-        "tokens_per_head[0]: expected int at least 2, got 1",
+        "tokens_per_head[0]: input should be greater than or equal to 2, got 1",
         "tokens_per_head lies below context_tokens (150); got 200",
         "`tokens_per_head` names something twice",
         "`policies` names something twice",
@@ -170,7 +170,7 @@ def test_a_policy_that_cannot_do_what_is_asked_is_found_before_work_starts(gated
     save_small_gates(tmp_path / "rank", family="decay", F=8)
     summed = {
         "policies": ("sum",),
-        "variants": {"sum": ("fused", "fusion=sum")},
+        "variants": {"sum": ("learned", "fusion=sum")},
         "gates": str(tmp_path / "rank"),
     }
     assert re.search(
@@ -255,7 +255,7 @@ DEMO = ["--config", str(CONFIGS / "demo.yaml")]
     [
         (["--config", "none.yaml"], ["none.yaml"]),
         ([*DEMO, "keep_ratos=[0.2]"], ["unknown key 'keep_ratos' (did you mean 'keep_ratios'?)"]),
-        ([*DEMO, "--items", "two"], ["items_per_task: expected int"]),
+        ([*DEMO, "--items", "two"], ["items_per_task: input should be"]),
         ([*DEMO, "when=[prefil]"], ["did you mean 'prefill'?"]),
         ([*DEMO, "model=nobody/nothing"], ["nobody/nothing"]),
         (["one", "two"], ["one model is compared at a time, got one, two"]),

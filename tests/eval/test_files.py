@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import sys
 import zipfile
 from functools import partial
@@ -37,11 +38,11 @@ def write(path: Path, rows: list[dict[str, Any]] = ROWS) -> str:
         }
         pyarrow.parquet.write_table(pyarrow.table(columns), path)
     else:
-        path.write_text(lines if path.suffix == ".jsonl" else json.dumps(rows), encoding="utf-8")
+        path.write_text(lines, encoding="utf-8")
     return str(path)
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet"])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_a_file_is_a_task(kind: str, tmp_path: Path) -> None:
     task = write(tmp_path / f"mine.{kind}")
     assert task_names([task]) == [task]
@@ -77,13 +78,22 @@ def test_a_python_file_is_a_task(tmp_path: Path) -> None:
     refused("there is no file", load_rows, str(tmp_path / "other.py"), None)
 
 
+def test_the_pages_own_task_is_rows(tmp_path: Path) -> None:
+    page = (Path(__file__).resolve().parents[2] / "eval" / "README.md").read_text(encoding="utf-8")
+    about = page.partition("## Your own task")[2]
+    lines, made = (re.findall(rf"```{kind}\n(.*?)```", about, re.DOTALL)[0] for kind in ("", "python"))
+    (tmp_path / "mine.jsonl").write_text(lines)
+    (tmp_path / "mine.py").write_text(made)
+    assert [row.answers for row in load_rows(str(tmp_path / "mine.jsonl"), None)] == [("mat",), ("key",)]
+    first, second = load_rows(str(tmp_path / "mine.py"), None, items=2, town="Bergen")
+    assert "House 1 stands in Bergen." in second.context and first.answers == ("Bergen",)
+
+
 @pytest.mark.parametrize(
     ("name", "text", "match"),
     [
         ("a.jsonl", '{"context": 1}\n\n{"context": ', r"a\.jsonl, line 3, is not JSON"),
-        ("a.json", "[}", r"is not JSON"),
-        ("a.json", '{"context": 1}', r"is to be a list of objects"),
-        ("a.jsonl", "[1]\n", r"is to be a list of objects"),
+        ("a.jsonl", "[1]\n", r"is to hold objects"),
         ("a.jsonl", "\n", r"at least one"),
         ("a.parquet", "not parquet", r"a\.parquet cannot be read"),
         (

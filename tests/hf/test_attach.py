@@ -137,16 +137,6 @@ def test_a_copy_of_an_attached_model_is_attached_and_undone_alone(copied):
     assert everything_about(model) == before
 
 
-def test_a_process_that_attached_nothing_yet_learns_the_names_with_the_copy(monkeypatch):
-    model = tiny_model("llama")
-    with attach(model):
-        want, pickled = generated(model), pickle.dumps(model)
-    for registry in REGISTRIES:
-        names = {name: one for name, one in registry._global_mapping.items() if "retain" not in name}
-        monkeypatch.setattr(registry, "_global_mapping", names)
-    assert torch.equal(generated(pickle.loads(pickled)), want)
-
-
 @pytest.mark.parametrize("first", ["one", "two"])
 def test_models_that_share_a_config_are_attached_and_undone_each_for_itself(first):
     one = tiny_model("llama")

@@ -7,7 +7,7 @@ import types
 
 import pytest
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, LlamaModel
+from transformers import AttentionInterface, AttentionMaskInterface
 
 import retain
 from retain.hf.cache.cache import Cache
@@ -19,15 +19,6 @@ from tests.refused import refused
 from tests.tiny import tiny_batch, tiny_model
 
 REGISTRIES = (AttentionInterface, AttentionMaskInterface)
-
-
-def hooks_of(model):
-    """Every hook, by itself: two lists of the same hooks are equal only where none was put anew."""
-    return [
-        [(number, id(hook)) for number, hook in hooks.items()]
-        for module in model.modules()
-        for hooks in (module._forward_pre_hooks, module._forward_hooks)
-    ]
 
 
 @pytest.mark.always
@@ -115,26 +106,6 @@ def test_attach_mends_what_was_changed_and_handles_stay_good(change):
     assert everything_about(model) == before
 
 
-def test_what_the_model_was_told_last_is_what_it_gets_back():
-    model = tiny_model("llama")
-    handle = retain.attach(model)
-    model.set_attn_implementation("eager")
-    with retain.attach(tiny_model("llama", attn="eager")) as other:
-        want = generated(other.model)
-    retain.attach(model)
-    assert torch.equal(generated(model), want)
-    model.set_attn_implementation("flex_attention")
-    hooks = hooks_of(model)
-    refused("'flex_attention' is not supported: call model.set_attn_implementation", retain.attach, model)
-    assert hooks_of(model) == hooks and model.config._attn_implementation == "flex_attention"
-    model.set_attn_implementation("eager")
-    retain.attach(model)
-    retain.detach(model)
-    assert model.config._attn_implementation == "eager"
-    handle.undo()
-    assert everything_about(model) == everything_about(tiny_model("llama", attn="eager"))
-
-
 @pytest.mark.parametrize("name", ["eager", "flex_attention"])
 def test_a_config_that_points_elsewhere_says_where_and_attach_puts_it_back(name):
     """Before anything is read, so that a used cache goes on."""
@@ -182,23 +153,6 @@ def test_a_forward_that_was_replaced_after_attach_is_named():
     assert torch.equal(generated(model), want)
 
 
-def test_where_all_is_well_nothing_is_touched():
-    """Another thread may be in the middle of a forward."""
-    model = tiny_model("llama")
-    retain.attach(model)
-
-    def everything():
-        tables = [[registry._global_mapping[name] for name in PREVIOUS.values()] for registry in REGISTRIES]
-        return hooks_of(model), tables, model.generate
-
-    before = everything()
-    module, want = model.model.layers[0].mlp, generated(model)
-    hook = module.register_forward_hook(lambda *_: retain.attach(model) and None)
-    assert torch.equal(generated(model), want)
-    hook.remove()
-    assert everything() == before
-
-
 def test_detached_and_attached_again():
     model = tiny_model("llama")
     before, handles = everything_about(model), [retain.attach(model) for _ in range(3)]
@@ -232,11 +186,3 @@ def test_a_wrapper_of_peft_is_detached(attached, detached):
     retain.detach({"inside": model, "wrapper": wrapped}[detached])
     handle.undo()
     assert everything_about(wrapped) == before and attachment_of(wrapped) is None
-
-
-def test_a_decoder_whose_attention_cannot_be_set_is_refused_before_it_is_touched(monkeypatch):
-    model = tiny_model("llama")
-    monkeypatch.setattr(LlamaModel, "_can_set_attn_implementation", classmethod(lambda cls: False))
-    before = everything_about(model)
-    refused("does not let the attention implementation of LlamaModel be set", retain.attach, model)
-    assert everything_about(model) == before

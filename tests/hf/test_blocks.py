@@ -245,5 +245,5 @@ def test_pieces_give_back_a_forward_that_was_somebody_elses() -> None:
         assert torch.equal(layer.mlp(torch.ones(1, 8, 4)), torch.full((1, 8, 4), 2.0))
         assert layer.mlp.forward is not own
     assert layer.mlp.forward is own and "forward" not in vars(layer.input_layernorm)
-    with pytest.raises(ValueError, match="chunk=0 tokens at a time: pass 1 or more"):
+    with pytest.raises(ValueError, match="1 token or more at a time, got chunk=0"):
         token_wise_in_pieces([layer], 0).__enter__()

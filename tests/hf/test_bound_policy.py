@@ -8,8 +8,9 @@ from retain.hf.cache.cache import Cache
 from retain.hf.model.gates import load_gates
 from retain.hf.model.identity import fingerprint
 from retain.hf.version_names import CACHE
-from retain.policy import Policy, load_policy
+from retain.policy import load_policy
 from retain.protection import Protection
+from tests.evictions import policy_of
 from tests.hf.regime_runs import assert_same_stores
 from tests.refused import refused
 from tests.tiny import tiny_batch, tiny_model
@@ -23,7 +24,7 @@ def test_full_needs_no_budget_and_a_policy_object_is_taken():
     ids, mask = tiny_batch((0,), 60)
     with retain.attach(model):
         assert Cache(model, policy="full").prefill(ids, mask).entries_evicted == 0
-        mine = Policy(name="mine", observed="recency", protection=SMALL)
+        mine = policy_of(name="mine", observed="recency", protection=SMALL)
         assert Cache(model, policy=mine, tokens_per_head=10).prefill(ids, mask).entries_held == 10 * 2 * 3
 
 
@@ -33,7 +34,7 @@ def test_gates_of_a_larger_protected_window_are_refused(tmp_path):
     trained = {"fingerprint": fingerprint(model), "metadata": {"protected_window": 64}}
     folder = str(save_gates(gates, tmp_path / "gates", **trained))
     for given in (folder, load_gates(folder, model)):
-        for name, recent in (("gate", 32), ("fused", 8)):
+        for name, recent in (("gate", 32), ("learned", 8)):
             wanted = (
                 rf"protects the last {recent} entries, .* protected window of 64: .* at least 64. "
                 rf"Set protection.recent=64, .* smaller target.horizon .at most {recent}."
@@ -70,7 +71,7 @@ def test_wrong_overrides_are_refused_at_construction_all_at_once():
         Cache(model, "snapkv", keep_ratio=0.5, **wrong)
     for part in (
         "'protection.recnt' (did you mean 'recent'?)",
-        "fusion_weight: expected float, got 'much' (str)",
+        "fusion_weight: input should be a valid number, got 'much' (str)",
         "'keep_rato' (did you mean 'keep_ratio'?)",
         "'fusio' (did you mean 'fusion'?)",
     ):
@@ -80,7 +81,10 @@ def test_wrong_overrides_are_refused_at_construction_all_at_once():
         ({"observed_settings": {"window": 0}}, "window is a whole number of at least 1, got 0"),
         ({"observed_settings": {"pool": "mean"}}, "pool is 'avg', 'max' or None; got 'mean'"),
         ({"observed_settings": {"pool_size": 4}}, "pool_size is odd.* got 4"),
-        ({"protection": {"sinks": -1}}, "protection.sinks: expected int at least 0, got -1"),
+        (
+            {"protection": {"sinks": -1}},
+            "protection.sinks: input should be greater .*, got -1",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             Cache(model, "snapkv", keep_ratio=0.5, **settings)

@@ -4,15 +4,13 @@ right."""
 import pytest
 import torch
 
-from retain.budget.allocation import Allocation
 from retain.budget.statement import Budget, LayerShape, spread
 from retain.head_weights import format_weights
 from retain.hf.cache.cache import Cache
 from retain.hf.intercept.attach import attachment_of
-from retain.presets import Policy
 from retain.protection import Protection
 from retain.scores import Score, masked_score
-from retain.two_stage import FirstStage
+from tests.evictions import policy_of
 from tests.hf.regime_runs import FEW, assert_same_stores
 from tests.refused import refused
 from tests.tiny import attached, tiny_batch
@@ -20,13 +18,24 @@ from tests.tiny import attached, tiny_batch
 SMALL = Protection(sinks=2, prefix_fraction=0.0, suffix_fraction=0.0, minimum=0, recent=4)
 WINDOW = {"window": 8}
 CROSSING = {
-    "joint": Policy("joint", "defensive", {**WINDOW, "norm": "token_sum"}, protection=SMALL, scope="model"),
-    "joint in two stages": Policy(
-        "joint2", "critical", WINDOW, protection=SMALL, scope="model", first_stage=FirstStage("budget", 0.5)
+    "joint": policy_of(
+        "joint", "defensive", {**WINDOW, "norm": "token_sum"}, protection=SMALL, scope="model"
     ),
-    "lava": Policy("lava", "lava", WINDOW, protection=SMALL, scope="layer", allocation=Allocation("entropy")),
-    "cake": Policy("cake", "cake", WINDOW, protection=SMALL, allocation=Allocation("cake")),
-    "pyramid": Policy("pyramid", "snapkv", WINDOW, protection=SMALL, allocation=Allocation("pyramid", 5.0)),
+    "joint in two stages": policy_of(
+        "joint2",
+        "critical",
+        WINDOW,
+        protection=SMALL,
+        scope="model",
+        first_stage={"by": "budget", "share": 0.5},
+    ),
+    "lava": policy_of(
+        "lava", "lava", WINDOW, protection=SMALL, scope="layer", allocation={"layers": "entropy"}
+    ),
+    "cake": policy_of("cake", "cake", WINDOW, protection=SMALL, allocation={"layers": "cake"}),
+    "pyramid": policy_of(
+        "pyramid", "snapkv", WINDOW, protection=SMALL, allocation={"layers": "pyramid", "beta": 5.0}
+    ),
 }
 
 
@@ -83,8 +92,8 @@ def test_a_prefill_holds_exactly_what_was_stated_and_each_head_its_share(budget,
     table = tmp_path / "heads.json"
     importance = (0.35, 0.05, 0.2, 0.15, 0.1, 0.15)
     table.write_text(format_weights({i: importance[2 * i : 2 * i + 2] for i in range(3)}))
-    allocation = Allocation(weights=str(table))
-    model, own = attached("qwen3"), Policy("own", "knorm", protection=FEW, allocation=allocation)
+    allocation = {"weights": str(table)}
+    model, own = attached("qwen3"), policy_of("own", "knorm", protection=FEW, allocation=allocation)
     ids, mask = tiny_batch((0, 5, 30), 120)
     cache = Cache(model, own, **budget).prefill(ids, mask)
     batch = [layer.store.lengths_R.view(3, 2).tolist() for layer in cache.layers]

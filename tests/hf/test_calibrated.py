@@ -16,6 +16,7 @@ from retain.hf.model.identity import fingerprint
 from retain.policy import Policy, score_entries
 from retain.scores import Score
 from retain.train.calibration.fit import CalibrationSettings, calibrate_, look_at
+from tests.evictions import policy_of
 from tests.hf.naive_regimes import Naive
 from tests.hf.regime_runs import FEW, agree, exact_model, gates_of, life
 from tests.tiny import attached, tiny_batch, tiny_model
@@ -24,7 +25,7 @@ RISK = {"observed": "observed_risk", "observed_settings": {"window": 4}}
 
 
 def policy(**settings) -> Policy:
-    return Policy("own", **{"learned": True, "protection": FEW, **settings})
+    return policy_of("own", **{"learned": True, "protection": FEW, **settings})
 
 
 def curve(gates: GateSet, *, seed: int = 0) -> GateSet:
@@ -55,7 +56,7 @@ class NaiveCurve(Naive):
         if self.policy.observed is None:
             return Score(learned, "risk")
         observed = score_entries(
-            Policy("o", self.policy.observed, dict(self.policy.observed_settings)), layer
+            policy_of("o", self.policy.observed, dict(self.policy.observed_settings)), layer
         ).values_BHT
         fused = torch.full_like(learned, float("-inf"))
         for h in range(layer.num_heads):
@@ -66,7 +67,7 @@ class NaiveCurve(Naive):
 
 
 @pytest.mark.parametrize("scope", ["head", "layer", "model"])
-@pytest.mark.parametrize("fused", [False, True], ids=["gate", "fused"])
+@pytest.mark.parametrize("fused", [False, True], ids=["gate", "learned"])
 def test_a_calibrated_gate_evicts_as_its_formula_says(fused, scope):
     both = {**RISK, "fusion": "sum"} if fused else {}
     model = exact_model()

@@ -8,7 +8,7 @@ import retain
 from retain.eval.describe import ModelDescription, describe_model, main
 from retain.hf.model.decoder import layout_of
 from retain.models.named import load_named_model
-from retain.models.unloaded import meta_model
+from retain.models.unloaded import meta_model_of, named_config
 from tests.refused import refused
 from tests.tiny import attached, tiny_batch, tiny_model
 
@@ -100,7 +100,7 @@ def test_a_folder_that_is_not_there_is_said_to_be_none():
 
 def test_a_model_without_weights_is_described_and_not_used(tmp_path):
     tiny_model("qwen3").config.save_pretrained(tmp_path)
-    model = meta_model(str(tmp_path))
+    model = meta_model_of(named_config(str(tmp_path)), torch.float32)
     assert len(layout_of(model, on_meta=True).evicting) == 3
     refused("on the meta device", layout_of, model)
     refused("on the meta device", retain.attach, model)

@@ -7,15 +7,14 @@ import pytest
 import torch
 
 import retain
-from retain.budget.allocation import Allocation
 from retain.gates import Gate, GateSet
-from retain.gates.base import INPUTS as INPUTS_OF_GATES
 from retain.hf.cache.cache import Cache
 from retain.hf.intercept.observe import observe
 from retain.hf.model.decoder import base_model, describe
 from retain.policy import Policy
 from retain.scores import Score
 from tests.close import assert_close
+from tests.evictions import policy_of
 from tests.hf.naive_regimes import Naive
 from tests.hf.regime_runs import FEW, agree, assert_same_stores, exact_model, life, life_of, lived
 from tests.refused import refused
@@ -23,7 +22,7 @@ from tests.tiny import FAMILIES, SHIFTED, tiny_batch, tiny_model
 
 
 def policy(name: str = "own", observed: str | None = None, **settings) -> Policy:
-    return Policy(name, observed, **{"learned": True, "protection": FEW, **settings})
+    return policy_of(name, observed, **{"learned": True, "protection": FEW, **settings})
 
 
 def gates_of(model, family: str, settings=None, *, dtype=torch.float64) -> GateSet:
@@ -215,7 +214,7 @@ def test_units_that_do_not_fit_are_refused_when_the_cache_is_made():
     model = tiny_model("llama")
     mass, rank = gates_of(model, "lowrank"), gates_of(model, "decay", {"F": 8})
     both = {"observed": "observed_risk", "observed_settings": {"window": 4}}
-    by_value, half = policy(scope="layer", allocation=Allocation("entropy")), {"keep_ratio": 0.5}
+    by_value, half = policy(scope="layer", allocation={"layers": "entropy"}), {"keep_ratio": 0.5}
     max_wants = "fusion 'max' wants a gate in 'risk', and these gates are in"
     for said, own, gates, budget in (
         (f"{max_wants} 'mass': calibrate", policy(**both), mass, half),
@@ -241,7 +240,7 @@ def test_what_evidence_is_asked_to_show_is_checked_before_anything_is_read():
         said = r"wanted=\['stream'\] is shown by held.*hold_evidence="
         refused(said, cache.prefill, ids, mask, evict=False, wanted=("stream",))
         assert cache.num_seen == 0
-        assert cache.prefill(ids, mask, **hold, wanted=INPUTS_OF_GATES).evidence
+        assert cache.prefill(ids, mask, **hold, wanted=("hidden",)).evidence
     refused(
         "wanted is 'stream', one name.*wanted=\\('stream',\\)", observe, model, ids, mask, wanted="stream"
     )
@@ -256,17 +255,3 @@ def test_gates_that_do_not_fit_the_model_are_refused(monkeypatch):
     said = "a model whose rotary embedding is not understood: they look at queries or keys before"
     refused(said, Cache, model, policy(), gates=gates_of(model, "qkv", {"F": 8}), keep_ratio=0.5)
     Cache(model, policy(), gates=gates_of(model, "qkv", {"F": 8, "rope": "after"}), keep_ratio=0.5)
-
-
-def test_a_control_may_say_its_unit():
-    model, made = exact_model(), gates_of(exact_model(), "lowrank")
-
-    class Control:
-        unit = "mass"
-
-        def score(self, evidence):
-            return made.score(evidence)
-
-    agree(model, policy(), life(3), gates=Control(), tokens_per_head=12)
-    own = policy(observed="observed_risk", observed_settings={"window": 4})
-    refused("these gates are in 'mass'", Cache, model, own, gates=Control(), keep_ratio=0.5)

@@ -7,14 +7,13 @@ import pytest
 import torch
 
 import retain
-from retain.budget.allocation import Allocation
-from retain.budget.joint import Draw
+from retain.config import build, stated_of
 from retain.fusion import FUSIONS
 from retain.hf.cache.cache import Cache
 from retain.hf.cache.regime import NAMES
 from retain.presets import Policy
 from retain.protection import Protection
-from tests.evictions import EVICTING, small
+from tests.evictions import EVICTING, policy_of, small
 from tests.hf.regime_runs import FEW, agree, exact_model, gates_of, held_by, life, life_of
 from tests.tiny import attached, tiny_batch, tiny_model
 
@@ -26,7 +25,7 @@ def test_every_preset_with_chunks_and_decoding(name, heads_file):
 
 
 # What each regime has to carry on: queries of a window, running statistics, a gate's scores, all queries.
-CARRIED = ("layer_defensivekv", "h2o", "fused", "expected_attention")
+CARRIED = ("layer_defensivekv", "h2o", "learned", "expected_attention")
 
 
 @pytest.mark.parametrize("name", CARRIED)
@@ -38,7 +37,7 @@ def test_what_later_moments_read_is_carried_on_in_every_regime(regime, name, hea
 
 
 def policy(name: str, observed: str | None = None, **settings) -> Policy:
-    return Policy(name, observed, **{"protection": FEW, **settings})
+    return policy_of(name, observed, **{"protection": FEW, **settings})
 
 
 # Entries of 2 * 16 float64 numbers, over 3 layers of 2 heads.
@@ -51,12 +50,12 @@ SCOPES = {
     # Places of last accesses, which are equal in many heads.
     "model, ties": policy("h", "lru", scope="model"),
     "layer, by a gate": policy("b", learned=True, scope="layer"),
-    "layer, guaranteed": policy("c", "tova", scope="layer", allocation=Allocation(safeguard="guaranteed")),
+    "layer, guaranteed": policy("c", "tova", scope="layer", allocation={"safeguard": "guaranteed"}),
     "head, ties": policy("d", "quest", observed_settings={"page_size": 3}),
-    "shares by entropy": policy("e", "h2o", scope="layer", allocation=Allocation("entropy")),
+    "shares by entropy": policy("e", "h2o", scope="layer", allocation={"layers": "entropy"}),
     "running values": policy("f", "vatp", observed_settings={"attention": "running"}, scope="model"),
     "expected, projected": policy(
-        "g", "expected_attention", observed_settings={"value_norm": "output_l1", "epsilon": 0.01, "sinks": 1}
+        "g", "expected_attention", observed_settings={"value_norm": "output", "sinks": 1}
     ),
 }
 
@@ -117,7 +116,7 @@ def test_observed_queries_whose_entries_are_gone():
 def test_what_was_noted_between_moments_is_noted_once(monkeypatch, heads_file):
     monkeypatch.setattr("retain.hf.cache.engine.MOST_UNNOTED", 3)
     model = exact_model()
-    for name in ("h2o", "lru", "fused"):
+    for name in ("h2o", "lru", "learned"):
         own = life(3, chunk=None, steps=(7, 8), turn=0)
         agree(model, small(name, heads_file), own, regime="decode", every=7, tokens_per_head=12)
 
@@ -159,12 +158,11 @@ BOTH_SIDES = tuple(sorted(set(FUSIONS) - {"observed", "learned"}))
 
 def fused(how: str = "max", **settings) -> Policy:
     """The preset with a short window and little protection, its heads sharing over layers."""
-    policy = small("fused", "")
+    policy = small("learned", "")
     protection = replace(policy.protection, prefix_fraction=0.0, suffix_fraction=0.0)
     lift = None if settings.get("draw") else "mean"
     changes = {"fusion": how, "floor": lift, "draw": None, "scope": "model", "protection": protection}
-    changes.update(settings)
-    return replace(policy, **changes)
+    return build(stated_of(policy) | changes | settings, Policy)
 
 
 @pytest.mark.parametrize("how", BOTH_SIDES)
@@ -179,14 +177,14 @@ def test_every_fusion_in_every_regime(how, regime):
 # What there is to a draw: a budget that all heads share, and one that layers ask for parts of.
 DRAWS = {
     "model": {"how": "sum"},
-    "model, guarded, over the head's mean": {"allocation": Allocation(safeguard="guaranteed")},
-    "layer, shares by entropy": {"scope": "layer", "allocation": Allocation("entropy")},
+    "model, guarded, over the head's mean": {"allocation": {"safeguard": "guaranteed"}},
+    "layer, shares by entropy": {"scope": "layer", "allocation": {"layers": "entropy"}},
     "by the gate alone": {"how": "learned", "observed": None, "observed_settings": {}},
 }
 
 
 def drawn(name: str = "model", share: float = 0.4) -> Policy:
-    return fused(**DRAWS[name], draw=Draw(share))
+    return fused(**DRAWS[name], draw={"share": share})
 
 
 @pytest.mark.parametrize(
@@ -237,11 +235,11 @@ def test_seeds_say_who_is_drawn():
 def test_a_share_to_be_drawn_is_stated_for_a_cache():
     model = tiny_model("llama")
     given = {"gates": gates_of(model), "keep_ratio": 0.5}
-    made_by_name = Cache(model, "fused", draw={"share": 0.3}, **given)
-    assert made_by_name.state.bound_policy.policy.draw == Draw(0.3)
-    with pytest.raises(ValueError, match="draw shares out a budget that heads share, and scope 'head'"):
-        Cache(model, "fused", draw={"share": 0.3}, scope="head", **given)
-    with pytest.raises(ValueError, match="share: .* at most 1, got 3.0"):
-        Cache(model, "fused", draw={"share": 3.0}, **given)
+    made_by_name = Cache(model, "learned", draw={"share": 0.3}, **given)
+    assert made_by_name.state.bound_policy.policy.drawn_share == 0.3
+    with pytest.raises(ValueError, match="draw: input should be null of a Policy with scope 'head'"):
+        Cache(model, "learned", draw={"share": 0.3}, scope="head", **given)
+    with pytest.raises(ValueError, match="draw.share: .* or equal to 1, got 3.0"):
+        Cache(model, "learned", draw={"share": 3.0}, **given)
     with pytest.raises(ValueError, match="draw would not be read"):
-        Cache(model, "fused", draw={"share": 0.3}, gates=given["gates"], threshold=1.0)
+        Cache(model, "learned", draw={"share": 0.3}, gates=given["gates"], threshold=1.0)

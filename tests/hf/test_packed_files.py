@@ -1,7 +1,6 @@
-"""Files of caches in few bits: a cache goes on with what it held, and codes that cannot be are refused."""
+"""Files of caches in few bits: a cache goes on with what it held, and headers that cannot be are refused."""
 
 import json
-import math
 
 import pytest
 import torch
@@ -85,8 +84,7 @@ def test_a_file_in_few_bits_is_kivis_layout_with_its_error(bits, tmp_path):
     cache = Cache(model, **POLICIES["snapkv"]).prefill(*tiny_batch((0, 3), 70))
     path = cache.save(tmp_path / "context.safetensors", bits=bits)
     again, (header, tensors) = Cache.load(path, model), file_format.read_file(path)
-    assert header["coded"]["bits"] == bits
-    wrong, whole, largest = {"keys": 0.0, "values": 0.0}, {"keys": 0.0, "values": 0.0}, 0.0
+    assert header["coded"] == bits
     for idx, (one, other) in enumerate(zip(again.state.stores, cache.state.stores, strict=True)):
         assert one.packed is None and torch.equal(one.lengths_BH, other.lengths_BH)
         size = 0
@@ -108,9 +106,6 @@ def test_a_file_in_few_bits_is_kivis_layout_with_its_error(bits, tmp_path):
             want = naive_codes(held, bits, groups)
             # Where a number lies between two codes, either is as near.
             assert float(((decoded.double() - want).abs() > 1e-4).double().mean()) < 1e-3
-            wrong[name] += float((decoded.double() - held.double()).square().sum())
-            whole[name] += float(held.double().square().sum())
-            largest = max(largest, float((decoded.double() - held.double()).abs().max()))
             naive_error = (want - held.double()).square().sum()
             assert float((decoded.double() - held.double()).square().sum()) == pytest.approx(
                 float(naive_error), rel=1e-4
@@ -118,12 +113,9 @@ def test_a_file_in_few_bits_is_kivis_layout_with_its_error(bits, tmp_path):
             size += 4 * len(groups) + held.shape[0] * 40 * bits // 8
         own = file_format.within(tensors, f"layer.{idx}.store.")
         assert size == sum(own[key].nbytes for key in ("keys", "values", "value_scales", "key_scales"))
-        assert set(own) == {"keys", "values", "value_scales", "key_scales", "positions", "lengths"}
+        assert set(own) == {"keys", "values", "value_scales", "key_scales", "groups", "positions", "lengths"}
         for name, column in other.beside.items():
             assert torch.equal(one.beside[name], column)
-    for name in wrong:
-        assert header["coded"][name] == pytest.approx(math.sqrt(wrong[name] / whole[name]))
-    assert header["coded"]["largest"] == pytest.approx(largest)
     # What was loaded is a plain cache, whose own file is exact.
     exact = again.save(tmp_path / "exact.safetensors")
     assert_same_state(Cache.load(exact, model), again)
@@ -141,32 +133,16 @@ def test_what_cannot_be_in_few_bits(tmp_path):
 
 
 WRONG = {
-    "bits": (
-        lambda header: header["precision"].update(bits=3),
-        "precision.bits: expected one of",
-    ),
-    "fewer": (lambda header: header["precision"].update(bits=2), r"packed.\w+ of shape"),
-    "none": (lambda header: header.update(precision=None), "layer.0.packed entries, and no precision"),
-    "rule": (lambda header: header["rule"]["precision"].update(recent=-1), "precision.recent: expected int"),
-    "counter": (lambda header: header.update(packed_at=-4), "holds packed_at -4"),
-    "coded": (
-        lambda header: header.update(coded={"bits": 16}),
-        r"codes of 16 bits \(known are \(8, 4, 2\)\)",
-    ),
-}
-TENSORS = {
-    "groups": (lambda own: own + 40, r"packed.groups from \d+ to \d+, of \d+"),
-    "keys": (lambda own: own[:, :-1].clone(), "packed.keys of shape"),
-    "values": (lambda own: own.to(torch.int8), "packed.values of torch.int8"),
-    "value_scales": (lambda own: own.fill_(float("inf")), "value_scales that is not finite"),
-    "lengths": (lambda own: own.roll(1) * 0 + torch.tensor([-1, 1 + int(own.sum()), 0, 0, 0, 0]), "below 0"),
-    "positions": (lambda own: own + 400, "packed.positions from"),
+    "bits": (lambda header: header["precision"].update(bits=3), "precision.bits: input should be"),
+    "none": (lambda header: header.update(precision=None), "packed entries, and no precision"),
+    "rule": (lambda header: header["rule"]["precision"].update(recent=-1), "precision.recent: input"),
+    "counters": (lambda header: header.pop("packed_at"), "does not hold what cache.save writes"),
 }
 
 
 @pytest.fixture(scope="module")
 def packed_file(tmp_path_factory):
-    """A file with all that tiers can have."""
+    """A file with packed entries."""
     model = attached("qwen3")
     cache = Cache(model, "full", precision=PACKED)
     started(model, cache)
@@ -192,21 +168,3 @@ def test_a_header_that_nobody_writes_is_refused(name, packed_file, tmp_path):
     header = json.loads(json.dumps(header))
     change(header)
     refused(reason, Cache.load, written(tmp_path / "context.safetensors", header, tensors), model)
-
-
-@pytest.mark.parametrize("name", TENSORS)
-def test_codes_that_do_not_fit_are_refused(name, packed_file, tmp_path):
-    model, (header, tensors) = packed_file
-    change, reason = TENSORS[name]
-    where = f"layer.1.packed.{name}"
-    changed = {**tensors, where: change(tensors[where].clone())}
-    refused(reason, Cache.load, written(tmp_path / "context.safetensors", header, changed), model)
-
-
-def test_scales_of_a_file_in_few_bits_are_checked(tmp_path):
-    model, path = attached("qwen3"), tmp_path / "context.safetensors"
-    cache = Cache(model, policy=None).prefill(*tiny_batch())
-    header, tensors = file_format.read_file(cache.save(path, bits=4))
-    where = "layer.2.store.key_scales"
-    changed = {**tensors, where: tensors[where][1:].clone()}
-    refused("other groups than the 4 that its lengths", Cache.load, written(path, header, changed), model)

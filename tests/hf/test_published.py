@@ -5,7 +5,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -121,50 +120,6 @@ def test_gates_from_the_hub(model: nn.Module, hub: Hub) -> None:
     kvzap(model, hub.folder)
     gates = published.published_gates("some/gates", model)
     assert gates.layers == (0, 1) and hub.fetched == ["config.json", "model.safetensors"]
-
-
-@pytest.mark.parametrize("own_projection", [True, False])
-def test_dms_from_the_hub_decides_as_its_own_model(own_projection: bool, hub: Hub) -> None:
-    """Decisions of the authors' attention module, from what reaches that of the model."""
-    model: Any = tiny_model("qwen3")
-    model.save_pretrained(hub.folder, max_shard_size="20KB")
-    config = json.loads((hub.folder / "config.json").read_text())
-    config |= {"dms_alpha_scale": 100.0, "dms_initial_alpha_offset": 5.0, "dms_window_size": 512}
-    (hub.folder / "config.json").write_text(json.dumps(config))
-    added: dict[str, Tensor] = {}
-    if own_projection:
-        for layer in range(3):
-            added[f"model.layers.{layer}.self_attn.dms_proj_alpha.weight"] = torch.randn(2, 48)
-            added[f"model.layers.{layer}.self_attn.dms_proj_alpha_norm.weight"] = torch.rand(48)
-        save_file(added, hub.folder / "model-of-dms.safetensors")
-    gates = published.published_gates("some/model", model)
-    assert hub.fetched[0] == "config.json" and len(hub.fetched) > 2
-    logits: list[Tensor] = []
-
-    def decide(layer: int, hidden: Tensor) -> None:
-        decoder_layer = model.model.layers[layer]
-        if own_projection:
-            own = [
-                added[f"model.layers.{layer}.self_attn.dms_proj_alpha{part}.weight"] for part in ("", "_norm")
-            ]
-            logit = functional.linear(functional.rms_norm(hidden, (48,), own[1], eps=1e-6), own[0])
-        else:
-            attention = decoder_layer.self_attn
-            queries = attention.q_proj(decoder_layer.input_layernorm(hidden)).unflatten(-1, (-1, 16))
-            logit = attention.q_norm(queries)[:, :, :: attention.num_key_value_groups, -1]
-        logits.append(logit.transpose(1, 2) * 100.0 - 5.0)
-
-    hooks = [
-        each.register_forward_pre_hook(lambda _, given, layer=layer: decide(layer, given[0]))
-        for layer, each in enumerate(model.model.layers)
-    ]
-    seen = observe(model, torch.randint(1, 90, (1, 12)), wanted=gates.inputs)
-    for hook in hooks:
-        hook.remove()
-    for shown, logit in zip(seen, logits, strict=True):
-        score = gates.score(shown).values_BHT
-        torch.testing.assert_close(score[..., :-1], -logit[..., 1:], rtol=1e-4, atol=1e-3)
-        assert (score[..., -1] > 0).all()
 
 
 def test_pickles_on_the_hub_are_refused_before_they_are_fetched(model: nn.Module, hub: Hub) -> None:

@@ -40,7 +40,7 @@ def small(family="qwen3", **settings):
 
 
 @contextmanager
-def dense(model, gates, attention_mask, *, protected, to_log_gate=None, spared_BHT=None, shown_to=None):
+def dense(model, gates, attention_mask, *, protected, to_log_gate=None, ungated_BHT=None, shown_to=None):
     """The oracle: every evicting module gets the bias of its gate as a 4D mask, T x T a query head; nothing
     of `retain.hf.training.soft_attention` or of the kernels runs.
 
@@ -60,8 +60,8 @@ def dense(model, gates, attention_mask, *, protected, to_log_gate=None, spared_B
             shown = shown_to(module, hidden, kwargs, streams[spec.layer_idx], valid)
         output = gate(shown)
         log_gate = gate.log_gate(output) if to_log_gate is None else to_log_gate(output, gate)
-        if spared_BHT is not None:
-            log_gate = torch.where(spared_BHT, 0.0, log_gate)
+        if ungated_BHT is not None:
+            log_gate = torch.where(ungated_BHT, 0.0, log_gate)
         made[spec.layer_idx] = log_gate
         bias = log_gate[:, :, None] * (distance if gates.ages else 1.0)
         bias = torch.where(distance >= protected, bias, 0.0)
@@ -87,7 +87,7 @@ def dense(model, gates, attention_mask, *, protected, to_log_gate=None, spared_B
             handle.remove()
 
 
-def both(model, gates, pads=PADS, shown_to=None, spared_BHT=None, **settings):
+def both(model, gates, pads=PADS, shown_to=None, ungated_BHT=None, **settings):
     """Logits at tokens, log-gates and gate gradients: ours, and the oracle's."""
     input_ids, mask = tiny_batch(pads, 34)
     settings = {"protected": PROTECTED, **settings}
@@ -96,9 +96,9 @@ def both(model, gates, pads=PADS, shown_to=None, spared_BHT=None, **settings):
         gates.zero_grad()
         if ours:
             with SoftGated(model, gates, **settings) as trained:
-                output, log_gates = trained(input_ids, mask, spared_BHT=spared_BHT)
+                output, log_gates = trained(input_ids, mask, ungated_BHT=ungated_BHT)
         else:
-            how = {**settings, "shown_to": shown_to, "spared_BHT": spared_BHT}
+            how = {**settings, "shown_to": shown_to, "ungated_BHT": ungated_BHT}
             with dense(model, gates, mask, **how) as log_gates:
                 output = model(input_ids, attention_mask=mask, use_cache=False)
         logits = output.logits[mask.bool()]
@@ -142,18 +142,18 @@ def test_logits_and_gradients_are_those_of_dense_masks(family):
         {"protected": 0},
         {"protected": 1},
         {"to_log_gate": lambda output, gate: -output.square()},
-        {"spared_BHT": (torch.arange(34) % 5 == 0).expand(2, 2, 34)},
-        {"spared_BHT": (torch.arange(34) % 5 == 0).expand(2, 34)},
+        {"ungated_BHT": (torch.arange(34) % 5 == 0).expand(2, 2, 34)},
+        {"ungated_BHT": (torch.arange(34) % 5 == 0).expand(2, 34)},
         {"pads": (0, 0)},
     ],
     ids=["all", "all but itself", "own form", "spared", "spared for all heads", "no padding"],
 )
 def test_every_form_of_gate(settings):
     model = tiny_model("llama", dtype=torch.float64)
-    if (spared := settings.get("spared_BHT")) is None or spared.ndim == 3:
+    if (spared := settings.get("ungated_BHT")) is None or spared.ndim == 3:
         return assert_same(model, gates_of(model), **settings)
     trained, batch = SoftGated(model, gates_of(model), protected=3), tiny_batch(PADS, 34)
-    one, other = (trained(*batch, spared_BHT=own)[0] for own in (spared, spared[:, None].expand(-1, 2, -1)))
+    one, other = (trained(*batch, ungated_BHT=own)[0] for own in (spared, spared[:, None].expand(-1, 2, -1)))
     assert torch.equal(one.logits, other.logits)
 
 
@@ -311,8 +311,8 @@ def test_no_mask_of_all_pairs_is_made():
         ({"attention_mask": MASK.flip(1)}, "right padding"),
         ({"attention_mask": MASK[:, :5]}, r"attention_mask is \(2, 5\)"),
         (
-            {"spared_BHT": torch.zeros((2, 19), dtype=torch.bool)},
-            r"spared_BHT is .*\[2, 20\].*H = 2 KV heads",
+            {"ungated_BHT": torch.zeros((2, 19), dtype=torch.bool)},
+            r"ungated_BHT is .*\[2, 20\].*H = 2 KV heads",
         ),
     ],
 )

@@ -23,7 +23,7 @@ import retain
 from retain.eval.tasks.sources import load_rows
 from retain.hf.version_names import CACHE
 from retain.models.named import commit_of, load_named
-from retain.train.data.sources import Hub
+from retain.train.data.sources import Dataset
 from tests.hub.content import CURVE
 
 Step = Callable[[Path], Any]
@@ -57,19 +57,15 @@ def refusal(call: Callable[[], Any]) -> str:
 
 def first_texts(path: str, **how: Any) -> list[str]:
     """First words of all rows of a data set, the source opened again behind a third of them."""
-    source = Hub(path, None, "train", how.get("revision"))
+    source = Dataset("hub", path, revision=how.get("revision"))
     cursor = source.open()
     found = [next(cursor).values["text"] for _ in range(13)]
-    later = Hub(path, None, "train", how.get("revision"))
+    later = Dataset("hub", path, revision=how.get("revision"))
     found += [row.values["text"] for row in later.open(json.loads(json.dumps(cursor.state())))]
     return [" ".join(text.split()[:2]) for text in found]
 
 
 # Gates.
-
-
-def large_gates(folder: Path) -> Any:
-    return same(retain.load_gates("owner/large"), retain.load_gates(folder / "large"))
 
 
 def pushed_gates(folder: Path) -> Any:
@@ -194,7 +190,7 @@ def moved_stream(folder: Path) -> Any:
     """A data set moves between two passes, and between a run and its resumption."""
     from huggingface_hub import CommitOperationAdd, HfApi
 
-    source = Hub("owner/lines", None, "train", None)
+    source = Dataset("hub", "owner/lines")
     cursor = source.open()
     before = [next(cursor).values["text"] for _ in range(3)]
     state = cursor.state()
@@ -209,8 +205,9 @@ def moved_stream(folder: Path) -> Any:
             )
             .oid
         )
-    resumed = Hub("owner/lines", None, "train", None)
-    newest = Hub("owner/lines", None, "train", "main")
+    resumed = Dataset("hub", "owner/lines")
+    newest = Dataset("hub", "owner/lines", revision="main")
+    pinned = Dataset("hub", "owner/lines", revision=source.commit)
     return {
         "second pass": before
         == [row.values["text"] for row, _ in zip(source.open(), range(3), strict=False)],
@@ -218,7 +215,7 @@ def moved_stream(folder: Path) -> Any:
         "resumed commit": resumed.commit == source.commit != sha,
         "new": next(newest.open()).values["text"],
         "new commit": newest.commit == sha,
-        "pinned": next(Hub("owner/lines", None, "train", source.commit).open()).values["text"] == before[0],
+        "pinned": next(pinned.open()).values["text"] == before[0],
     }
 
 
@@ -237,7 +234,7 @@ def hidden(folder: Path) -> Any:
     calls: dict[str, Callable[[], Any]] = {
         "gates": lambda: retain.load_gates("owner/hidden"),
         "model": lambda: load_named("owner/hidden"),
-        "stream": lambda: next(Hub("owner/secret", None, "train", None).open()),
+        "stream": lambda: next(Dataset("hub", "owner/secret").open()),
         "rows": lambda: load_rows("hub:owner/secret", None, split="train"),
     }
     with token(None):
@@ -249,15 +246,9 @@ def hidden(folder: Path) -> Any:
 # Connections that break off.
 
 
-def torn_gates(folder: Path) -> Any:
-    """A connection that breaks off again and again; then one that does not."""
-    said = refusal(lambda: retain.load_gates("owner/torn"))
-    return {"said": said, "then": same(retain.load_gates("owner/torn"), retain.load_gates(folder / "torn"))}
-
-
 STEPS: tuple[Step, ...] = (
-    *(large_gates, pushed_gates, refused_pushes, moved_gates, absent_gates, documented),
-    *(model, streams, moved_stream, rows, hidden, torn_gates),
+    *(pushed_gates, refused_pushes, moved_gates, absent_gates, documented),
+    *(model, streams, moved_stream, rows, hidden),
 )
 
 

@@ -52,12 +52,6 @@ def test_a_pushed_card_says_what_it_must(online: dict[str, Any], hub: Hub) -> No
         assert line in text, line
 
 
-def test_the_card_of_a_branch_loads_that_branch(online: dict[str, Any], hub: Hub) -> None:
-    own = hub.repositories["models", "owner/pushed"]
-    text = own.commits[own.branches["dev"]].files["README.md"].data.decode()
-    assert "retain.load_gates('owner/pushed@dev', model)" in text
-
-
 def test_a_push_without_permission_says_what_is_wanted(online: dict[str, Any], hub: Hub) -> None:
     said = online["refused_pushes"]
     assert said["public"].startswith(
@@ -72,11 +66,6 @@ def test_a_push_without_permission_says_what_is_wanted(online: dict[str, Any], h
     assert said["bad name"].endswith("of yours, `owner/name`.")
     assert "403 Forbidden" in said["reader"]
     assert ("models", "owner/new") not in hub.repositories
-
-
-def test_a_download_goes_on_where_the_connection_broke_off(online: dict[str, Any], hub: Hub) -> None:
-    assert online["large_gates"] is True
-    assert [asked for asked in hub.log if asked[0] == "GET" and asked[2] == f"bytes={10 * 2**20}-"]
 
 
 def test_a_branch_is_followed_and_a_commit_stays(online: dict[str, Any], hub: Hub) -> None:
@@ -143,8 +132,3 @@ def test_without_the_hub_its_cache_is_read(
     refused("Without the hub, gates are read from its cache", retain.load_gates, "owner/never")
     refused("model='owner/never' cannot be loaded", load_named, "owner/never")
     assert time.perf_counter() - began < 2 and len(hub.log) == asked
-
-
-def test_a_connection_that_breaks_off_again_and_again_is_an_error(online: dict[str, Any]) -> None:
-    torn = online["torn_gates"]
-    assert torn["said"].startswith("ValueError: there are no gates at 'owner/torn'") and torn["then"]

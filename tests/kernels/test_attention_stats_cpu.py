@@ -7,7 +7,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 import torch
 
-from retain.kernels.attention_stats import attention_stats, dispatch, reference, threads
+from retain.kernels import attention_stats as op
+from retain.kernels.attention_stats import attention_stats, reference, threads
 from retain.kernels.attention_stats.cases import CASES, Case, inputs, run
 from retain.kernels.measure import extra_bytes
 from tests.kernels.test_attention_stats import assert_right
@@ -110,7 +111,7 @@ def _call_of(kwargs):
     """Arguments of the reference."""
     calls = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dispatch, "run", lambda call: calls.append(call) or {})
+        patch.setattr(op, "_run", lambda call: calls.append(call) or {})
         attention_stats(**kwargs)
     return calls[0]
 

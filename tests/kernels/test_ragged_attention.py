@@ -205,13 +205,6 @@ def test_a_layout_keeps_the_way_of_cutting_it_that_is_used_and_forgets_others():
     assert len(pages.planned) < 16
 
 
-def test_layouts_are_compared_as_such():
-    """Their tables are tensors, of which an equality in place of each would be no answer."""
-    assert Pages.of([3, 1], "cpu") != Pages.of([3, 1], "cpu")
-    pages = Pages.of([3, 1], "cpu")
-    assert pages == pages and len({pages, pages}) == 1
-
-
 @pytest.mark.parametrize("rooms", [[64, 0, 640, 128], [1], [0, 0], [65] * 7, [8192] + [0] * 20])
 @pytest.mark.parametrize("entries", [64, 128, 10**6])
 def test_work_covers_every_entry_once(rooms, entries):
@@ -302,16 +295,6 @@ def test_what_cannot_be_is_refused():
     ]:
         with pytest.raises(ValueError, match=text):
             ragged_attention(**{**given, **change})
-
-
-@pytest.mark.parametrize("dtype", EXACT, ids=str)
-@pytest.mark.parametrize("name", ["decode, all options", "chunk of 40, all options"])
-def test_the_registered_operator_keeps_its_word(name, dtype):
-    given = cases.inputs(CASES[name], dtype, "cpu")
-    names = ("queries_BQSD", "keys_CD", "values_CD", "offsets_R1", "seen_RS", "sinks_Q", "positions_C")
-    tensors = [given[name] for name in (*names, "query_positions_BS", "log_weight_C")]
-    how = [[*given["pages"].counts], given["scaling"], given["soft_cap"], given["window"]]
-    torch.library.opcheck(torch.ops.retain.ragged_attention, (*tensors, *how))
 
 
 @pytest.mark.gpu

@@ -33,25 +33,13 @@ def test_a_cache_finds_the_gates_of_its_model_and_says_so(shipping):
     shipping(model)
     ids, mask = tiny_batch((0,), 60)
     with retain.attach(model):
-        found = retain.Cache(model, policy="fused", keep_ratio=0.5, short="raise").prefill(ids, mask)
+        found = retain.Cache(model, policy="learned", keep_ratio=0.5, short="raise").prefill(ids, mask)
         given = retain.Cache(
-            model, policy="fused", keep_ratio=0.5, short="raise", gates=retain.load_gates("tiny", model)
+            model, policy="learned", keep_ratio=0.5, short="raise", gates=retain.load_gates("tiny", model)
         ).prefill(ids, mask)
     assert found.report().gates == "tiny (they ship with retain)"
     assert "gates: tiny (they ship with retain)" in str(found.report())
     assert found.budgets().held_BLH.equal(given.budgets().held_BLH)
-
-
-def test_gates_of_a_folder_are_named_by_it(shipping, tmp_path):
-    model = tiny_model("qwen3")
-    shipping(model, "elsewhere")
-    ids, mask = tiny_batch((0,), 60)
-    with retain.attach(model):
-        cache = retain.Cache(model, policy="gate", keep_ratio=0.5, gates=str(tmp_path / "elsewhere")).prefill(
-            ids, mask
-        )
-        assert cache.report().gates == str(tmp_path / "elsewhere")
-        assert retain.Cache(model, "snapkv", keep_ratio=0.5).report().gates is None
 
 
 def test_other_weights_of_the_same_sizes_are_told_what_to_write(shipping):
@@ -81,11 +69,6 @@ def test_a_model_without_gates_is_told_every_choice():
         f"policy={own.TRAINING_FREE_KNOWN!r} where it is read before",
     ):
         assert part in said, part
-
-
-def test_the_published_ones_are_named_for_their_model_alone():
-    assert shipped.published_for("qwen/qwen3-32b") == shipped.PUBLISHED["Qwen/Qwen3-32B"]
-    assert shipped.published_for("somebody/else") == ()
 
 
 def test_matrices_are_stored_in_16_bits_and_statistics_whole(shipping, tmp_path):

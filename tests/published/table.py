@@ -51,7 +51,7 @@ def _cells(name: str, own: Published, found: ModelDescription) -> list[str]:
         *(f"{len(specs)}{window}", alone, f"{specs[0].num_kv_heads} x {specs[0].head_dim}"),
         *(size(footprint.full) for footprint in found.footprints),
         *(size(footprint.kept) for footprint in found.footprints),
-        size(found.footprints[-1].alone) if alone else "",
+        size(held) if (held := found.footprints[-1].alone) and alone else "",
         f"{found.gate_parameters / 1e6:.2f} M",
         "described" if found.whole is None else "described, text decoder",
         unverified,

@@ -1,19 +1,12 @@
 """Published models, described from their configs alone, against counts by hand and the committed table."""
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from transformers import DeepseekV32Config
 
-from retain.hf.model.decoder import layout_of
-from retain.models.unloaded import meta_model
-from tests.published.model import Published, published
 from tests.published.table import BEGIN, PAGE, describe_all, table, written
-from tests.refused import refused
 
 # One fixture makes all models, which takes longer than a test of the default tier may: nothing quicker
 # compares the sizes of real models.
@@ -32,7 +25,7 @@ class Hand:
         E, Q: width, and query heads.
         window: of the layers that evict.
         slide: layers left alone with a window, and that window; their heads are the same.
-        state: layers with a recurrent state, then its key heads and value heads, of width 128 each.
+        state: layers left alone with a recurrent state.
     """
 
     evict: int
@@ -42,7 +35,7 @@ class Hand:
     Q: int
     window: int | None = None
     slide: tuple[int, int] = (0, 1)
-    state: tuple[int, int, int] = (0, 0, 0)
+    state: int = 0
 
     @property
     def numbers(self) -> int:
@@ -63,13 +56,10 @@ class Hand:
             return self.full(tokens)
         return entries * (entry + 4)
 
-    def alone(self, tokens: int) -> int:
-        """Windows; and of a recurrent state 4 columns of keys, queries and values in 2 bytes, and the state
-        itself, a matrix a value head, in float32."""
+    def alone(self, tokens: int) -> int | None:
+        """Windows; the size of a recurrent state is not computed."""
         layers, window = self.slide
-        sliding = layers * self.H * 2 * self.D * 2 * min(tokens, window - 1)
-        layers, keys, values = self.state
-        return sliding + layers * ((2 * keys + values) * 128 * 4 * 2 + values * 128 * 128 * 4)
+        return None if self.state else layers * self.H * 2 * self.D * 2 * min(tokens, window - 1)
 
     def gates(self) -> int:
         """An `mlp` gate of 64 hidden units: mean and scale of the input are buffers, not parameters."""
@@ -83,9 +73,9 @@ HAND = {
     "Qwen/Qwen2.5-7B": Hand(28, 4, 128, 3584, 28),
     "Qwen/Qwen3-8B": Hand(36, 8, 128, 4096, 32),
     "Qwen/Qwen3-30B-A3B": Hand(48, 4, 128, 2048, 32),
-    "Qwen/Qwen3-Next-80B-A3B-Instruct": Hand(12, 2, 256, 2048, 16, state=(36, 16, 32)),
-    "Qwen/Qwen3.5-9B": Hand(8, 4, 256, 4096, 16, state=(24, 16, 32)),
-    "Qwen/Qwen3.5-35B-A3B": Hand(10, 2, 256, 2048, 16, state=(30, 16, 32)),
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": Hand(12, 2, 256, 2048, 16, state=36),
+    "Qwen/Qwen3.5-9B": Hand(8, 4, 256, 4096, 16, state=24),
+    "Qwen/Qwen3.5-35B-A3B": Hand(10, 2, 256, 2048, 16, state=30),
     "mistralai/Mistral-7B-v0.1": Hand(32, 8, 128, 4096, 32, window=4096),
     "mistralai/Mistral-Nemo-Base-2407": Hand(40, 8, 128, 5120, 32),
     "mistralai/Mixtral-8x7B-v0.1": Hand(32, 8, 128, 4096, 32),
@@ -113,16 +103,6 @@ def described(tmp_path_factory):
     return describe_all(tmp_path_factory.mktemp("published"))
 
 
-def test_every_model_names_where_its_config_was_read():
-    models = list(published())
-    assert HAND.keys() < {own.model for own in models} and len(models) == 47
-    for own in models:
-        assert own.sources and all(len(source) > 20 for source in own.sources), own.model
-        text = own.config.get("text_config", own.config)
-        for key in own.unverified:
-            assert key.removeprefix("text_config.") in text, (own.model, key)
-
-
 def test_layers_heads_and_bytes_are_those_that_were_counted_by_hand(described):
     for name, hand in HAND.items():
         found = described[name][1]
@@ -132,7 +112,7 @@ def test_layers_heads_and_bytes_are_those_that_were_counted_by_hand(described):
         for spec in specs:
             sizes = {"E": hand.E, "H": hand.H, "Q": hand.Q, "D": hand.D}
             assert (spec.sizes, spec.window, spec.dtype) == (sizes, hand.window, torch.bfloat16), name
-        assert len(left) == hand.slide[0] + hand.state[0], name
+        assert len(left) == hand.slide[0] + hand.state, name
         assert {own.window for own in left} <= {hand.slide[1] if hand.slide[0] else None}, name
         assert found.gate_parameters == hand.gates(), name
         for tokens, own in zip(TOKENS, found.footprints, strict=True):
@@ -151,59 +131,10 @@ def test_the_logits_are_scaled_as_the_config_says(described):
             assert spec.scaling == pytest.approx(own.get(name, hand.D**-0.5)), name
 
 
-def test_parameters_are_as_many_as_the_name_says(described):
-    """A wrong width, depth or count of experts would show here, whatever our own code does with it."""
-    others = {
-        "c4ai-command-r7b-12-2024": 8,
-        "Mixtral-8x7B-v0.1": 46.7,
-        "gemma-3-4b-it": 3.9,
-    }
-    checked = 0
-    for name in HAND:
-        short = name.partition("/")[2]
-        said = re.search(r"-(\d+(?:\.\d+)?)b\b", short, flags=re.IGNORECASE)
-        billions = others.get(short, float(said[1]) if said else None)
-        if billions is not None:
-            checked += 1
-            found = described[name][1].parameters / 1e9
-            # The names round, and some leave embeddings out.
-            assert 0.85 * billions < found < 1.31 * billions, (name, found)
-    assert checked > 20
-
-
 def test_a_multimodal_checkpoint_says_that_its_text_decoder_is_meant(described):
     whole = {name for name, (_, found) in described.items() if found.whole is not None}
     assert whole == {"google/gemma-3-4b-it", "google/gemma-3-27b-it"}
-    assert "load its text decoder" in str(described["google/gemma-3-4b-it"][1])
-
-
-SAMPLE = ("openai/gpt-oss-20b", "Qwen/Qwen3.5-9B", "zai-org/GLM-4.5-Air", "google/gemma-2-2b")
-
-
-def unloaded(name: str, folder: Path) -> Any:
-    own: Published = next(own for own in published() if own.model == name)
-    return meta_model(str(own.save(folder)))
-
-
-@pytest.mark.parametrize(
-    "name",
-    # Of a multimodal model the text decoder is meant, which is a checkpoint of its own.
-    [
-        pytest.param(name, marks=() if name in SAMPLE else pytest.mark.slow)
-        for name in HAND
-        if not name.startswith("google/gemma-3-")
-    ],
-)
-def test_gates_are_made_of_the_same_sizes(name, tmp_path):
-    hand, layers = HAND[name], layout_of(unloaded(name, tmp_path), on_meta=True).evicting
-    assert len(layers) == hand.evict
-    assert layers[0].sizes == {"E": hand.E, "H": hand.H, "Q": hand.Q, "D": hand.D}
-
-
-def test_no_gates_are_made_of_what_cannot_evict(tmp_path):
-    DeepseekV32Config(num_hidden_layers=1, n_routed_experts=8).save_pretrained(tmp_path / "sparse")
-    model = meta_model(str(tmp_path / "sparse"))
-    refused("whose queries .* an indexer picks", lambda: layout_of(model, on_meta=True))
+    assert "load the text decoder" in str(described["google/gemma-3-4b-it"][1])
 
 
 def test_the_committed_table_is_what_the_command_prints(described):

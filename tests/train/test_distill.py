@@ -179,7 +179,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(
     ("overrides", "message"),
     [
         (["gate.family=mpl", "data.lengths=[9]"], "(?s)did you mean 'mlp'.*data.lengths has 9"),
-        (["target.horizon=0", "training.lr=.nan"], "(?s)target.horizon: expected .*training.lr: expected"),
+        (["target.horizon=0", "training.lr=.nan"], "(?s)training.lr: input .*target.horizon: input"),
         (["target.horizon=99"], "too short: .* more than 99 are needed"),
         (["target.horizon=500"], "data.max_tokens=100 and target.horizon=500: no context would be longer"),
         (["model=no/such-model"], "model='no/such-model' cannot be loaded"),
@@ -215,7 +215,7 @@ def test_shipped_configs_build(path: Path) -> None:
     check(config, 1)
     assert config.output.startswith("runs/")
     # What is trained for the default policy can be used by it; published families are compared alone.
-    policy = load_policy("gate" if path.parent.name == "families" else "fused")
+    policy = load_policy("gate" if path.parent.name == "families" else "learned")
     assert config.target.horizon <= policy.protection.recent
     head = path.read_text().splitlines()[:3]
     launch = "accelerate launch --quiet --config_file configs/accelerate/one_process.yaml train/distill.py"

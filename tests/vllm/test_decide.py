@@ -22,11 +22,11 @@ SERVED = tuple(
     name
     for name in PRESETS
     if name != "full"
-    and load_policy(name).allocation.weights is None
+    and load_policy(name).weights is None
     and not load_policy(name).learned
     and not problems(load_policy(name), ("vllm",))
 )
-SERVED += ("gate", "fused")
+SERVED += ("gate", "learned")
 
 
 def made(name: str, length: int, *overrides: str, num_layers: int = 3):
@@ -57,11 +57,12 @@ def decided(rules, evidence, gates, budget, seed=3):
 
 
 def expected(rules, evidence, gates, budget, seed=3):
+    """Masks `[B, H, T]` of each layer, decided from all tensors of a prompt."""
     plan, policy = rules.plan(evidence[0].num_seen, budget), rules.policy
     learned = [gates.score(one) if gates else None for one in evidence]
     pairs = zip(evidence, learned, strict=True)
     scores = [score_entries(policy, one, learned=score, seeds_B=[seed]) for one, score in pairs]
-    return keep_pages(plan, [candidates_of(plan, score) for score in scores], PAGE)
+    return keep_pages(plan, [candidates_of(plan, score) for score in scores], rules.page)
 
 
 @pytest.mark.parametrize("name", SERVED)
@@ -118,7 +119,7 @@ def test_a_policy_that_keeps_everything_frees_nothing():
     assert Rules(load_policy("full"), 4, (2, 2), 24).kept(400, Budget(keep_ratio=0.5)) == 100
 
 
-@pytest.mark.parametrize("name", ["snapkv", "fused"])
+@pytest.mark.parametrize("name", ["snapkv", "learned"])
 def test_the_number_of_pages_follows_from_length_and_budget_alone(name):
     rules, _, _ = made(name, 20)
     for length in (1, PAGE - 1, PAGE, PAGE + 1, 299, 304, 999):

@@ -19,7 +19,7 @@ def test_every_setting():
     assert settings == Settings(**fields)
     assert settings.load_policy().observed_settings["window"] == 16
     assert settings.budget.keep_ratio == 0.3
-    both = settings_from({"retain": {"policy": "fused", "gates": "there", "tokens_per_head": 64}})
+    both = settings_from({"retain": {"policy": "learned", "gates": "there", "tokens_per_head": 64}})
     assert both.gates == "there" and both.budget.tokens_per_head == 64
 
 
@@ -35,7 +35,7 @@ def test_every_setting():
         ({"policy": "snapkv", "keep_ratio": "much"}, "keep_ratio"),
         ({"policy": "snapkv", "keep_ratio": 0.2, "tokens_per_head": 9}, "keep_ratio|one"),
         ({"policy": "snapkv", "keep_ratio": 0.2, "overrides": ["observed_settings.windo=3"]}, "windo"),
-        ({"policy": "fused", "keep_ratio": 0.2}, "'fused' cannot be served.*takes gates: add 'gates'"),
+        ({"policy": "learned", "keep_ratio": 0.2}, "'learned' cannot be served.*takes gates: add 'gates'"),
         ({"keep_ratio": 0.2}, "takes gates: add 'gates'"),
         ({"policy": "snapkv", "gates": "g", "keep_ratio": 0.2}, "takes no gates: leave 'gates' out"),
         (
@@ -79,12 +79,12 @@ def test_every_option():
         ({"retain.keep_ration": 0.2}, "unknown key 'retain.keep_ration' .did you mean 'keep_ratio'"),
         ({"retain.document": 1}, "unknown key 'retain.document' .gone since"),
         ({"retain.keep_ratio": 0}, "keep_ratio is kept / seen"),
-        ({"retain.keep_ratio": "half"}, "retain.keep_ratio: expected float, got 'half'"),
+        ({"retain.keep_ratio": "half"}, "retain.keep_ratio: input should be a valid number, got 'half'"),
         ({"retain.keep_ratio": 0.2, "retain.tokens_per_head": 4}, "a budget is stated once"),
         ({"retain.tokens_per_head": -1}, "tokens_per_head is a whole number of at least 1"),
-        ({"retain.keep_ratio": float("nan")}, "retain.keep_ratio: expected float finite, got nan"),
-        ({"retain.off": "yes"}, "retain.off: expected bool, got 'yes'"),
-        ({"retain.seed": 1.5}, "retain.seed: expected int, got 1.5"),
+        ({"retain.keep_ratio": float("nan")}, "retain.keep_ratio: input should be a finite number, got nan"),
+        ({"retain.off": "yes"}, "retain.off: input should be a valid boolean, got 'yes'"),
+        ({"retain.seed": 1.5}, "retain.seed: input should be a valid integer, got 1.5"),
         ({"retain.seed": "x", "retain.off": "y", "retain.z": 1}, "3 problems"),
     ],
 )

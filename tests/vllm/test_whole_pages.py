@@ -100,8 +100,8 @@ def test_the_largest_remainder_wins_and_the_smallest_pays():
 def counts_by_hand(plan: Plan, candidates, page: int) -> list[list[int]]:
     """Entries of each head of each layer: those without pages, rounded to pages and the tail."""
     split, totals = plan.shares.split, plan.shares.totals
-    (seen,), crosses = totals.lengths_B, split.scope == "model" or split.allocation.layers != "uniform"
-    crosses = crosses or split.allocation.weights is not None
+    (seen,), crosses = totals.lengths_B, split.scope == "model" or split.layers != "uniform"
+    crosses = crosses or split.weights is not None
     tail, L, H = seen % page, len(candidates), candidates[0].score_BHT.shape[1]
     budgets = [won.budget_BH[0].tolist() for won in head_budgets(plan.shares, candidates)]
     sure = [layer.guaranteed_BH[0].tolist() for layer in candidates]
@@ -171,7 +171,9 @@ def test_heads_and_entries_are_those_of_plain_loops(name, seed, ties, ratio, pag
     check_by_hand(policy, layers, made_scores(layers, seed, ties=ties), ratio, page)
 
 
-@pytest.mark.parametrize("name", ["fused", "duoattention", "layer_defensivekv", "pyramidkv", "lava", "cake"])
+@pytest.mark.parametrize(
+    "name", ["learned", "duoattention", "layer_defensivekv", "pyramidkv", "lava", "cake"]
+)
 @settings(deadline=None, max_examples=4)
 @given(st.integers(0, 10**6), st.sampled_from([0.6, 0.8]), st.sampled_from(SIZES))
 def test_presets_are_those_of_plain_loops(heads_file, name, seed, ratio, page):

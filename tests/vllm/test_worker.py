@@ -8,15 +8,15 @@ import torch
 from retain.budget.statement import Budget
 from retain.evidence import Evidence
 from retain.gates import build_gates
-from retain.policy import candidates_of, load_policy, score_entries
+from retain.policy import load_policy
 from retain.vllm.packing.eviction import with_tokens
 from retain.vllm.packing.progress import Arrival
 from retain.vllm.packing.tables import Layout
-from retain.vllm.packing.whole_pages import keep_pages
 from retain.vllm.packing.worker import Worker
 from retain.vllm.settings import Rules
 from tests.vllm.engine import places_of
 from tests.vllm.memory import Steps, make_store
+from tests.vllm.test_decide import expected
 
 PAGE = 4
 LAYOUT = Layout(2, 60, 2, PAGE)
@@ -26,7 +26,7 @@ BUDGET = Budget(keep_ratio=0.3)
 
 def make_steps(name: str = "snapkv", layout: Layout = LAYOUT) -> Steps:
     """An empty memory with a worker: 2 query heads a KV head, windows of 5 queries."""
-    overrides = [*SMALL, "observed_settings.window=5"] if name in ("snapkv", "adakv", "fused") else SMALL
+    overrides = [*SMALL, "observed_settings.window=5"] if name in ("snapkv", "adakv", "learned") else SMALL
     policy = load_policy(name, overrides)
     heads_L = (layout.num_heads,) * layout.num_layers
     layers = [
@@ -57,7 +57,7 @@ def arrival(steps: Steps, request_id: str, length: int, seed: int = 0, budget: B
 def wanted(steps: Steps, request_id: str) -> list[list[list[int]]]:
     """Places that each head of each layer keeps of a prompt, decided from all its tensors."""
     request, worker, given = steps.requests[request_id], steps.worker, steps.requests[request_id].arrival
-    T, gates = given.length, worker.gates
+    T = given.length
     evidence = [
         with_tokens(
             layer,
@@ -68,11 +68,7 @@ def wanted(steps: Steps, request_id: str) -> list[list[list[int]]]:
         )
         for place, layer in enumerate(worker.layers)
     ]
-    plan, policy, seeds = worker.rules.plan(T, given.budget), worker.rules.policy, [given.seed]
-    learned = [gates.score(one) if gates else None for one in evidence]
-    pairs = zip(evidence, learned, strict=True)
-    scores = [score_entries(policy, one, learned=score, seeds_B=seeds) for one, score in pairs]
-    masks = keep_pages(plan, [candidates_of(plan, score) for score in scores], PAGE)
+    masks = expected(worker.rules, evidence, worker.gates, given.budget, given.seed)
     return places_of([mask[0] for mask in masks])
 
 
@@ -99,7 +95,7 @@ def forget(steps: Steps) -> None:
     assert len(steps.pool) == len(set(steps.pool)) == steps.layout.num_blocks - 1
 
 
-@pytest.mark.parametrize("name", ["snapkv", "adakv", "random", "fused"])
+@pytest.mark.parametrize("name", ["snapkv", "adakv", "random", "learned"])
 @pytest.mark.parametrize("length", [39, 40, 41])
 @pytest.mark.parametrize("chunks", [(50,), (7,) * 10, (36, 3, 1), (38, 1, 1, 1), (1,) * 45])
 def test_heads_read_what_stays_of_a_prompt_and_then_its_answer(name, length, chunks):
@@ -146,7 +142,7 @@ def test_a_prompt_whose_end_comes_with_its_answer_is_evicted_from_alone():
 def test_any_order_of_steps_preemptions_and_aborts(seed):
     """Evicted, being read and untouched requests in one step, in an order that changes."""
     draw, begun = random.Random(seed), 0
-    steps = make_steps(draw.choice(["snapkv", "knorm", "fused"]))
+    steps = make_steps(draw.choice(["snapkv", "knorm", "learned"]))
     for _ in range(40):
         if len(steps.requests) < 3 and draw.random() < 0.6:
             begun += 1
@@ -174,7 +170,7 @@ def test_any_order_of_steps_preemptions_and_aborts(seed):
     forget(steps)
 
 
-@pytest.mark.parametrize("name", ["snapkv", "adakv", "fused"])
+@pytest.mark.parametrize("name", ["snapkv", "adakv", "learned"])
 def test_a_request_that_cannot_be_scored_keeps_its_last_entries_and_stops_no_other(name, caplog):
     steps = make_steps(name)
     for request_id, length in (("bad", 41), ("good", 38)):

@@ -14,10 +14,12 @@ from typing import Annotated, Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Float32
+from pydantic import Field
+from pydantic.dataclasses import dataclass as checked
 from torch import Tensor, nn
 
 from retain.budget.largest_remainder import exact
-from retain.config import ProperShare, Range, check_fields
+from retain.config import STRICT, ProperShare
 from retain.evidence import Evidence
 from retain.gates import GateSet
 from retain.gates.base import UNITS
@@ -36,7 +38,7 @@ MOST_ENTRIES = 4096
 ENTRIES = 0xCA11
 
 
-@dataclass(frozen=True)
+@checked(frozen=True, config=STRICT)
 class CalibrationSettings:
     """Settings of the calibration after training.
 
@@ -48,12 +50,11 @@ class CalibrationSettings:
     """
 
     kind: Literal["none", "shared"] = "shared"
-    knots: Annotated[int, Range(least=2, most=1024)] = 16
+    knots: Annotated[int, Field(ge=2, le=1024)] = 16
     curve: bool = True
     keep_ratios: tuple[ProperShare, ...] = (0.05, 0.1, 0.2, 0.3, 0.5)
 
     def __post_init__(self) -> None:
-        check_fields(self, "calibration")
         if not self.keep_ratios:
             raise ValueError("calibration: keep_ratios is empty: name one at least.")
 

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from retain.config import Count, Positive, ProperShare, Range, Tokens, Whole
+from pydantic import Field
+
+from retain.config import Count, Positive, ProperShare, Tokens, Whole
 from retain.registry import suggest
 from retain.train.rules import broken, refuse
 
@@ -66,8 +68,8 @@ class DataSettings:
     separator: Literal[""] | None = None
     streaming: bool = False
     shuffle_rows: Count = 1024
-    documents: Annotated[int, Range(least=0, most=10**6)] = 1600
-    held_out: Annotated[int, Range(least=0, most=10**6)] = 32
+    documents: Annotated[int, Field(ge=0, le=10**6)] = 1600
+    held_out: Annotated[int, Field(ge=0, le=10**6)] = 32
     held_out_share: ProperShare = 0.05
     min_tokens: Tokens = 256
     max_tokens: Tokens = 768
@@ -76,7 +78,7 @@ class DataSettings:
     short: Literal["error", "skip"] = "error"
     long: Literal["cut", "skip", "error"] = "cut"
     appendix: str = "\n{question}\n{answer}"
-    max_appendix_tokens: Annotated[int, Range(least=0, most=2**24)] = 0
+    max_appendix_tokens: Annotated[int, Field(ge=0, le=2**24)] = 0
     pack_tokens: Whole = 0
 
     @property

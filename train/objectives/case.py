@@ -5,9 +5,10 @@ from typing import Annotated, Any, Literal
 
 import torch
 from jaxtyping import Bool, Float
+from pydantic import Field
 from torch import Tensor
 
-from retain.config import NotNegative, Positive, PositiveShare, ProperShare, Range, Whole
+from retain.config import NotNegative, Positive, PositiveShare, ProperShare, Whole
 from retain.gates import Gate
 
 
@@ -36,7 +37,7 @@ class LossSettings:
     smooth_l1_beta: Positive = 1.0
     keep_ratios: tuple[ProperShare, ...] = (0.1, 0.2, 0.4)
     band: PositiveShare = 0.15
-    pairs: Annotated[int, Range(least=0, most=2**16)] = 64
+    pairs: Annotated[int, Field(ge=0, le=2**16)] = 64
     temperature: Positive = 1.0
     margin: NotNegative = 0.01
     listwise: Literal["sum", "softmax"] = "sum"

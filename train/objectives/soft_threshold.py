@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from retain.gates import Gate, GateSet
-from retain.hf.training.soft_attention import own_form
+from retain.hf.training.soft_attention import published_log_gate
 from retain.train.objectives.case import keyed_generator
 
 # Openness of what a hard decision closes: a million of them weigh as much as one open entry.
@@ -62,7 +62,7 @@ class SoftThreshold:
         if self.anchor:
             log_gate_BHT = relative(output_BHT, gate, current.valid_BT, self.anchor)
         else:
-            log_gate_BHT = own_form(output_BHT, gate)
+            log_gate_BHT = published_log_gate(output_BHT, gate)
         if self.hard == "none":
             return log_gate_BHT
         noise_BHT = None

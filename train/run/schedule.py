@@ -8,13 +8,15 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from retain.config import Count, Many, NotNegative, Positive, Range, Whole
+from pydantic import Field
+
+from retain.config import Count, Many, NotNegative, Positive, Whole
 
 # Shares of the steps after the warm-up: where `halving` halves, and where `decay` begins to fall.
 HALVED_AT = (0.5, 0.75)
 STABLE = 0.9
 
-Beta = Annotated[float, Range(least=0, below=1)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 @dataclass(frozen=True)

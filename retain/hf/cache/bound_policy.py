@@ -113,7 +113,7 @@ def bind_policy(
     if gates is not None and not chosen.learned:
         problems.append(
             f"gates would not be read: policy {chosen.name!r} takes none. Leave them out, or name a policy "
-            "that takes gates, such as 'fused' or 'gate'."
+            "that takes gates, such as 'learned' or 'gate'."
         )
     if problems:
         raise ValueError("\n".join(problems))
@@ -151,7 +151,7 @@ def _check_files(policy: Policy, layers: Sequence[LayerSpec]) -> None:
     """Refuse weights of heads and centres of another model."""
     if (centres := policy.observed_settings.get("centres")) is not None:
         check_centres(centres, [(layer.layer_idx, layer.num_heads, layer.head_dim) for layer in layers])
-    if (weights := policy.allocation.weights) is not None:
+    if (weights := policy.weights) is not None:
         check_weights(weights, [own.num_kv_heads for own in layers], [own.layer_idx for own in layers])
 
 
@@ -196,7 +196,8 @@ def _overridden(policy: Policy, overrides: dict[str, Any]) -> Policy:
 
     Settings belong to a score: where the override names another score, the policy's own are left behind.
     """
-    mapping, overrides = config.to_mapping(policy), config.plain_numbers(overrides)
+    mapping = config.stated_of(policy) | {"scope": policy.scope}
+    overrides = config.plain_numbers(overrides)
     if overrides.get("observed", policy.observed) != policy.observed:
         mapping["observed_settings"] = {}
     for name, value in overrides.items():

@@ -337,7 +337,7 @@ class Engine(Interceptor):
         store, device = layer.store, keys_BHSD.device
         positions_BS = call.positions_BS.to(device)
         valid_BS = None if call.valid_BS is None else call.valid_BS.to(device)
-        seen_RS = store.append_(keys_BHSD, values_BHSD, positions_BS, valid_BS)
+        seen_RS = store.plain.append_(keys_BHSD, values_BHSD, positions_BS, valid_BS)
         out_BQSD = attend_store(
             store,
             queries_BQSD,
@@ -586,6 +586,8 @@ class Engine(Interceptor):
         with state.changing():
             for store, entries, keep_BHT in zip(state.stores, where, keeps, strict=True):
                 keep_N = entries.select(keep_BHT.to(store.device))
-                spare = store.num_rows * (state.slack + state.regime.every + PAGE)
-                in_place = not release and store.num_places <= int(keep_N.sum()) + spare
+                spare = len(store.lengths_R) * (state.slack + state.regime.every + PAGE)
+                in_place = (
+                    not release and sum(part.num_places for part in store.parts) <= int(keep_N.sum()) + spare
+                )
                 cut_(store, keep_N, state.bound_policy.correction, in_place=in_place)

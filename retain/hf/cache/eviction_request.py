@@ -213,8 +213,8 @@ class BoundPolicy:
         shapes = [
             LayerShape(own.num_kv_heads, own.entry_width * size, element_size=size) for own in self.layers
         ]
-        how = {"stock": call.stock, "short_tokens": self.short_tokens}
-        plan = plan_of(self.policy, self.budget, call.valid_BT, shapes, batch.pinned_BT, **how)
+        given = self.policy, self.budget, call.valid_BT, shapes, batch.pinned_BT
+        plan = plan_of(*given, stock=call.stock, short_tokens=self.short_tokens)
         lengths_B, short = call.valid_BT.sum(-1).tolist(), []
         for row, (covered, length) in enumerate(zip(plan.covers_B, lengths_B, strict=True)):
             if not covered and length < self.window:

@@ -233,9 +233,9 @@ class ReportingCache(InterceptedCache):
             beside = layer.recent.num_bytes
             if layer.store is not None:
                 held, allocated = layer.store.entries_held, layer.store.bytes_allocated
-                entry = layer.store.entry_bytes
+                entry = layer.store.plain.entry_bytes
                 num_bytes = layer.store.bytes_held - int(state.unused_bytes_B(layer.store).sum())
-                paths.append(path_named(layer.store.path))
+                paths.append(path_named(layer.store.plain.path))
             elif layer.keys is not None:
                 dense = layer.dense()
                 held, allocated = seen, sum(tensor.untyped_storage().nbytes() for tensor in dense)

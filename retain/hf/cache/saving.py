@@ -10,7 +10,7 @@ alone, and a header below 1 KiB a layer, plus 8 KiB.
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,20 +20,14 @@ from retain import config
 from retain.cache.file_format import (
     CODED,
     COUNTERS,
-    NAMED,
     PRECISION,
-    Coded,
     check_model,
-    coded,
     layer_store_of,
-    named_rule,
+    layer_tensors,
     precision_of,
     read_file,
-    tensors_of,
     within,
     write_file,
-    wrong_counters,
-    wrong_tensors,
 )
 from retain.hf.cache.batch_context import pinned_of, pins_of, seeds_from
 from retain.hf.cache.eviction_request import BoundPolicy
@@ -42,7 +36,6 @@ from retain.hf.cache.state import History
 from retain.hf.model import pass_through_layers
 from retain.hf.model.decoder import base_model, describe
 from retain.hf.model.identity import identity_of, marks_of
-from retain.hf.model.layout import LayerSpec
 from retain.kernels.codes import BITS
 from retain.presets import Policy
 from retain.protection import spans_by_sequence
@@ -53,13 +46,13 @@ if TYPE_CHECKING:
 
 # How a rule can be made again: from its settings, from its settings and a function, from a function, or from
 # nothing.
-SCORER, FUNCTION, EVERYTHING = "scorer", "function", "everything"
+NAMED, SCORER, FUNCTION, EVERYTHING = "named", "scorer", "function", "everything"
 
 
 def save(cache: "Cache", path: str | os.PathLike[str], bits: int | None = None) -> Path:
     """Write a conversation to one file; an older one survives until the new one is complete on disk.
 
-    Needs memory on the host for one copy of what is held; with `bits`, for two of the codes.
+    Needs memory on the host for one copy of what is written.
 
     Args:
         cache: that has read something, between two forwards.
@@ -89,8 +82,7 @@ def save(cache: "Cache", path: str | os.PathLike[str], bits: int | None = None) 
             "prefill with a policy of None to keep everything), then save."
         )
     path = Path(path)
-    codes = None if bits is None else coded(state.stores, int(bits))
-    write_file(path, _header(cache, codes), _tensors(cache, codes))
+    write_file(path, _header(cache, bits), _tensors(cache, bits))
     return path
 
 
@@ -129,8 +121,7 @@ def _made(
     """The cache that a sound file describes."""
     layers = describe(model)
     check_model(header, identity_of(model), layers[0].dtype, path)
-    if wrong := next(_wrong(header, tensors, layers), None):
-        raise ValueError(f"{path} holds {wrong}: it was changed, or another program wrote it.")
+    seeds_from(header["seeds"])
     bound, regime = header["rule"], header["regime"]
     short, short_tokens = header["short"]
     cache = cls(
@@ -158,16 +149,7 @@ def _made(
     return cache
 
 
-def _wrong(
-    header: Mapping[str, Any], tensors: Mapping[str, Tensor], layers: Sequence[LayerSpec]
-) -> Iterator[str]:
-    """What of a file cannot be: counters that are no numbers, tensors of other shapes or kinds."""
-    yield from wrong_counters(header, len(tensors["history.valid"]))
-    seeds_from(header["seeds"])
-    yield from wrong_tensors(header, tensors, layers)
-
-
-def _tensors(cache: "Cache", codes: Coded | None = None) -> Iterator[tuple[str, Tensor]]:
+def _tensors(cache: "Cache", bits: int | None = None) -> Iterator[tuple[str, Tensor]]:
     """Everything that is no setting, by the name that it has in the file."""
     state = cache.state
     history = state.history
@@ -179,15 +161,11 @@ def _tensors(cache: "Cache", codes: Coded | None = None) -> Iterator[tuple[str, 
         yield "history.ids", history.token_ids_BT
     if state.announced_BT is not None:
         yield "history.announced", state.announced_BT
-    for number, (spec, layer) in enumerate(zip(state.specs, state.ragged, strict=True)):
+    for spec, layer in zip(state.specs, state.ragged, strict=True):
         where = f"layer.{spec.layer_idx}"
         assert layer.store is not None
-        store = layer.store
-        plain = tensors_of(store.plain) if codes is None else codes.tensors[number]
-        packed = {} if store.packed is None else tensors_of(store.packed)
-        for kind, tensors in (("store", plain), ("packed", packed)):
-            for name, tensor in tensors.items():
-                yield f"{where}.{kind}.{name}", tensor
+        for name, tensor in layer_tensors(layer.store, bits).items():
+            yield f"{where}.{name}", tensor
         recent = layer.recent
         if recent.num_queries:
             yield f"{where}.recent.queries", recent.last_queries(recent.num_queries)
@@ -199,7 +177,7 @@ def _tensors(cache: "Cache", codes: Coded | None = None) -> Iterator[tuple[str, 
             yield f"layer.{idx}.state.{name}", tensor
 
 
-def _header(cache: "Cache", codes: Coded | None = None) -> dict[str, Any]:
+def _header(cache: "Cache", bits: int | None = None) -> dict[str, Any]:
     """Everything that is no tensor."""
     state = cache.state
     precision = next((store.precision for store in state.stores if store.precision is not None), None)
@@ -216,7 +194,7 @@ def _header(cache: "Cache", codes: Coded | None = None) -> dict[str, Any]:
         "pinned": _spans(state.pinned),
         PRECISION: None if precision is None else config.to_mapping(precision),
         **{name: getattr(state, name) for name in COUNTERS},
-        **({} if codes is None else {CODED: codes.record}),
+        CODED: bits,
     }
 
 
@@ -226,8 +204,14 @@ def _described(bound: BoundPolicy) -> dict[str, Any]:
         kind = EVERYTHING if bound.function is None else FUNCTION
         held_in = None if bound.precision is None else config.to_mapping(bound.precision)
         return {"kind": kind, "name": bound.name, PRECISION: held_in}
-    named = named_rule(bound.policy, bound.budget, getattr(bound.gates, "metadata", {}).get("sha256"))
-    return named | {"kind": NAMED if bound.scorer is None else SCORER, "name": bound.name}
+    stated = {name: value for name, value in config.to_mapping(bound.budget).items() if value is not None}
+    return {
+        "kind": NAMED if bound.scorer is None else SCORER,
+        "name": bound.name,
+        "policy": config.to_mapping(bound.policy),
+        "budget": stated,
+        "gates": getattr(bound.gates, "metadata", {}).get("sha256"),
+    }
 
 
 def _spans(pins: Any) -> Any:
@@ -290,7 +274,8 @@ def _fill(cache: "Cache", header: Mapping[str, Any], tensors: Mapping[str, Tenso
     for spec, layer in zip(state.specs, state.ragged, strict=True):
         saved = within(tensors, f"layer.{spec.layer_idx}.")
         own = {name: tensor.to(spec.device) for name, tensor in saved.items()}
-        layer.store, layer.seen = layer_store_of(header, own, spec, state.slack), cache.num_seen
+        sizes = spec.num_kv_heads, spec.head_dim, spec.dtype
+        layer.store, layer.seen = layer_store_of(header, own, *sizes, state.slack), cache.num_seen
         layer.lazy_initialization(layer.store.plain.keys_CD, layer.store.plain.values_CD)
         kinds = ("queries", "hidden", "stream")
         shown = {name: [own[f"recent.{name}"]] for name in kinds if f"recent.{name}" in own}

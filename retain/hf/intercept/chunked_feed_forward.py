@@ -27,24 +27,22 @@ def token_wise_in_pieces(layers: Iterable[nn.Module], chunk: int | None) -> Iter
         yield
         return
     if chunk < 1:
-        raise ValueError(
-            f"token-wise modules run over chunk={chunk} tokens at a time: pass 1 or more, or None."
-        )
+        raise ValueError(f"token-wise modules run over 1 token or more at a time, got chunk={chunk}.")
     # A forward of the instance is somebody else's: accelerate puts one in a model on several devices.
     before: list[tuple[dict[str, Any], Any]] = []
     try:
         for layer in layers:
             for name, module in layer.named_children():
                 if any(part in name.lower() for part in TOKEN_WISE):
-                    own = vars(module)
-                    before.append((own, own.get("forward")))
-                    own["forward"] = _in_pieces(module.forward, chunk)
+                    attributes = vars(module)
+                    before.append((attributes, attributes.get("forward")))
+                    attributes["forward"] = _in_pieces(module.forward, chunk)
         yield
     finally:
-        for own, forward in before:
-            del own["forward"]
+        for attributes, forward in before:
+            del attributes["forward"]
             if forward is not None:
-                own["forward"] = forward
+                attributes["forward"] = forward
 
 
 def _in_pieces(whole: Callable[..., Any], chunk: int) -> Callable[..., Any]:
@@ -54,7 +52,7 @@ def _in_pieces(whole: Callable[..., Any], chunk: int) -> Callable[..., Any]:
         outs = [whole(piece, *args, **kwargs) for piece in hidden.split(chunk, 1)]
         if isinstance(outs[0], Tensor):
             return torch.cat(outs, 1)
-        # A mixture of experts gives what its router said beside: of each token, in a row of its own.
+        # A mixture of experts also returns its router's logits, a row a token.
         return tuple(
             torch.cat(parts, 1 if parts[0].ndim == 3 else 0) if isinstance(parts[0], Tensor) else parts[0]
             for parts in zip(*outs, strict=True)

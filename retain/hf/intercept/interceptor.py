@@ -6,9 +6,7 @@ knows nothing else of a cache: `retain.Cache` holds one that evicts,
 `retain.hf.intercept.lookahead_pass.ReadCache` one that only reads.
 
 torch.compile breaks its graphs at the functions `outside_graphs`, and leaves alone what they call: what is
-held changes from token to token, and a graph of it would be compiled for each. Attention modules read their
-own number between two breaks, so one graph a layer is compiled of those: of a model with more layers than
-`torch._dynamo.config.recompile_limit` (8), the others run as written.
+held changes from token to token, and a graph of it would be compiled for each.
 """
 
 import sys
@@ -57,11 +55,8 @@ def intercepted(previous: str | None) -> Callable[..., tuple[Tensor, Tensor | No
 
         def dense() -> tuple[Tensor, Tensor | None]:
             if previous is None:
-                raise ValueError(
-                    f"{type(module).__name__} attends, and nothing is known of its layer: this model cannot "
-                    "be read packed. Please report its architecture."
-                )
-            # `eager` lives beside each architecture's attention module.
+                raise ValueError(f"{type(module).__name__} cannot be read packed: its layer is not known.")
+            # `eager` is a function in each architecture's module.
             function: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
             if previous != "eager":
                 function = ALL_ATTENTION_FUNCTIONS.get_interface(previous, function)
@@ -75,8 +70,7 @@ def intercepted(previous: str | None) -> Callable[..., tuple[Tensor, Tensor | No
 def register(
     name: str, attention: Callable[..., tuple[Tensor, Tensor | None]], mask: Callable[..., Tensor | None]
 ) -> None:
-    """Put an attention and a mask function of ours into transformers' tables, unless they are there. Those of
-    an older import of this package, which knows other caches, or somebody else's, are replaced."""
+    """Put an attention and a mask function of ours into transformers' tables, unless they are there."""
     tables: Any = (
         (AttentionInterface, ALL_ATTENTION_FUNCTIONS, attention),
         (AttentionMaskInterface, ALL_MASK_ATTENTION_FUNCTIONS, mask),
@@ -108,11 +102,7 @@ def pointed_to(configs: Iterable[Any], name: str, *, only: Collection[str] | Non
 
 
 def check_pointed(decoder: Any) -> None:
-    """Refuse an attached model whose config points to other attention than ours.
-
-    Raises:
-        ValueError: it does.
-    """
+    """Refuse (ValueError) an attached model whose config points to other attention than ours."""
     said = decoder.config._attn_implementation
     if said not in PREVIOUS.values():
         raise ValueError(
@@ -122,11 +112,7 @@ def check_pointed(decoder: Any) -> None:
 
 
 def refuse_unasked(module: nn.Module, layer_idx: int) -> NoReturn:
-    """Refuse a layer whose attention module ran, and our attention function did not.
-
-    Raises:
-        ValueError: always.
-    """
+    """Refuse (ValueError) a layer whose attention module ran, and our attention function did not."""
     raise ValueError(
         f"layer {layer_idx} attended without transformers' registry of attention functions, to which the "
         f"model's config points: something replaced the forward of its {type(module).__name__} "

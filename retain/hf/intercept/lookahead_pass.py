@@ -1,10 +1,8 @@
 """Runs the tokens of a lookahead gate behind a prompt that a cache still holds whole.
 
 The prompt is read by the frozen model as ever; then the tokens alone run through the extended one, on a cache
-that is read and never written. So the adapters are on their path only, and when the pass is over nothing of
-the model, of the prompt's cache or of the layers left alone has changed. The price is the peak: no layer can
-be cut before the last one has read the prompt, so that all of its keys and values are held once (and, a layer
-at a time, once more beside the tokens' own).
+that is read and never written: nothing of the model, of the prompt's cache or of the layers left alone
+changes. The price is the peak: no layer can be cut before the last one has read the prompt.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,7 +37,7 @@ class Asked:
 
 
 class _ReadLayer(DynamicLayer):
-    """A layer's prompt: what comes is attended to beside it, and forgotten."""
+    """A layer's prompt: what comes is attended to with it, and not stored."""
 
     def __init__(self, keys_BHTD: Tensor, values_BHTD: Tensor):
         super().__init__()
@@ -97,7 +95,7 @@ def run_behind(
     valid_BT: Tensor,
     positions_BT: Int[Tensor, "B T"],
 ) -> dict[int, Asked]:
-    """Run tokens behind a prompt through an attached model, with whatever the model carries at the moment.
+    """Run tokens behind a prompt through an attached model, with whatever adapters the model carries now.
 
     Args:
         cache: of the prompt.
@@ -139,7 +137,7 @@ def look_ahead(
     if first.held_BHT is not None:
         raise ValueError(
             "lookahead tokens ask behind a whole prompt, and this evidence shows what is left of one: ask "
-            "before the first eviction (a prefill with evict=False, hold_evidence=True)."
+            "before the first eviction."
         )
     with gates.extend(model) as extension:
         assert isinstance(extension, LookaheadExtension)
@@ -202,7 +200,7 @@ def lookahead_gates(
 def adapted_modules(base: nn.Module, last: LayerSpec) -> dict[str, tuple[int, int]]:
     """Names in the decoder, and widths, of the linear modules that matter to what the last layer that evicts
     is asked: all of attention and MLP up to it, but its output projection and MLP and, where it is a module
-    of its own, its value projection.
+    by itself, its value projection.
 
     Args:
         base: the decoder, on any device (meta included).

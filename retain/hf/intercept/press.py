@@ -75,18 +75,18 @@ def press_score(
             if embedding is not None and not hasattr(module, "rotary_emb"):
                 module.rotary_emb = embedding
                 undo.callback(delattr, module, "rotary_emb")
-            for row, own_T in enumerate(evidence.valid_BT):
-                if own_T.any():
-                    values_BHT[row, :, own_T] = _score_one(evidence, row, own_T, module)
+            for row, real_T in enumerate(evidence.valid_BT):
+                if real_T.any():
+                    values_BHT[row, :, real_T] = _score_one(evidence, row, real_T, module)
         return masked_score(values_BHT, evidence.valid_BT, unit)
 
-    def _score_one(evidence: Evidence, row: int, own_T: Bool[Tensor, " T"], module: nn.Module) -> Tensor:
+    def _score_one(evidence: Evidence, row: int, real_T: Bool[Tensor, " T"], module: nn.Module) -> Tensor:
         """The press on one sequence alone: `[H, n]`, finite."""
         one = evidence.select_batch(slice(row, row + 1))
         assert one.hidden_BTE is not None
-        hidden, positions = one.hidden_BTE[:, own_T], one.positions_BT[:, own_T]
-        keys, values = one.keys_BHTD[:, :, own_T], one.values_BHTD[:, :, own_T]
-        paid = attention_probs(one, 0, one.num_queries)[:, :, own_T][..., own_T] if attentions else None
+        hidden, positions = one.hidden_BTE[:, real_T], one.positions_BT[:, real_T]
+        keys, values = one.keys_BHTD[:, :, real_T], one.values_BHTD[:, :, real_T]
+        paid = attention_probs(one, 0, one.num_queries)[:, :, real_T][..., real_T] if attentions else None
         kwargs = {
             "hidden_states": hidden,
             "position_embeddings": None if embedding is None else embedding(hidden, positions),

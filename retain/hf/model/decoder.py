@@ -58,7 +58,7 @@ def learned_prompt(model: Any) -> str | None:
 
 
 def refuse_prefix(model: Any) -> None:
-    """Refuse a wrapper of peft that replaces the cache by one of its own.
+    """Refuse a wrapper of peft that replaces the cache by another.
 
     Raises:
         ValueError: prefix tuning, and what goes like it.
@@ -150,15 +150,15 @@ def _spec(base: Any, idx: int, layer: nn.Module, kind: Kind, where: str, on_meta
             raise ValueError(f"{where}{problem}. {SUPPORTED}")
 
     check(attention is not None, f" has no `{name}`")
-    own = type(attention).__name__
+    said = type(attention).__name__
     try:
         family = family_of(config.model_type, attention)
     except ValueError as error:
         raise ValueError(f"{where}: {error}. {SUPPORTED}") from None
     missing = [part for part in family.parts if not hasattr(attention, part)]
-    check(not missing, f": {own} has no `{'`, `'.join(missing)}`")
-    check(getattr(attention, "is_causal", True), f": {own} is not causal")
-    check(attention.layer_idx == idx, f": {own} is numbered {attention.layer_idx}, not {idx}")
+    check(not missing, f": {said} has no `{'`, `'.join(missing)}`")
+    check(getattr(attention, "is_causal", True), f": {said} is not causal")
+    check(attention.layer_idx == idx, f": {said} is numbered {attention.layer_idx}, not {idx}")
     output, first = getattr(attention, family.output), getattr(attention, family.inputs[0])
     if not on_meta and any(tensor.device.type == "meta" for tensor in stored(output)):
         raise ValueError(
@@ -195,7 +195,7 @@ def rotary_of(model: nn.Module) -> Rotary | None:
     layer, so ask once a model.
 
     Returns:
-        None where the model has no rotary embedding, turns only some of these layers, or each in its own way,
+        None where the model has no rotary embedding, turns only some of these layers, or each in another way,
         turns neighbouring dimensions (the interleaved convention), or where any of this cannot be seen.
 
     Raises:

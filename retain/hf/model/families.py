@@ -1,8 +1,8 @@
 """Names the parts of each family of decoders, in a table without modelling code.
 
 A family of the table must have every part that its row names, and a family that is not in the table is taken
-to be regular only if nothing about its attention is unexplained (a parameter of its own beside the
-projections is). Yi, SmolLM3, InternLM and many others are Llama to transformers, or regular.
+to be regular only if nothing about its attention is unexplained (a further parameter is). Yi, SmolLM3,
+InternLM and many others are Llama to transformers, or regular.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ class Family:
         norms: of queries and keys, inside the attention.
         sinks: parameter with one extra logit per query head; None: there is none.
         gated: whether the heads' outputs are multiplied by a gate before the output projection, which comes
-            out of the query projection beside the queries.
+            out of the query projection with the queries.
     """
 
     attention: str = "self_attn"
@@ -89,7 +89,7 @@ def family_of(model_type: str, attention: nn.Module) -> Family:
     """The row of the table, or what a family that is not in it looks like.
 
     Raises:
-        ValueError: a family that is not in the table, with a parameter of its own beside the projections;
+        ValueError: a family that is not in the table, with a parameter that no row explains;
             latent attention; or several attentions a layer.
     """
     if isinstance(attention, nn.ModuleList):
@@ -101,9 +101,9 @@ def family_of(model_type: str, attention: nn.Module) -> Family:
             f"{type(attention).__name__} has latent attention (MLA), which is not supported: all heads read "
             "one latent a token"
         )
-    if own := [name for name, _ in attention.named_parameters(recurse=False)]:
+    if further := [name for name, _ in attention.named_parameters(recurse=False)]:
         raise ValueError(
-            f"{type(attention).__name__} has a parameter of its own, `{'`, `'.join(own)}`, and nothing says "
+            f"{type(attention).__name__} has a further parameter, `{'`, `'.join(further)}`, and nothing says "
             f"what it does to attention: add a row for {model_type!r} to retain.hf.model.families"
         )
     return FUSED if hasattr(attention, "qkv_proj") else REGULAR

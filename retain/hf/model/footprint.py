@@ -17,8 +17,8 @@ class Footprint:
 
     Args:
         tokens: that were read.
-        full: of layers that evict, in transformers' own cache.
-        kept: of the same layers after one eviction, with what stands beside entries.
+        full: of layers that evict, in transformers' cache.
+        kept: of the same layers after one eviction, side columns included.
         alone: of layers that are left alone; None: one has a recurrent state, whose size is not computed.
     """
 
@@ -37,7 +37,7 @@ def footprint(layout: Layout, tokens: int, *, policy: Policy, keep_ratio: float)
     Args:
         layout: a model's layers.
         tokens: of one sequence.
-        policy: whose bytes beside entries count.
+        policy: whose side columns count.
         keep_ratio: kept / seen.
 
     Raises:
@@ -55,7 +55,7 @@ def footprint(layout: Layout, tokens: int, *, policy: Policy, keep_ratio: float)
     for spec, whole, shape, entries in zip(layout.evicting, plain, shapes, entries_L, strict=True):
         most = _visible(tokens, spec.window) * whole.num_heads
         full += most * whole.entry_bytes
-        # Where nothing went but what no query can see, nothing stands beside what is left.
+        # Where nothing was evicted but what no query can see, there are no side columns.
         if entries >= most and policy.precision is None:
             kept += most * shape.entry_bytes
         else:

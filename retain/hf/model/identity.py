@@ -56,7 +56,7 @@ def identity_of(model: nn.Module, *, head: bool = False) -> dict[str, str | int]
         head: whether the output head counts too, as for what a model answers.
 
     Returns:
-        a fingerprint, and beside it `rotary`, of the frequencies of rotary embeddings; `adapters`, of those
+        a fingerprint with `rotary`, of the frequencies of rotary embeddings; `adapters`, of those
         of peft that are active (their weights and scales; their names are free), where there are any; and
         `head`.
     """
@@ -120,9 +120,9 @@ def _weights(base: nn.Module) -> Iterator[tuple[str, Tensor]]:
     added = [f"{name}." for name, module in base.named_modules() if hasattr(module, "active_adapters")]
     for path, module in base.named_modules():
         names = path.split(".")
-        own = f"{path}."
-        outer = [one for one in added if own.startswith(one)]
-        if any(own.removeprefix(one).partition(".")[0] not in BASES for one in outer):
+        prefix = f"{path}."
+        outer = [one for one in added if prefix.startswith(one)]
+        if any(prefix.removeprefix(one).partition(".")[0] not in BASES for one in outer):
             continue
         where = ".".join(name for name in names if name not in BASES)
         there = {**module._parameters, **module._buffers}

@@ -85,10 +85,10 @@ class LayerSpec:
     def evidence(
         self, *, scaling: float | None, soft_cap: float | None, output: bool = True, **shown: Any
     ) -> Evidence:
-        """Evidence of this layer: what every layer says of itself, beside what it shows.
+        """Evidence of this layer: what every layer says of itself, and what it shows.
 
         Args:
-            scaling, soft_cap: as its attention was called; None: its own, and no cap.
+            scaling, soft_cap: as its attention was called; None: the layer's, and no cap.
             output: whether the output projection is looked at (`output_weight_if`).
             **shown: the other fields.
         """

@@ -27,12 +27,12 @@ PREVIOUS = "has_previous_state"
 
 
 def refuse_padding(alone: Mapping[int, LeftAlone], call: Call, seen_BT: Tensor | None) -> None:
-    """Refuse padding that layers left alone would take for tokens, as they do in transformers' own cache.
+    """Refuse padding that layers left alone would take for tokens, as they do in transformers' cache.
 
     `seen_BT` is False on padding among the tokens that were seen; None before the first.
 
     Raises:
-        ValueError: padding behind a sequence's own tokens, on a model with such layers.
+        ValueError: padding behind a sequence's tokens, on a model with such layers.
     """
     valid_BS = call.valid_BS
     if call.forgotten_BT is not None and any(left.window is None for left in alone.values()):
@@ -63,10 +63,10 @@ def empty_layer(left: LeftAlone) -> Any:
 def tensors_of(layer: Any) -> dict[str, Tensor]:
     """The tensors that a layer holds, by name: `keys`, `values`, `conv_states.0`, `recurrent_states.0`."""
     entries = {name: getattr(layer, name, None) for name in TENSORS}
-    found = {name: own for name, own in entries.items() if isinstance(own, Tensor) and own.ndim > 1}
+    found = {name: held for name, held in entries.items() if isinstance(held, Tensor) and held.ndim > 1}
     for name in STATES:
         states = getattr(layer, name, {})
-        found |= {f"{name}.{number}": own for number, own in states.items() if own is not None}
+        found |= {f"{name}.{number}": held for number, held in states.items() if held is not None}
     return found
 
 
@@ -106,8 +106,8 @@ def trim_(layer: Any) -> None:
 
 
 def fork(layer: Any) -> Any:
-    """A layer that can go its own way. Recurrent states are changed in place, so they are copied; keys and
-    values are only ever replaced, so they are shared."""
+    """Copies a layer. Recurrent states are changed in place, so they are copied; keys and values are only
+    ever replaced, so they are shared."""
     other = copy.copy(layer)
     for name, value in vars(layer).items():
         if isinstance(value, dict):
@@ -136,7 +136,7 @@ def concat(layers: list[Any]) -> Any:
 def can_crop(layer: Any, num_tokens: int) -> bool:
     """Whether the last `num_tokens` tokens can be forgotten, as if they had never come.
 
-    A layer with a window can while nothing has left the window: what has left is gone. A recurrent state has
+    A layer with a window can while nothing has left the window: what has left is lost. A recurrent state has
     all of its tokens in one, and cannot forget any.
     """
     if num_tokens == 0 or not tensors_of(layer):
@@ -188,7 +188,7 @@ def load_state(layer: Any, saved: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         attribute, _, number = name.partition(".")
         if number:
-            # The layer's own way to make room: it also notes device, precision and kernel width.
+            # The layer's method to make room: it also stores device, precision and kernel width.
             layer.lazy_initialization(**{attribute: tensor, "state_idx": int(number)})
             getattr(layer, PREVIOUS)[int(number)] = True
     for name, tensor in tensors.items():

@@ -76,11 +76,11 @@ def dense_weight(module: nn.Module, dtype: torch.dtype) -> Float[Tensor, "inputs
     matrix per layer. A module that has parts (a wrapper of peft) may change what it does without changing a
     tensor, as where an adapter is switched off, scaled or merged; it is asked for one row each time, and for
     all when that is another. What is asked has no dropout, and no
-    bias, beside which small weights would be rounded away.
+    bias, in whose presence small weights are rounded away.
 
     Args:
         module: a linear module.
-        dtype: of the result for a quantised weight; a plain one keeps its own, and is a view (a copy, if it
+        dtype: of the result for a quantised weight; a plain one keeps its dtype, and is a view (a copy, if it
             had to be put together from the parts of several processes, which all have to ask).
 
     Raises:

@@ -1,6 +1,6 @@
 """Finds the rotary embedding of a model by trying it.
 
-Nothing is taken on trust. The frequencies found must give the module's own tables, near the beginning and far
+Nothing is taken on trust. The frequencies found must give the module's tables, near the beginning and far
 beyond the trained length (those of some kinds change with the length); and every attention module is asked
 for the keys of a few made-up tokens with the true tables and with those of position 0: the one must be the
 other, turned.
@@ -51,10 +51,10 @@ def rotary_of(embedding: Any, config: Any, specs: Sequence[LayerSpec]) -> Rotary
             tables = copied(torch.zeros(1), asked, *([] if kind is None else [kind]))
         except CALLED_IN_ANOTHER_WAY:
             return None
-        for own, ours in zip(tables, on_cpu.tables(at), strict=True):
-            halves = 2 * own.shape[-1] == ours.shape[-1]  # gpt-oss does not write each number twice
-            own = torch.cat([own, own], dim=-1) if halves else own
-            if own.shape != ours.shape or not torch.allclose(own.float(), ours, atol=1e-5):
+        for table, ours in zip(tables, on_cpu.tables(at), strict=True):
+            halves = 2 * table.shape[-1] == ours.shape[-1]  # gpt-oss does not write each number twice
+            table = torch.cat([table, table], dim=-1) if halves else table
+            if table.shape != ours.shape or not torch.allclose(table.float(), ours, atol=1e-5):
                 return None
     return rotary if all(_turns_keys(spec, rotary, halves) for spec in specs) else None
 

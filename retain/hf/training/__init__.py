@@ -1,4 +1,4 @@
-"""What training needs of a model: documents read in one row, and entries that fade.
+"""Reads documents in one row, and attends through soft gates, for training.
 
 Reading order: `block_reader`, `causal_attention`, `soft_attention`.
 """

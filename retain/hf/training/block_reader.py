@@ -7,7 +7,7 @@ For every layer that evicts, what it shows of each document, and of each branch 
 to a visitor as soon as the layer's queries, keys and values are there, and forgotten behind it.
 
 Positions restart with every document, and those of a branch go on from its document's end. Layers with a
-recurrent state cannot be packed: such a model reads every branch in a forward of its own, behind its document
+recurrent state cannot be packed: such a model reads every branch in a separate forward, behind its document
 again, and the visitor is called at the last of them. What every layer showed of the earlier branches is held
 until then: there, memory grows with the number of layers times the tokens of all branches.
 """
@@ -53,7 +53,7 @@ JOINED = ("hidden", "stream")
 
 @dataclass(frozen=True)
 class Text:
-    """Token ids of a document, and of the branches that are read after it, each on its own."""
+    """Token ids of a document, and of the branches that are read after it, each alone."""
 
     document: Sequence[int]
     branches: Sequence[Sequence[int]] = ()
@@ -61,7 +61,7 @@ class Text:
 
 @dataclass(frozen=True, eq=False)
 class Shown:
-    """What one layer shows of one text.
+    """Evidence of one layer and text.
 
     Args:
         row: index of the text in what is read.
@@ -146,7 +146,7 @@ def _behind(document: Evidence, branch: Evidence, joined: Collection[str]) -> Ev
 
 @dataclass(eq=False)
 class _Forward:
-    """One forward over a row, while it runs."""
+    """State of a forward over a row."""
 
     spans: Sequence[_Span]
     positions: Tensor
@@ -167,12 +167,12 @@ class _Forward:
 
 
 class _Enough(Exception):
-    """The last layer that is looked at was shown: the rest of the forward is not run."""
+    """Ends a forward behind the last layer that is read."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Step:
-    """What an attention module's hook hands to the attention function."""
+    """State that an attention module's hook hands to the attention function."""
 
     forward: _Forward
     kind: Kind
@@ -229,8 +229,8 @@ class _Step:
             document = span.document
             # A document and its first branch are one causal sequence.
             whole = slice(document.start, span.branches[0].stop if span.branches else document.stop)
-            own = [part[:, :, whole] for part in (query, key, value)]
-            out[:, whole] = attend(*own).transpose(1, 2)
+            parts = [part[:, :, whole] for part in (query, key, value)]
+            out[:, whole] = attend(*parts).transpose(1, 2)
             for branch in span.branches[1:]:
                 keys, values = (torch.cat([x[:, :, document], x[:, :, branch]], 2) for x in (key, value))
                 out[:, branch] = attend(query[:, :, branch], keys, values).transpose(1, 2)
@@ -260,11 +260,11 @@ def read_texts(
         texts: at least one, none empty.
         visit: called with what one layer shows, layers in order; of all texts at once, or (models with
             recurrent layers, and with rotary embeddings that look at the length) text by text. It is called
-            without gradients, and may enable them for what is its own; it must not run the model. What it is
+            without gradients, and may enable them for its tensors; it must not run the model. What it is
             given is forgotten behind it.
         wanted: `stream` for the residual stream before the input norm.
-        joined: of `hidden` and `stream`, what evidence of a branch holds of document and branch: who needs
-            neither is spared a copy.
+        joined: of `hidden` and `stream`, the ones that evidence of a branch holds of document and branch;
+            each costs a copy.
         chunk: tokens that token-wise modules (feed-forward, norms) take at a time; None: all.
         layout: of the model, if it is known (`retain.hf.model.decoder.layout_of`).
         rotary: likewise (`rotary_of`); looked up with the layout.
@@ -295,8 +295,8 @@ def read_texts(
 
 
 def forward_of(model: nn.Module, layout: Layout) -> Literal["row", "text", "branch"]:
-    """What one forward of `read_texts` reads: all texts in a row; one text and its branches, where the rotary
-    embedding looks at the length; or a text and one branch, where layers are recurrent."""
+    """The unit that a forward of `read_texts` reads: all texts in a row; one text and its branches, where the
+    rotary embedding looks at the length; or a text and one branch, where layers are recurrent."""
     config = base_model(model).config
     if any(kind.name not in PACKABLE for kind in kinds_of(config, layout.num_layers)):
         return "branch"
@@ -314,7 +314,7 @@ def write_greedily(
     chunk: int | None = None,
     layout: Layout | None = None,
 ) -> tuple[int, ...]:
-    """What a model writes after a text, the likeliest token each time, up to an end token (left out).
+    """Continue a text by the likeliest token each time, up to an end token (left out).
 
     One sequence, no mask, nothing of the generation config: what is written is a function of model and text.
     Memory is linear in the text: its KV cache, and one layer's activations.
@@ -462,19 +462,19 @@ class _Reader:
         outputs = []
         for number, branch in enumerate(branches):
             ids = [*text.document, *branch]
-            own = slice(document.stop, len(ids))
+            here = slice(document.stop, len(ids))
 
-            def show(layer: Evidence, own: slice = own, last: bool = number + 1 == len(branches)) -> None:
+            def show(layer: Evidence, here: slice = here, last: bool = number + 1 == len(branches)) -> None:
                 earlier = held[layer.layer_idx]
                 if not last:
-                    earlier.append(_kept(_bare(_cut(layer, own, own), self.joined)))
+                    earlier.append(_kept(_bare(_cut(layer, here, here), self.joined)))
                     return
                 shown = _cut(layer, document, document)
                 makers: list[Callable[[], Evidence]] = [
                     partial(_behind, shown, one, self.joined) for one in earlier
                 ]
-                if own.start < own.stop:
-                    makers.append(partial(_branch, layer, document, own, self.joined))
+                if here.start < here.stop:
+                    makers.append(partial(_branch, layer, document, here, self.joined))
                 visit([Shown(row, shown, _Lazy(makers))])
                 earlier.clear()
 
@@ -490,9 +490,8 @@ class _Reader:
 def _kept(evidence: Evidence) -> Evidence:
     """The same, without the row that it is a view of."""
     names = ("queries_BQSD", "keys_BHTD", "values_BHTD", "hidden_BTE", "stream_BTE")
-    own: dict[str, Any] = {name: getattr(evidence, name) for name in names}
-    kept: dict[str, Any] = {name: x if x is None else x.clone() for name, x in own.items()}
-    return replace(evidence, **kept)
+    views: dict[str, Any] = {name: getattr(evidence, name) for name in names}
+    return replace(evidence, **{name: x if x is None else x.clone() for name, x in views.items()})
 
 
 def _no_mask(*_args: Any, **_kwargs: Any) -> None:

@@ -35,7 +35,7 @@ def causal_attention(
     Args:
         scaling: factor on the logits.
         window: a query sees the last `window` entries, itself included; None: all.
-        within: a query sees the entries of its own chunk of so many (Llama-4); None: all.
+        within: a query sees the entries of its chunk of so many (Llama-4); None: all.
         soft_cap: bound on the logits; None: none.
         sinks_Q: one extra logit per query head; None: none.
     """
@@ -47,13 +47,13 @@ def causal_attention(
         pieces = []
         for start, stop in zip(cuts, cuts[1:], strict=False):
             seen = slice(start // within * within, stop)
-            own = (
+            group = (
                 queries_BQSD[:, :, start - first : stop - first],
                 keys_BHTD[:, :, seen],
                 values_BHTV[:, :, seen],
             )
             how = {"scaling": scaling, "window": window, "soft_cap": soft_cap, "sinks_Q": sinks_Q}
-            pieces.append(causal_attention(*own, **how))
+            pieces.append(causal_attention(*group, **how))
         return torch.cat(pieces, 2)
     if window is not None and window >= T:
         window = None
@@ -82,11 +82,11 @@ def causal_attention(
     for start in range(0, S, rows):
         stop = min(S, start + rows)
         low = 0 if window is None else max(0, first + start - window + 1)
-        own_s1 = torch.arange(first + start, first + stop, device=keys_BHTD.device)[:, None]
+        place_s1 = torch.arange(first + start, first + stop, device=keys_BHTD.device)[:, None]
         entry_T = torch.arange(low, first + stop, device=keys_BHTD.device)
-        mask_sT = entry_T <= own_s1
+        mask_sT = entry_T <= place_s1
         if window is not None:
-            mask_sT &= entry_T > own_s1 - window
+            mask_sT &= entry_T > place_s1 - window
         keys, values = (x[:, :, low : first + stop] for x in (keys_BHTD, values_BHTV))
         if grouped and on_cuda:  # no fast kernel there takes a mask and fewer KV heads
             groups = queries_BQSD.shape[1] // keys.shape[1]

@@ -8,14 +8,14 @@ layers. Layers that are left alone attend as before.
 
 A soft gate is added to the logits, outside of a protected recent window, as a logarithm that is at most 0.
 Adding one number to all of a query's logits changes nothing, so the loss alone does not see gates that all
-close alike. What pins them is what is not gated, the protected window and spared entries, and a term on how
-much stays open, which belongs to the loss. Published: WG-KV (arXiv 2512.17452) adds `log sigmoid(z)` and DMS
+close alike. Entries without a gate pin them (the protected window, `ungated_BHT`), and a term of the loss on
+how much stays open. Published: WG-KV (arXiv 2512.17452) adds `log sigmoid(z)` and DMS
 (arXiv 2506.05345) `log sigmoid(-z)` outside of a window, TRIM-KV (arXiv 2512.03324) `(j - i) log sigmoid(z)`
 everywhere.
 
 With gradient checkpointing, pass transformers `gradient_checkpointing_kwargs={"use_reentrant": False}`: the
 re-entrant kind finds nothing of a frozen model that needs a gradient. Layers are then computed again while
-the backward runs, and meet the gates of their own forward.
+the backward runs, and meet the gates of their forward.
 """
 
 import inspect
@@ -58,8 +58,8 @@ Hooked = tuple[tuple[Any, ...], dict[str, Any]]
 ToLogGate = Callable[[Tensor, Gate], Tensor]
 
 
-def own_form(output_BHT: Float[Tensor, "B H T"], gate: Gate) -> Float[Tensor, "B H T"]:
-    """What the family's paper adds to the logits (`Gate.log_gate`), in float32 at least.
+def published_log_gate(output_BHT: Float[Tensor, "B H T"], gate: Gate) -> Float[Tensor, "B H T"]:
+    """The log-gate of the family's paper (`Gate.log_gate`), in float32 at least.
 
     Raises:
         ValueError: the family says no openness.
@@ -76,18 +76,18 @@ class SoftGated(nn.Module):
         l_ji + [j - i >= protected] phi_i               (gates)
         l_ji + [j - i >= protected] (j - i) phi_i       (gates that age: TRIM-KV, with protected = 0)
 
-    and 0 in place of `phi` on spared entries. Its hooks stay in the model from the first forward on, so that
+    and 0 in place of `phi` on ungated entries. Its hooks stay in the model from the first forward on, so that
     gradient checkpointing can compute a layer again whenever the backward runs. They do nothing in other
-    forwards of the model (its own logits, say), and `close()`, the end of a `with`, or the end of this object
+    forwards of the model (its logits, say), and `close()`, the end of a `with`, or the end of this object
     take them out.
 
     Args:
         model: a frozen causal language model of transformers (or its decoder) that attends with `sdpa` or
             `eager`, attached or not; it is not registered, so it is in no state dict, and stays where it is.
         gates: a gate for each evicting layer, trained in place.
-        protected: entries of the recent window that is not gated, the query's own included.
+        protected: entries of the recent window that is not gated, the query's included.
         to_log_gate: `(output_BHT, gate) -> log_gate_BHT`, natural logarithms of at most 0: how far an entry
-            is open, from what the gate says of it in its own unit; None: as its family says it.
+            is open, from what the gate says of it in its unit; None: as its family says it.
 
     Raises:
         ValueError: in a forward: gates of other sizes, a model that is not frozen or attends in another way,
@@ -106,7 +106,7 @@ class SoftGated(nn.Module):
         super().__init__()
         self.gates = gates
         self._model = (model,)
-        self._settings: tuple[int, ToLogGate] = (protected, to_log_gate or own_form)
+        self._settings: tuple[int, ToLogGate] = (protected, to_log_gate or published_log_gate)
         self._hooks: _Hooks | None = None
 
     def close(self) -> None:
@@ -132,17 +132,17 @@ class SoftGated(nn.Module):
         input_ids: Int[Tensor, "B T"] | None = None,
         attention_mask: Tensor | None = None,
         *,
-        spared_BHT: Tensor | None = None,
+        ungated_BHT: Tensor | None = None,
         **given: Any,
     ) -> tuple[Any, dict[int, Tensor]]:
-        """The model's own output over the batch, and the log-gate of every evicting layer, `[B, H, T]`, 0 on
-        spared entries (of gates that age, the logarithm of the decay per entry of distance).
+        """The model's output over the batch, and the log-gate of every evicting layer, `[B, H, T]`, 0 on
+        ungated entries (of gates that age, the logarithm of the decay per entry of distance).
 
         Args:
             input_ids: token ids, left-padded; None: `inputs_embeds` is given.
             attention_mask: 1 on tokens, 0 on padding; None: no padding. What comes out at padding means
                 nothing.
-            spared_BHT: True on entries that stay as they are (sinks, prefix, ...); `[B, T]` for all KV
+            ungated_BHT: True on entries that stay as they are (sinks, prefix, ...); `[B, T]` for all KV
                 heads.
             **given: further arguments of the model.
         """
@@ -151,22 +151,22 @@ class SoftGated(nn.Module):
             self._hooks = _Hooks(model, self.gates, *self._settings)
         log_gates: dict[int, Tensor] = {}
         self._hooks.active = log_gates
-        self._hooks.spared_BHT = spared_BHT
+        self._hooks.ungated_BHT = ungated_BHT
         try:
             output = model(input_ids=input_ids, attention_mask=attention_mask, **given)
         finally:
-            self._hooks.active = self._hooks.spared_BHT = None
+            self._hooks.active = self._hooks.ungated_BHT = None
         return output, log_gates
 
 
 @dataclass(frozen=True, eq=False)
 class _Step:
-    """One gated forward of the decoder, and of a layer that it has reached. It travels in the arguments, so
-    that what is computed again while the gradient is (gradient checkpointing) meets its own forward's."""
+    """State of a gated forward of the decoder, at a layer. It travels in the arguments, so that a layer that
+    gradient checkpointing computes again meets the state of its forward."""
 
     owner: "_Hooks"
     call: Call
-    spared_BHT: Tensor | None
+    ungated_BHT: Tensor | None
     log_gates: dict[int, Tensor]
     name: str
     spec: LayerSpec | None = None  # None in layers that are left alone
@@ -181,7 +181,7 @@ class _Step:
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, dense: Any, given: Mapping[str, Any]
     ) -> tuple[Tensor, Tensor | None]:
-        """One layer's attention, `[B, S, Q, D]` as transformers takes it."""
+        """Attend in a layer; `[B, S, Q, D]` as transformers takes it."""
         spec, hooks, exists_BT = self.spec, self.owner, self.exists_BT
         if spec is None:
             return dense()
@@ -226,13 +226,13 @@ class _Hooks:
         self.configs = configs_of(self.base)
         self.arguments = list(inspect.signature(self.base.forward).parameters)
         self.active: dict[int, Tensor] | None = None  # log-gates of the forward that is gated now
-        self.spared_BHT: Tensor | None = None
+        self.ungated_BHT: Tensor | None = None
         self.checked = False
         self.pointed: ExitStack | None = None  # while the configurations say our name
         self.again = False  # whether one layer is computed again, for the backward
-        own = {id(parameter) for parameter in self.gates.parameters()}
+        trained = {id(parameter) for parameter in self.gates.parameters()}
         wants = [
-            name for name, each in model.named_parameters() if each.requires_grad and id(each) not in own
+            name for name, each in model.named_parameters() if each.requires_grad and id(each) not in trained
         ]
         if wants:
             raise ValueError(
@@ -292,19 +292,19 @@ class _Hooks:
         read = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
         shown: dict[str, Any] = {name: given.get(name) for name in read}
         call = read_call(**shown)
-        spared_BHT = self.spared_BHT
-        if spared_BHT is not None:
-            (B, T), shape = call.mask_BT.shape, tuple(spared_BHT.shape)
+        ungated_BHT = self.ungated_BHT
+        if ungated_BHT is not None:
+            (B, T), shape = call.mask_BT.shape, tuple(ungated_BHT.shape)
             if shape not in {(B, T), *((B, spec.num_kv_heads, T) for spec in self.specs)}:
                 raise ValueError(
-                    f"spared_BHT is {shape}, and the batch is [{B}, {T}]: pass "
+                    f"ungated_BHT is {shape}, and the batch is [{B}, {T}]: pass "
                     f"[{B}, {T}], or [{B}, H, {T}] with H = {self.specs[0].num_kv_heads} KV heads."
                 )
-            spared_BHT = spared_BHT[:, None] if spared_BHT.ndim == 2 else spared_BHT
+            ungated_BHT = ungated_BHT[:, None] if ungated_BHT.ndim == 2 else ungated_BHT
         # Our attention and mask beside those of the model, under a name of theirs.
         name = f"retain_soft_{previous}"
         register(name, intercepted(previous), _mask_function(previous))
-        step = _Step(self, call, spared_BHT, self.active, name)
+        step = _Step(self, call, ungated_BHT, self.active, name)
         self._point(name)
         return (), {**given, "use_cache": False, STEP: step}
 
@@ -340,7 +340,7 @@ class _Hooks:
     def log_gate(
         self, step: _Step, spec: LayerSpec, query: Tensor, key: Tensor, value: Tensor, soft_cap: float | None
     ) -> Tensor:
-        """One layer's log-gates, from what its gate looks at."""
+        """Log-gates of a layer, from the inputs of its gate."""
         call, device, gate = step.call, query.device, self.gates[spec.layer_idx]
         if gate.device != device:
             gate.to(device)  # in place: the optimiser's parameters stay the same ones
@@ -363,8 +363,8 @@ class _Hooks:
             shape = (len(query), spec.num_kv_heads, query.shape[2])
             _check_log_gate(log_gate_BHT, shape, step.exists_BT, spec.layer_idx)
             self.checked = True
-        if step.spared_BHT is not None:
-            log_gate_BHT = log_gate_BHT.masked_fill(step.spared_BHT.to(log_gate_BHT.device), 0.0)
+        if step.ungated_BHT is not None:
+            log_gate_BHT = log_gate_BHT.masked_fill(step.ungated_BHT.to(log_gate_BHT.device), 0.0)
         step.log_gates.setdefault(spec.layer_idx, log_gate_BHT)
         return log_gate_BHT
 

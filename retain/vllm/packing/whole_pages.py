@@ -21,6 +21,7 @@ from retain.budget.cascade import head_budgets, keep_first
 from retain.budget.joint import Won
 from retain.policy import Plan
 from retain.ranking import rank_entries, refuse_nan
+from retain.split import Uniform
 
 
 def in_pages(plan: Plan, page: int) -> Plan:
@@ -103,7 +104,7 @@ def keep_pages(plan: Plan, layers: Sequence[Candidates], page: int) -> list[Bool
         refuse_nan(layer.score_BHT)
     budgets = head_budgets(shares, layers)
     tail, split = length % page, shares.split
-    alone = split.scope != "model" and split.allocation.layers == "uniform" and not shares.by_capacity
+    alone = split.scope != "model" and isinstance(split.allocation, Uniform)
     groups = [[idx] for idx in range(len(layers))] if alone else [[*range(len(layers))]]
     keeps = []
     for group in groups:
