@@ -28,7 +28,7 @@ PIECE = 2**20
 
 
 def home() -> Path:
-    """Where models of the catalogue are kept."""
+    """Folder of the models of the catalogue."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "retain" / "models"
 
 
