@@ -51,7 +51,7 @@ def observe_ahead(
     input_ids: Int[Tensor, "B T"],
     attention_mask: Int[Tensor, "B T"] | None = None,
 ) -> list[Evidence]:
-    """Records a whole prompt in the same way, with the queries of the lookahead tokens of gates that have some."""
+    """Records a whole prompt in the same way, with the queries of the gates' lookahead tokens."""
     with attach(model):
         cache = Cache(model, policy=None)
         cache.prefill(input_ids, attention_mask, evict=False, hold_evidence=True)

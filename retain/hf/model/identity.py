@@ -149,8 +149,8 @@ def _sample(tensor: Tensor) -> bytes:
 
 
 def _adapters(base: nn.Module) -> Iterator[tuple[str | bytes, ...]]:
-    """Yields what each active adapter brings, without its name: paths, scales and samples of its weights. Merged
-    ones are in the weights already."""
+    """Yields what each active adapter brings, without its name: paths, scales and samples of its weights.
+    Merged ones are in the weights already."""
     for path, module in _wrappers(base):
         if module.disable_adapters:
             continue
