@@ -166,7 +166,8 @@ def training_step(model: Any, layout: Layout, tokens: int, gate_parameters: int)
         for path, one in layers.named_parameters()
     )
     E, Q, H, D = specs[0].hidden_size, specs[0].num_heads, specs[0].num_kv_heads, specs[0].head_dim
-    F = chosen * (getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", 0))
+    F = getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", None) or 0
+    F *= chosen
     attention = 2.0 * Q * D * tokens**2 * (len(layers) + len(specs))
     flops = attention + tokens * (2.0 * met + 2.0 * Q * D * E * len(specs) + 6.0 * gate_parameters)
     b = specs[0].dtype.itemsize

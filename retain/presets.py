@@ -4,6 +4,7 @@ A policy is one of three dataclasses, by its scope; `retain/policy.py` reads it.
 settings is found when it is made, all at once.
 """
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import field, replace
 from pathlib import Path
@@ -271,16 +272,20 @@ def policies() -> Presets:
     Examples:
         >>> from retain.presets import policies
         >>> [preset.name for preset in policies() if "gates" in preset.needs]
-        ['fused', 'gate', 'merge']
+        ['gate', 'learned', 'merge']
     """
     return Presets(load_policy(name) for name in sorted(_preset_files()))
+
+
+# Old name of a preset -> its name. Old names are read for one release, with a warning.
+RENAMED = {"fused": "learned"}
 
 
 def load_policy(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Policy:
     """A policy by its preset name or from a YAML file.
 
     Args:
-        name_or_path: a preset (`fused`), a preset's variant (`snapkv:paper`), or a path that ends in
+        name_or_path: a preset (`learned`), a preset's variant (`snapkv:paper`), or a path that ends in
             `.yaml`.
         overrides: `key.sub=value`, read as YAML; applied last.
 
@@ -299,6 +304,12 @@ def load_policy(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Poli
     if text.endswith((".yaml", ".yml")):
         return config.load(name_or_path, Policy, overrides)
     name, _, variant = text.partition(":")
+    if name in RENAMED:
+        message = (
+            f"the preset {name!r} is called {RENAMED[name]!r}; the next release does not read the old name"
+        )
+        warnings.warn(message, FutureWarning, stacklevel=2)
+        name = RENAMED[name]
     path = lookup(name, _preset_files(), what="policy")
     if variant:
         variants = {f"{name}:{own}": changes for own, changes in config.load(path, Policy).variants.items()}

@@ -42,7 +42,7 @@ SHARED = {
     "adakv": ("layer", "uniform"),
     "cake": ("head", "cake"),
     "defensivekv": ("layer", "uniform"),
-    "fused": ("model", "uniform"),
+    "learned": ("model", "uniform"),
     "lava": ("layer", "entropy"),
     "layer_defensivekv": ("model", "uniform"),
     "merge": ("model", "uniform"),

@@ -86,7 +86,7 @@ def test_what_is_no_number_is_refused_and_not_hidden(how, side, scope, lift):
     scores[side][1].values_BHT[1, 0, 7] = float("nan")
     fused = fuse(scores["observed"][1], scores["learned"][1], how).values_BHT
     assert fused.isnan().nonzero().tolist() == [[1, 0, 7]]
-    policy = load_policy("fused", [f"fusion={how}", f"scope={scope}", f"floor={lift}", "draw=null"])
+    policy = load_policy("learned", [f"fusion={how}", f"scope={scope}", f"floor={lift}", "draw=null"])
     policy = replace(policy, protection=replace(policy.protection, sinks=1, recent=1, minimum=0))
     with pytest.raises(ValueError, match="the score of sequence 1, head 0, entry 7 is NaN"):
         decide_layers(policy, layers, Budget(tokens_per_head=6), **scores)
@@ -151,4 +151,4 @@ def test_the_unit_of_a_fused_policy():
         ("snapkv", "rank_blend", "rank"),
     ):
         assert policy_of("own", name, learned=True, fusion=how).unit == unit
-    assert load_policy("fused", ["fusion=sum"]).unit == "risk"
+    assert load_policy("learned", ["fusion=sum"]).unit == "risk"

@@ -29,7 +29,10 @@ CALLS = [
         "2026-11-29: use the one layout",
     ),
     (lambda: retain.load_policy("merge", ["correction.threshold=moving"]), "got 'moving' (str) (gone since"),
-    (lambda: retain.load_policy("fused", ["fusion=veto"]), "'veto' (str) (gone since 2026-11-29: use fusion"),
+    (
+        lambda: retain.load_policy("learned", ["fusion=veto"]),
+        "'veto' (str) (gone since 2026-11-29: use fusion",
+    ),
     (lambda: retain.load_policy("snapkv", ["selection={shared: layer}"]), "use each head keeps"),
     (lambda: retain.Cache(tiny_model(), "snapkv", bytes_total=9999), "use bytes, of each sequence"),
     (lambda: retain.Cache(tiny_model(), "snapkv", keep_ratio=0.5, page=16), "use the budget alone,"),

@@ -55,7 +55,7 @@ def test_a_control_runs_through_the_same_stages():
 
 def test_the_floor_shares_the_budget_but_does_not_order_a_head():
     evidence = random_evidence(pads=(0,), num_tokens=60)
-    policy = replace(rescoped(replace(_small("fused"), draw=None), "layer"), floor="mean")
+    policy = replace(rescoped(replace(_small("learned"), draw=None), "layer"), floor="mean")
     score = score_entries(policy, evidence, learned=_learned(evidence))
     keep = decide(policy, evidence, Budget(keep_ratio=0.4), score=score).keep_BHT
     lifted = decide(replace(policy, floor=None), evidence, Budget(keep_ratio=0.4), score=floor(score, "mean"))

@@ -36,21 +36,18 @@ def longbench(
     even: bool = False,
     path: str | None = None,
     revision: str | None = None,
-    max_tokens: int | None = None,
 ) -> list[Row]:
     """Rows of one data set, the same for every seed.
 
     Args:
         tokenizer: Of the model; a fast one.
-        context_tokens: Most tokens of the whole prompt.
+        context_tokens: Most tokens of the whole prompt; officially 3,500, 7,500, 15,500 or 31,500, by model.
         seed: Not needed.
         first_item, items: Number of the first row, and how many; None: all.
         dataset: One of `TASKS`.
         even: Whether it is LongBench-E's, whose lengths are evenly spread.
         path: The JSON lines, the folder that holds them, or the released data.zip; None: the hub's zip.
         revision: Of the hub's repository.
-        max_tokens: Most tokens of the whole prompt, if fewer than `context_tokens`; officially 3,500, 7,500,
-            15,500 or 31,500, by model.
 
     Raises:
         ValueError: Rows that cannot be had or lack a column, or a prompt that cannot be cut.
@@ -58,7 +55,6 @@ def longbench(
     del seed
     told = lookup(dataset, TASKS, what="data set of LongBench")
     opening, closing = told["prompt"].split("{context}")
-    most = context_tokens if max_tokens is None else min(max_tokens, context_tokens)
     table = _table(f"{dataset}_e" if even else dataset, path, revision)
     rows = []
     for number in range(first_item, len(table) if items is None else min(len(table), first_item + items)):
@@ -67,7 +63,9 @@ def longbench(
         if isinstance(columns["answers"], str):  # a text is a sequence of texts, too
             raise ValueError(f"the column answers of LongBench {dataset}, row {number}, is no list.")
         question = closing.replace("{input}", columns["input"])
-        context, question, lost = cut_middle(opening + columns["context"], question, most, tokenizer)
+        context, question, lost = cut_middle(
+            opening + columns["context"], question, context_tokens, tokenizer
+        )
         labels = {"words": columns["length"], "cut_tokens": lost, "classes": columns["all_classes"] or ()}
         rows.append(
             Row(

@@ -20,7 +20,7 @@ from retain.registry import lookup
 
 _MODULES = (reference, facts, ruler, ruler_counting, longbench)
 SOURCES: dict[str, Source] = {name: made for module in _MODULES for name, made in module.SOURCES.items()}
-FILES = (".jsonl", ".json", ".parquet", ".py")
+FILES = (".jsonl", ".parquet", ".py")
 
 
 def find_source(task: str) -> Source:

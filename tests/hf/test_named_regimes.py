@@ -25,7 +25,7 @@ def test_every_preset_with_chunks_and_decoding(name, heads_file):
 
 
 # What each regime has to carry on: queries of a window, running statistics, a gate's scores, all queries.
-CARRIED = ("layer_defensivekv", "h2o", "fused", "expected_attention")
+CARRIED = ("layer_defensivekv", "h2o", "learned", "expected_attention")
 
 
 @pytest.mark.parametrize("name", CARRIED)
@@ -116,7 +116,7 @@ def test_observed_queries_whose_entries_are_gone():
 def test_what_was_noted_between_moments_is_noted_once(monkeypatch, heads_file):
     monkeypatch.setattr("retain.hf.cache.engine.MOST_UNNOTED", 3)
     model = exact_model()
-    for name in ("h2o", "lru", "fused"):
+    for name in ("h2o", "lru", "learned"):
         own = life(3, chunk=None, steps=(7, 8), turn=0)
         agree(model, small(name, heads_file), own, regime="decode", every=7, tokens_per_head=12)
 
@@ -158,7 +158,7 @@ BOTH_SIDES = tuple(sorted(set(FUSIONS) - {"observed", "learned"}))
 
 def fused(how: str = "max", **settings) -> Policy:
     """The preset with a short window and little protection, its heads sharing over layers."""
-    policy = small("fused", "")
+    policy = small("learned", "")
     protection = replace(policy.protection, prefix_fraction=0.0, suffix_fraction=0.0)
     lift = None if settings.get("draw") else "mean"
     changes = {"fusion": how, "floor": lift, "draw": None, "scope": "model", "protection": protection}
@@ -235,11 +235,11 @@ def test_seeds_say_who_is_drawn():
 def test_a_share_to_be_drawn_is_stated_for_a_cache():
     model = tiny_model("llama")
     given = {"gates": gates_of(model), "keep_ratio": 0.5}
-    made_by_name = Cache(model, "fused", draw={"share": 0.3}, **given)
+    made_by_name = Cache(model, "learned", draw={"share": 0.3}, **given)
     assert made_by_name.state.bound_policy.policy.drawn_share == 0.3
     with pytest.raises(ValueError, match="draw: input should be null of a Policy with scope 'head'"):
-        Cache(model, "fused", draw={"share": 0.3}, scope="head", **given)
+        Cache(model, "learned", draw={"share": 0.3}, scope="head", **given)
     with pytest.raises(ValueError, match="draw.share: .* or equal to 1, got 3.0"):
-        Cache(model, "fused", draw={"share": 3.0}, **given)
+        Cache(model, "learned", draw={"share": 3.0}, **given)
     with pytest.raises(ValueError, match="draw would not be read"):
-        Cache(model, "fused", draw={"share": 0.3}, gates=given["gates"], threshold=1.0)
+        Cache(model, "learned", draw={"share": 0.3}, gates=given["gates"], threshold=1.0)

@@ -113,7 +113,7 @@ def with_gaps(own, prompt=40):
     [
         ("snapkv", "prefill", None),
         ("h2o", "chunked+decode", None),
-        ("fused", "chunked+decode", 13),  # a chunk ends inside the gap
+        ("learned", "chunked+decode", 13),  # a chunk ends inside the gap
     ],
 )
 def test_a_batch_with_gaps_equals_solo_runs(name, regime, chunk, heads_file):
