@@ -174,7 +174,7 @@ def _by_task(frame: "DataFrame") -> list[str]:
 
 
 def _facts(table: Table, scores: "DataFrame") -> str:
-    """What was measured, with what, in a list."""
+    """Lists what was measured, and with what."""
     frame, manifest, config = table.frame, table.manifest, table.config
     whole = 100 * frame[frame["line"] == FULL].groupby("task", sort=False)["score"].mean()
     low = ", ".join(whole[whole < LOW].index)
@@ -211,8 +211,8 @@ def _pairs(value: object) -> str:
 
 
 def _memory(frame: "DataFrame") -> list[str]:
-    """What was held and seen, a table a (when, question): a row for all policies of a budget that hold the
-    same on every item, else one each."""
+    """Tables of what was held and seen, one a (when, question): a row for all policies of a budget that hold
+    the same on every item, else one each."""
     unequal, parts = [], []
     for (when, question), group in frame.groupby(WHERE, sort=False):
         rows = []
@@ -235,7 +235,7 @@ def _memory(frame: "DataFrame") -> list[str]:
 
 
 def _answers(frame: "DataFrame") -> list[str]:
-    """What every policy wrote on one item a setting: the first on which their scores differ most."""
+    """Answers of every policy to one item a setting: the first on which their scores differ most."""
     parts = []
     for (when, question), group in frame.groupby(WHERE, sort=False):
         smallest = group.loc[group["line"] != FULL].groupby("budget")["entries_held"].mean()
