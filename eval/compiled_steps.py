@@ -1,7 +1,7 @@
 """Times decoded tokens as written and compiled, beside transformers' caches of as many entries.
 
     python -m retain.eval.compiled_steps --model random --layers 32 --width 64 --heads 8 --kv-heads 4
-        --intermediate 64 --tokens 600 --policies snapkv,fused,merge --keep-ratios 0.2 --gates random
+        --intermediate 64 --tokens 600 --policies snapkv,learned,merge --keep-ratios 0.2 --gates random
 
 Options are those of `retain.eval.speed`. Behind one prompt each cache decodes `rounds` times so many `steps`,
 in turn, in one process. On a CPU the processor's time counts, so that other work on the machine does not; on
