@@ -25,24 +25,6 @@ MOST_SLACK = 2**20
 
 
 @dataclass(frozen=True, eq=False)
-class BatchContext:
-    """What a batch brings to a rule besides its evidence.
-
-    Args:
-        seeds_B: for scores that draw numbers.
-        pinned_BT: entries that the caller wants kept.
-    """
-
-    seeds_B: Sequence[int] | None = None
-    pinned_BT: Bool[Tensor, "B T"] | None = None
-
-    def select_batch(self, rows: list[int]) -> "BatchContext":
-        """Of some of the sequences."""
-        seeds = None if self.seeds_B is None else [self.seeds_B[row] for row in rows]
-        return BatchContext(seeds, None if self.pinned_BT is None else self.pinned_BT[rows])
-
-
-@dataclass(frozen=True, eq=False)
 class Arriving:
     """What is known of a batch before a layer is scored.
 
@@ -50,11 +32,15 @@ class Arriving:
         valid_BT: False on padding.
         element_size: bytes of a number of the model's weights, and so, most likely, of its keys.
         stock: what there is to choose from, where that is not simply all of the tokens.
+        seeds_B: for scores that draw numbers.
+        pinned_BT: entries that the caller wants kept.
     """
 
     valid_BT: Bool[Tensor, "B T"]
     element_size: int
     stock: Stock | None = None
+    seeds_B: Sequence[int] | None = None
+    pinned_BT: Bool[Tensor, "B T"] | None = None
 
 
 def whole(value: Any, name: str, wanted: str, least: int, most: int | None = None) -> int:
