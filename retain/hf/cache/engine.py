@@ -21,10 +21,10 @@ from retain.budget.statement import Stock
 from retain.cache.attend import attend_store
 from retain.cache.step_rows import StepRows, step_rows_of
 from retain.correction.cuts import cut_
+from retain.eviction import Eviction
 from retain.evidence import Evidence
 from retain.hf.cache.batch_context import pins_of, seeds_of
 from retain.hf.cache.changes import count_eviction, drop, end_prompt, shrink
-from retain.hf.cache.eviction_request import Eviction
 from retain.hf.cache.generation import Generation, check_ids
 from retain.hf.cache.later_evidence import (
     beside_of,

@@ -20,9 +20,8 @@ from retain.cache.layer_store import Store
 from retain.cache.store import RaggedStore
 from retain.correction.cuts import correct_
 from retain.correction.merge import Merge
+from retain.eviction import Arriving, BoundPolicy
 from retain.evidence import Evidence, in_reach
-from retain.hf.cache.batch_context import Arriving
-from retain.hf.cache.eviction_request import BoundPolicy
 from retain.hf.cache.layer import Layer
 from retain.hf.cache.regime import Regime
 from retain.hf.intercept.forward_call import Call

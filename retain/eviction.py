@@ -1,4 +1,4 @@
-"""A policy that is bound to a model, and one eviction by it: what it looks at, and keep masks.
+"""Decides which entries stay: a policy that is bound to a model, and one eviction by it.
 
 Layers are shown one after another. While a model first reads, each is decided on as it comes, and lower ones
 shrink; where layers must be decided on together (a later eviction, when heads hold different numbers of
@@ -18,14 +18,12 @@ from torch import Tensor
 
 from retain.budget.allocation import Candidates
 from retain.budget.cascade import Cascade
-from retain.budget.statement import Budget, LayerShape
+from retain.budget.statement import Budget, LayerShape, Stock
 from retain.capability import Use, refuse
 from retain.correction.merge import Merge
 from retain.evidence import Evidence
 from retain.gate_fit import unit_of
 from retain.gates import GateSet
-from retain.hf.cache.batch_context import Arriving
-from retain.hf.model.layout import LayerSpec
 from retain.kernels.backend import without_autocast
 from retain.policy import Plan, candidates_of, keep_masks, plan_of, score_entries, stock_of
 from retain.precision import Precision
@@ -37,6 +35,25 @@ from retain.scores.value_norm import value_norms
 Keep = Bool[Tensor, "B H T"]
 # A scorer that is no score of ours (`retain.hf.intercept.press`), or stands in for one.
 Scorer = Callable[[Evidence], Score]
+
+
+@dataclass(frozen=True, eq=False)
+class Arriving:
+    """What is known of a batch before a layer is scored.
+
+    Args:
+        valid_BT: False on padding.
+        element_size: bytes of a number of the model's weights, and so, most likely, of its keys.
+        stock: what there is to choose from, where that is not simply all of the tokens.
+        seeds_B: for scores that draw numbers.
+        pinned_BT: entries that the caller wants kept.
+    """
+
+    valid_BT: Bool[Tensor, "B T"]
+    element_size: int
+    stock: Stock | None = None
+    seeds_B: Sequence[int] | None = None
+    pinned_BT: Bool[Tensor, "B T"] | None = None
 
 
 @dataclass(frozen=True)
@@ -76,7 +93,7 @@ class BoundPolicy:
         budget: of the policy: what may be kept.
         gates: that score entries, if the policy takes a gate's score.
         scorer: stands in for the policy's own score.
-        layers: those that evict.
+        layers: KV heads, and numbers of an entry, of each layer that evicts.
         short_tokens: a sequence of at most so many tokens is held whole where its budget, or the sequence
             itself, is too short for the policy; 0: that is an error.
         function: of one layer's evidence.
@@ -88,7 +105,7 @@ class BoundPolicy:
     budget: Budget | None = None
     gates: Any = None
     scorer: Scorer | None = None
-    layers: tuple[LayerSpec, ...] = ()
+    layers: tuple[tuple[int, int], ...] = ()
     short_tokens: int = 0
     function: Callable[[Evidence], Keep] | None = None
     precision: Precision | None = None
@@ -210,9 +227,7 @@ class BoundPolicy:
         """What is known before any layer is scored, and what can be found to be wrong by then."""
         assert self.policy is not None and self.budget is not None
         size = call.element_size
-        shapes = [
-            LayerShape(own.num_kv_heads, own.entry_width * size, element_size=size) for own in self.layers
-        ]
+        shapes = [LayerShape(heads, width * size, element_size=size) for heads, width in self.layers]
         given = self.policy, self.budget, call.valid_BT, shapes, call.pinned_BT
         plan = plan_of(*given, stock=call.stock, short_tokens=self.short_tokens)
         lengths_B, short = call.valid_BT.sum(-1).tolist(), []
