@@ -243,9 +243,6 @@ def hidden(folder: Path) -> Any:
         return {"without": without, "with": {name: refusal(call) for name, call in calls.items()}}
 
 
-# Connections that break off.
-
-
 STEPS: tuple[Step, ...] = (
     *(pushed_gates, refused_pushes, moved_gates, absent_gates, documented),
     *(model, streams, moved_stream, rows, hidden),
