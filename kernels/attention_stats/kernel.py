@@ -1,9 +1,9 @@
 """Triton kernels of attention statistics: two passes over the products, no matrix of all pairs.
 
 The first pass walks the keys of a block of rows (a few queries, all query heads of their KV head, so that a
-key is read once for the group) and keeps their log-sum-exp. The second pass turns it round: a program owns a block of keys, walks the queries
-that see it, and reduces over them in registers. Every number has one program that writes it, so that there
-are no atomics and results do not change from run to run.
+key is read once for the group) and keeps their log-sum-exp. The second pass turns it round: a program owns a
+block of keys, walks the queries that see it, and reduces over them in registers. Every number has one program
+that writes it, so that there are no atomics and results do not change from run to run.
 """
 
 # mypy: disable-error-code="no-untyped-def"
