@@ -50,11 +50,11 @@ PositiveShare = Annotated[float, Field(ge=1e-6, le=1)]
 ProperShare = Annotated[float, Field(gt=0, lt=1)]
 
 
-def load(path: str | os.PathLike[str], cls: type[X], overrides: Sequence[str] = ()) -> X:
+def load(path: str | os.PathLike[str] | None, cls: type[X], overrides: Sequence[str] = ()) -> X:
     """Read a YAML file into a dataclass.
 
     Args:
-        path: the file. Relative paths inside it are left as written.
+        path: the file. Relative paths inside it are left as written. None: no file, the overrides alone.
         cls: the (frozen) dataclass to build; if it has `KINDS`, the union of dataclasses that it stands for.
         overrides: `key=value` or `section.key=value`, the value read as YAML; applied after the file, in
             order.
@@ -66,7 +66,14 @@ def load(path: str | os.PathLike[str], cls: type[X], overrides: Sequence[str] = 
         FileNotFoundError: there is no such file.
         ValueError: the file or an override does not fit `cls`; lists all problems at once.
     """
-    path = Path(path)
+    mapping = {} if path is None else _read_file(Path(path), cls)
+    problems: list[str] = []
+    for override in overrides:
+        _override_(mapping, override, problems)
+    return _built(mapping, cls, "", problems, f"{path or 'command line'} does not fit {cls.__name__}")
+
+
+def _read_file(path: Path, cls: type) -> dict[str, Any]:
     if not path.is_file():
         found = what_is_at(path)
         neighbours = [str(other) for other in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
@@ -75,11 +82,7 @@ def load(path: str | os.PathLike[str], cls: type[X], overrides: Sequence[str] = 
             f"{found or 'does not exist' + suggest(str(path), neighbours)}. "
             f"Pass the path of a YAML file for {cls.__name__}; relative paths start at {str(Path.cwd())!r}."
         )
-    problems: list[str] = []
-    mapping = read_mapping(path)
-    for override in overrides:
-        _override_(mapping, override, problems)
-    return _built(mapping, cls, "", problems, f"{path} does not fit {cls.__name__}")
+    return read_mapping(path)
 
 
 def read_mapping(path: Path) -> dict[str, Any]:

@@ -26,7 +26,6 @@ from retain.split import (
     ByHead,
     ByScore,
     Pyramid,
-    Scope,
     SharedByScore,
     SharedPyramid,
     SharedUniform,
@@ -83,7 +82,8 @@ class Policy(Split):
     KINDS: ClassVar[Any]
 
     def __post_init__(self) -> None:
-        score, problems = None, []
+        score: Score | None = None
+        problems: list[str] = []
         if self.observed is not None:
             score, problems = try_settings(self.observed, self.observed_settings)
         elif self.observed_settings:
@@ -98,10 +98,9 @@ class Policy(Split):
         by_mass = self.first_stage is not None and self.first_stage.by == "mass"
         if self.draw is not None and self.first_stage is not None:
             problems.append("draw stands beside one stage by score: take first_stage null")
-        if self.draw is not None and (self.floor is not None or self.guard.compete_by != "score"):
+        if self.draw is not None and self.guard.compete_by != "score":
             problems.append(
-                "draw wants heads to compete by what orders each of them: take floor null, and "
-                "allocation.compete_by 'score'"
+                "draw wants heads to compete by what orders each of them: take allocation.compete_by 'score'"
             )
         if by_mass and isinstance(self.allocation, Pyramid | ByHead):
             problems.append(
@@ -207,7 +206,6 @@ class HeadPolicy(Policy):
 
     scope: Literal["head"] = "head"
     allocation: Uniform | Pyramid | ByScore | ByHead = Uniform()
-    floor: None = None
     draw: None = None
 
 
@@ -316,18 +314,6 @@ def load_policy(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Poli
         changes = lookup(text, variants, what="variant")
         overrides = [*changes, f"name={text}", "variants={}", *overrides]
     return config.load(path, Policy, overrides)
-
-
-def rescoped(policy: Policy, scope: Scope) -> Policy:
-    """The policy with another scope.
-
-    Raises:
-        ValueError: one of its settings would not be read then.
-    """
-    stated = config.stated_of(policy) | {"scope": scope}
-    if scope == "head":  # a floor changes what heads bid, and these bid nothing
-        stated.pop("floor", None)
-    return config.build(stated, Policy)
 
 
 def _preset_files() -> dict[str, Path]:

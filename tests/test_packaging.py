@@ -33,7 +33,7 @@ def test_every_package_is_listed() -> None:
         for folder, package in homes.items()
         for init in (ROOT / folder).rglob("__init__.py")
     }
-    data = {"retain.policies"}
+    data = {"retain.policies", "retain.recipes"}
     assert set(SETUPTOOLS["packages"]) == present | data
 
 
@@ -77,6 +77,7 @@ def test_the_wheel_holds_every_file(wheel_names: set[str]) -> None:
                 expected.add(f"{package.replace('.', '/')}/{path.relative_to(folder).as_posix()}")
     assert expected - wheel_names == set()
     assert {"retain/py.typed", "retain/kernels/__init__.py", "retain/policies/learned.yaml"} <= wheel_names
+    assert {"retain/recipes/laptop.yaml", "retain/recipes/families/mlp.yaml"} <= wheel_names
     assert any(name.startswith("retain/reference/") and name.endswith(".safetensors") for name in wheel_names)
 
 

@@ -44,7 +44,7 @@ with require("lm-eval", "lm_eval", what="retain.eval.harness.model"):
     from lm_eval.api.registry import register_model
     from lm_eval.models.huggingface import HFLM
 
-# Arguments of lm-eval's own that change an answer.
+# Arguments of lm-eval's that change an answer.
 OF_HARNESS = (
     *("revision", "subfolder", "peft", "delta", "dtype", "softmax_dtype", "mixed_precision_dtype"),
     *("add_bos_token", "prefix_token_id", "think_end_token", "enable_thinking", "chat_template_args"),
@@ -90,7 +90,7 @@ class RetainLM(HFLM):
         chunk: Tokens that a prompt is read in at a time; None: at once. All but its last token then.
         gates: For learned policies, a folder or a hub id.
         allow_other_weights: Take gates whose base has other weights than the model, as for a fine-tune of it.
-        seeds: Of policies that draw. Each prompt draws by this and its own tokens, so that neither the batch
+        seeds: Of policies that draw. Each prompt draws by this and its tokens, so that neither the batch
             nor the order changes what it keeps.
         context_marker: The question begins behind the last place where this string stands in a prompt.
         loglikelihood: `evict_context`: a context is read but for its last token and evicted from; that token
@@ -100,7 +100,7 @@ class RetainLM(HFLM):
         device: None: the GPU if there is one.
         max_length: Tokens of prompt and answer; None: what the model's config says.
         **others: Fields of the policy to replace, one dot a section (`protection.recent=8`), and whatever
-            lm-eval's own `hf` takes.
+            lm-eval's `hf` takes.
 
     Raises:
         ValueError: The request cannot be met, or holds names that look like misspelt ones.
@@ -231,14 +231,14 @@ class RetainLM(HFLM):
             )
         self._contexts = []
         for string, length in zip(strings, lengths, strict=True):
-            own = length if self.marker is None else self._context_tokens(string)
-            own -= max(0, length - room)
-            if own < 1:
+            count = length if self.marker is None else self._context_tokens(string)
+            count -= max(0, length - room)
+            if count < 1:
                 raise ValueError(
                     f"context_marker {self.marker!r} stands before anything that is left to evict from, in "
                     f"the prompt {string!r:.80}: take another marker, or a larger max_length."
                 )
-            self._contexts.append(min(own, min(length, room) - 1))
+            self._contexts.append(min(count, min(length, room) - 1))
         return ids_BT[:, -room:], mask_BT[:, -room:]
 
     def _context_tokens(self, string: str, context: str | None = None) -> int:
@@ -267,13 +267,13 @@ class RetainLM(HFLM):
     def _model_generate(
         self, context: Int[Tensor, "B T"], max_length: int, stop: list[str], **generation_kwargs: Any
     ) -> Tensor:
-        """One batch, with its cache."""
+        """Generate for a batch, with its cache."""
         mask_BT = generation_kwargs.pop("attention_mask")
-        rows = [row[own == 1].tolist() for row, own in zip(context, mask_BT, strict=True)]
+        rows = [row[mask == 1].tolist() for row, mask in zip(context, mask_BT, strict=True)]
         cache, ids_BT = self._cache(rows), context
         if self.marker is not None or self.chunk is not None:
-            first = [row[:own] for row, own in zip(rows, self._contexts, strict=True)]
-            rest = [row[own:] for row, own in zip(rows, self._contexts, strict=True)]
+            first = [row[:count] for row, count in zip(rows, self._contexts, strict=True)]
+            rest = [row[count:] for row, count in zip(rows, self._contexts, strict=True)]
             (ids, mask), (more, more_mask) = self._padded(first), self._padded(rest)
             self._read(cache, ids, mask)
             ids_BT, mask_BT = torch.cat([ids, more], 1), torch.cat([mask, more_mask], 1)
@@ -314,8 +314,8 @@ class RetainLM(HFLM):
         """
         groups: dict[tuple[int, ...], list[int]] = {}
         for index, (strings, context, continuation) in enumerate(requests):
-            own = self._to_evict(strings, context, continuation)
-            groups.setdefault(tuple(context[:own]), []).append(index)
+            count = self._to_evict(strings, context, continuation)
+            groups.setdefault(tuple(context[:count]), []).append(index)
         answers: dict[int, tuple[float, bool]] = {}
         for first, members in sorted(groups.items(), key=lambda item: -len(item[0])):
             base = None
@@ -340,10 +340,10 @@ class RetainLM(HFLM):
                 f"into max_length {self.max_length}, and what is evicted from is never cut: pass "
                 f"max_length={total} in model_args if the model can read that far."
             )
-        own = len(context) - 1
+        count = len(context) - 1
         if self.marker is not None and strings is not None:
-            own = min(own, self._context_tokens("".join(strings), strings[0]))
-        return own
+            count = min(count, self._context_tokens("".join(strings), strings[0]))
+        return count
 
     @torch.no_grad()
     def _score(
@@ -366,13 +366,13 @@ class RetainLM(HFLM):
             return
         ids, _ = self.tok_batch_encode([min(prompts, key=len)], left_truncate_len=None)
         whole = self.marker is None and self.chunk is None
-        own = ids.shape[1] if whole else self._contexts[0]
+        count = ids.shape[1] if whole else self._contexts[0]
         try:
-            self._read(self._cache([ids[0].tolist()]), *self._padded([ids[0, :own].tolist()]))
+            self._read(self._cache([ids[0].tolist()]), *self._padded([ids[0, :count].tolist()]))
         except ValueError as error:
             raise ValueError(
-                f"the shortest prompt has {ids.shape[1]} tokens, of which {own} are read before an eviction, "
-                f"and cannot be evicted from as asked: {error}"
+                f"the shortest prompt has {ids.shape[1]} tokens, of which {count} are read before an "
+                f"eviction, and cannot be evicted from as asked: {error}"
             ) from error
 
     @contextmanager

@@ -35,7 +35,7 @@ KEY = ["task", "seed", "item"]
 
 @dataclass(frozen=True)
 class Compared:
-    """One comparison that was asked for: a line minus its baseline in one setting."""
+    """A comparison that was asked for: a line minus its baseline in one setting."""
 
     when: str
     question: str

@@ -128,8 +128,8 @@ def end_ids_of(tokenizer: Any, model: Any = None) -> tuple[int, ...]:
 def chat_frame(tokenizer: Any, template: Mapping[str, Any] | None = None) -> tuple[str, str]:
     """Texts that a chat template writes before the user's message, and between it and the answer.
 
-    The model is not to think before it answers: templates that know `enable_thinking` are told so, and a
-    thought that a template opens is closed. `template` are more keyword arguments of the template.
+    The model is not to think before it answers: `enable_thinking` is false, and a thought that a template
+    opens is closed. `template` are more keyword arguments of the template.
 
     Raises:
         ValueError: The template refuses a message, or does not write it as it is.

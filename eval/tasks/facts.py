@@ -128,8 +128,8 @@ def facts(
     Args:
         request: Which row.
         kind: Of fact: a name in `KINDS`.
-        keys: Facts with keys of their own; at least `queries`.
-        values: Facts of each key, with values of their own.
+        keys: Facts with different keys; at least `queries`.
+        values: Facts of each key, with different values.
         queries: Keys that are asked for.
         haystack: Name that `haystacks.load_haystack` knows.
 

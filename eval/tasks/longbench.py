@@ -53,8 +53,8 @@ def longbench(
         ValueError: Rows that cannot be had or lack a column, or a prompt that cannot be cut.
     """
     del seed
-    told = lookup(dataset, TASKS, what="data set of LongBench")
-    opening, closing = told["prompt"].split("{context}")
+    card = lookup(dataset, TASKS, what="data set of LongBench")
+    opening, closing = card["prompt"].split("{context}")
     table = _table(f"{dataset}_e" if even else dataset, path, revision)
     rows = []
     for number in range(first_item, len(table) if items is None else min(len(table), first_item + items)):
@@ -73,10 +73,10 @@ def longbench(
                 context=context,
                 question=question,
                 answers=tuple(columns["answers"]),
-                max_new_tokens=told["max_new_tokens"],
-                metric=told["metric"],
+                max_new_tokens=card["max_new_tokens"],
+                metric=card["metric"],
                 item=number,
-                extra={**told["extra"], **labels},
+                extra={**card["extra"], **labels},
             )
         )
     return rows
@@ -107,7 +107,7 @@ def cut_middle(context: str, question: str, most: int, tokenizer: Any) -> tuple[
 
     Of more tokens (with those that the tokenizer puts before a text), the first `most // 2` and the last
     `most // 2` are kept, as `pred.py` does. They are cut out of the text by where each token lies in it, so
-    that the rest is not changed by a decoding. A question longer than its half loses its own beginning, as
+    that the rest is not changed by a decoding. A question longer than its half loses its beginning, as
     there; context and question stay apart where they were, so that a score never sees the question with the
     context.
 
@@ -136,8 +136,8 @@ def cut_middle(context: str, question: str, most: int, tokenizer: Any) -> tuple[
 
 
 SOURCES: dict[str, Source] = {
-    f"{group}/{name}": Source(told["about"], longbench, {"dataset": name, "even": group == "longbench_e"})
+    f"{group}/{name}": Source(card["about"], longbench, {"dataset": name, "even": group == "longbench_e"})
     for group in ("longbench", "longbench_e")
-    for name, told in TASKS.items()
-    if group == "longbench" or told["even"]
+    for name, card in TASKS.items()
+    if group == "longbench" or card["even"]
 }

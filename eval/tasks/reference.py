@@ -1,4 +1,4 @@
-"""Tasks of the reference model, in its own vocabulary, for tests and machines without a network.
+"""Tasks of the reference model, in its vocabulary, for tests and machines without a network.
 
 Six families that gates are trained on, and three that they are not (format, lists, quote); the reference
 model itself was trained on all of them. Rows are on text that no training saw, except `probes`, on which

@@ -4,7 +4,7 @@ After Hsieh et al. (arXiv 2404.06654), NVIDIA/RULER `scripts/data/synthetic/`, w
 ("assgined" and four dots included), with the settings of `synthetic.yaml`.
 
 Different from the released scripts: `context_tokens` bounds the context (worked example, instruction and
-text) alone; every row is searched for its own size and shuffled by its own stream; the question is drawn
+text) alone; every row is searched for its size and shuffled by a stream of its seed; the question is drawn
 first, so that the same row at another length asks for the same words; the worked example of vt has at most
 half of the context's tokens; and where cwe needs more words than wonderwords has (from about 90,000 tokens),
 pairs of adjective and noun take the place of RULER's further list, whose origin is unknown.
@@ -58,7 +58,7 @@ def ruler_vt(request: Request) -> Row:
     draw = random.Random(f"ruler_vt 1 {HOPS} {request.seed} {request.item}")
     limit, drawn = min(EXAMPLE_TOKENS, request.context_tokens // 2), draw.getrandbits(64)
     for hops in range(HOPS, 0, -1):
-        # Drawn from its own stream: the number of hops that fit must not change the question.
+        # Drawn from another stream: the number of hops that fit must not change the question.
         example = _Chain(hops, 3, random.Random(drawn))
         if request.count(example.solved(hops + 1)) <= limit:
             break

@@ -418,7 +418,7 @@ def test_what_stands_before_a_text(tokenizer, opening):
         ),
         ({"--policies": "kivi"}, "'kivi' has a precision, .* equal numbers of entries: take eval/compare.py"),
         ({"--keep-ratio": "1.5"}, r"above 0 and at most 1, got \[1.5\]"),
-        ({"--model": "no/such"}, "'no/such' has no text of its own: pass --text FILE or --task NAME"),
+        ({"--model": "no/such"}, "'no/such' comes with no text: pass --text FILE or --task NAME"),
         ({"--text": "absent.txt"}, "--text absent.txt cannot be read: .*No such file"),
         ({"--task": "niah/gird"}, "did you mean 'niah/grid'"),
         ({"--steps": "0"}, "steps is at least 1, got 0"),

@@ -149,7 +149,7 @@ def test_answers_end_anywhere_in_a_batch_as_alone(gated, ragged):
 
 def test_budgets_in_tokens_and_protections_are_axes_of_the_grid(gated):
     names, kinds = ("random", "snapkv", "oracle"), ("own", "none", "wide")
-    protections = {"none": BARE, "wide": ("protection.suffix_tokens=35",)}
+    protections = {"none": BARE, "wide": ("protection.recent=35",)}
     config = small(gated, policies=names, tokens_per_head=(60,), protections=protections, items_per_task=1)
     lines = [line for line in lines_of(config) if line.task == "reference/lists"]
     found = {(line.policy, line.protection, line.budget) for line in lines}

@@ -43,10 +43,7 @@ def policy(name: str, observed: str | None = None, **settings) -> Policy:
 # Entries of 2 * 16 float64 numbers, over 3 layers of 2 heads.
 BUDGETS = {"ratio": {"keep_ratio": 0.3}, "tokens": {"tokens_per_head": 9}, "bytes": {"bytes": 60 * 256}}
 SCOPES = {
-    # All that is below a head's mean is equal: of equal bids of layers, the later place wins.
-    "model, floored": policy(
-        "a", "observed_risk", observed_settings={"window": 4}, scope="model", floor="mean"
-    ),
+    "model": policy("a", "observed_risk", observed_settings={"window": 4}, scope="model"),
     # Places of last accesses, which are equal in many heads.
     "model, ties": policy("h", "lru", scope="model"),
     "layer, by a gate": policy("b", learned=True, scope="layer"),
@@ -121,21 +118,14 @@ def test_what_was_noted_between_moments_is_noted_once(monkeypatch, heads_file):
         agree(model, small(name, heads_file), own, regime="decode", every=7, tokens_per_head=12)
 
 
-def test_pins_and_a_static_suffix_stay_and_a_dynamic_one_moves(heads_file):
-    model = exact_model()
+def test_pins_stay(heads_file):
     spans = [[(20, 23)], [(5, 6), (30, 32)], [(0, 2)]]
-    static = replace(
-        small("adakv", heads_file), protection=Protection(1, 0.0, 0.0, 0, 2, suffix_tokens=4, suffix="static")
-    )
-    own = life(3)
-    naive = agree(model, static, own, pinned=spans, tokens_per_head=14)
+    little = replace(small("adakv", heads_file), protection=Protection(1, 0.0, 0.0, 0, 2))
+    naive = agree(exact_model(), little, life(3), pinned=spans, tokens_per_head=14)
     for held in naive.history[-1]:
         for b, pad in enumerate((0, 3, 11)):
             pinned = [pad + place for start, stop in spans[b] for place in range(start, stop)]
-            assert held[b][:, [*pinned, *range(36, 40), pad]].all()
-    dynamic = replace(static, protection=replace(static.protection, suffix="dynamic"))
-    naive = agree(model, dynamic, own, pinned=spans, tokens_per_head=14)
-    assert not all(bool(held[:, :, 36:40].all()) for held in naive.history[-1])
+            assert held[b][:, [*pinned, pad]].all()
 
 
 def test_a_prefix_that_grows_with_the_budget_protects_what_is_still_whole():
@@ -160,8 +150,7 @@ def fused(how: str = "max", **settings) -> Policy:
     """The preset with a short window and little protection, its heads sharing over layers."""
     policy = small("learned", "")
     protection = replace(policy.protection, prefix_fraction=0.0, suffix_fraction=0.0)
-    lift = None if settings.get("draw") else "mean"
-    changes = {"fusion": how, "floor": lift, "draw": None, "scope": "model", "protection": protection}
+    changes = {"fusion": how, "draw": None, "scope": "model", "protection": protection}
     return build(stated_of(policy) | changes | settings, Policy)
 
 

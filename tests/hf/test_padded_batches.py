@@ -13,7 +13,6 @@ import torch
 import retain
 from retain.hf.cache.cache import Cache
 from retain.hf.model.decoder import layout_of
-from retain.presets import rescoped
 from tests.close import MODEL, assert_close
 from tests.evictions import small
 from tests.hf.masked import masked_logits
@@ -142,7 +141,7 @@ def test_what_is_held_whole_is_evicted_later_as_alone(heads_file):
         held = Cache(model, None).prefill(ids, mask, **whole)
         solo = [Cache(model, None).prefill(ids[b : b + 1, mask[b].bool()], **whole) for b in range(3)]
         for policy, gates in (("snapkv", None), ("gate", trained(model))):
-            policy = rescoped(small(policy, heads_file), "head")
+            policy = small(policy, heads_file)
             got = held.fork().evict(policy, gates=gates, **asked)
             first = Cache(model, policy, gates=gates, **asked).prefill(ids, mask)
             for b, alone in enumerate(solo):

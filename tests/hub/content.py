@@ -20,8 +20,6 @@ from retain.reference import load_tokenizer
 from tests.hub.server import Hub
 
 WORDS = ("the", "a", "river", "lantern", "old", "keeps", "seven", "ropes", "under", "bridge", "north", "of")
-# The curve of an artifact, for its card.
-CURVE = {"keep_ratio": [0.1, 0.2], "threshold": [0.75, 0.5], "mean": [0.125, 0.25]}
 
 
 def files(folder: Path) -> dict[str, bytes]:
