@@ -181,7 +181,7 @@ def packed_of(stores: Sequence[RaggedStore], room: int, weighted: bool, together
     """
     places = pools_of(stores, room, weighted, together)
     more = stores[0].num_rows * -(-room // GROUP)
-    scales = [store.key_scales_G2D for store in stores]
+    scales = [store.key_scales_G2D for store in stores if store.key_scales_G2D is not None]
     most = rounded(max(FEWEST, max(map(len, scales)) + more))
     table = scales[0].new_zeros(len(stores), most, *scales[0].shape[1:])
     found = []
