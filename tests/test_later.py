@@ -137,14 +137,7 @@ def test_a_sequence_that_has_nothing_yet_raises_nothing():
     refused(said, _plan, Budget(keep_ratio=0.2), make_evidence(0, 1, 20, (19, 0)), NOTHING)
 
 
-def test_a_stock_is_of_its_layers_and_sequences():
-    intact_BT = torch.ones(2, 5, dtype=torch.bool)
-    refused("'lengths_B': 1.*pass one row each for every", Stock, ((4, 4), (4, 4)), (5,), intact_BT)
-    refused(r"of \[1, 2\] layers", Stock, ((4, 4), (4,)), (5, 5), intact_BT)
-    layers = make_evidence(0, 1, 5, (0, 0), num_layers=3)
-    stock = Stock(((4, 4), (4, 4)), (5, 5), intact_BT)
-    said = "holds entries in 2 layers, and 3 evict"
-    refused(said, plan_for, made(), layers, Budget(keep_ratio=0.5), stock)
+def test_the_stock_of_some_sequences():
     some = Stock(((4, 6), (8, 2)), (5, 7), torch.tensor([[True], [False]]))
     some = select_rows(some, [1])
     assert (some.held_BL, some.lengths_B) == (((8, 2),), (7,))

@@ -88,11 +88,6 @@ class Shares:
         weights = [share * heads for share, heads in zip(line, heads_L, strict=True)]
         return tuple(largest_remainder(total, weights, most, protected=inside, least=least))
 
-    @property
-    def by_capacity(self) -> bool:
-        """Whether budgets of heads depend on what each head holds: by weights."""
-        return self.split.weights is not None
-
     @cached_property
     def static_LBH(self) -> list[list[list[int]]]:
         """Entries of each head by its weight while heads of a layer hold the same."""
@@ -125,7 +120,7 @@ class Shares:
         held_B = [sum(row) for row in totals.held_BL]
         if self.threshold is not None:
             kept_B = [protected * heads for protected in self.protected_B]
-        elif self.fixed_LB is not None and not self.by_capacity:
+        elif self.fixed_LB is not None and self.split.weights is None:
             kept_B = [sum(column) for column in zip(*self.fixed_LB, strict=True)]
         else:
             kept_B = totals.total_B
