@@ -63,7 +63,7 @@ def test_who_is_covered_keeps_everything_beside_others_who_are_not(heads_file, n
     alone = keeps_of_columns(plan, layers, scores, [0])
     assert all(torch.equal(own[0], keep[0]) for own, keep in zip(alone, keeps, strict=True))
     few = plan.select_batch([1, 2])
-    assert few.covers_all and few.shares.totals.held_BL == ((12,) * 3, (0,) * 3)
+    assert few.covers_all and few.totals.held_BL == ((12,) * 3, (0,) * 3)
     assert torch.equal(few.protected_BT, plan.protected_BT[1:])
 
 
@@ -109,8 +109,8 @@ def test_the_first_chunk_of_an_announced_prompt_has_the_budget_of_the_prompt():
     refused(said, _plan, Budget(keep_ratio=0.2), layers, protection)
     plan = _plan(Budget(keep_ratio=0.2), layers, protection, lengths_B=(400, 300))
     assert plan.protected_BT.sum(-1).tolist() == [20, 0] and plan.covers_B == [True, True]
-    assert plan.shares.totals.per_head_B == (80, 60)
-    assert plan.shares.totals.total_B == [120, 0]
+    assert plan.totals.per_head_B == (80, 60)
+    assert plan.totals.total_B == [120, 0]
 
 
 def test_fractions_of_a_fixed_budget_stay_as_tokens_come():

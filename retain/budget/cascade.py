@@ -44,12 +44,12 @@ def keep_sets(shares: Shares, layers: Sequence[Candidates], *, first: int = 0) -
     if shares.threshold is not None:
         return [admit(layer.score_BHT, layer.kept_BHT, shares.threshold) for layer in layers]
     budgets = head_budgets(shares, layers, first=first)
-    return [_keep(shares.split, layer, won) for layer, won in zip(layers, budgets, strict=True)]
+    return [_keep(shares.policy, layer, won) for layer, won in zip(layers, budgets, strict=True)]
 
 
 def head_budgets(shares: Shares, layers: Sequence[Candidates], *, first: int = 0) -> list[Won]:
     """Compute the entries of each head of each layer; arguments as of `keep_sets`."""
-    split, totals = shares.split, shares.totals
+    split, totals = shares.policy, shares.totals
     here = slice(first, first + len(layers))
     final = here.stop == len(totals.heads_L)
     if split.scope == "model":
@@ -139,7 +139,7 @@ class Cascade:
             its keep mask; and one for each lower layer, over the entries that it holds, row after row in
             order of time; None for one that keeps them all.
         """
-        split, self.num_added = self.shares.split, self.num_added + 1
+        split, self.num_added = self.shares.policy, self.num_added + 1
         if not self.shares.crosses_layers:
             (keep_BHT,) = keep_sets(self.shares, [layer], first=self.num_added - 1)
             return keep_BHT, [None] * (self.num_added - 1)
