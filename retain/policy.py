@@ -250,8 +250,14 @@ def plan_of(
         pairs = zip(protected_B, totals.per_head_B, strict=True)
         short = [row for row, (protected, most) in enumerate(pairs) if protected > most]
         totals = totals.hold_whole(short) if short else totals
-    held = {"policy": policy, "budget": budget, "protected_BT": protected_BT}
-    return Plan(totals=totals, protected_B=protected_B, threshold=budget.threshold, **held)
+    return Plan(
+        policy=policy,
+        budget=budget,
+        totals=totals,
+        protected_BT=protected_BT,
+        protected_B=protected_B,
+        threshold=budget.threshold,
+    )
 
 
 def check_budget(policy: Policy, budget: Budget, unit: str | None = None) -> None:

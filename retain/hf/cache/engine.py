@@ -200,7 +200,11 @@ class Engine(Interceptor):
             if store.free < 1:
                 store.make_room_(1)
             if store.step_rows is None:
-                how = {"scaling": layer.scaling, "soft_cap": layer.soft_cap, "window": spec.window}
+                how: dict[str, Any] = {
+                    "scaling": layer.scaling,
+                    "soft_cap": layer.soft_cap,
+                    "window": spec.window,
+                }
                 store.step_rows = step_rows_of(store, **how, sinks=spec.sinks_Q is not None)
             if store.step_rows is None:
                 return None
