@@ -43,7 +43,7 @@ from retain.presets import Policy, load_policy
 from retain.process.command import command
 
 TOKENS = (8192, 32768, 131072)
-# A policy that needs neither training nor bytes beside entries.
+# A policy that needs neither training nor bytes next to entries.
 POLICY = "keydiff"
 # Of a config that names no precision, as of checkpoints whose weights are packed.
 UNSTATED = torch.bfloat16
@@ -59,7 +59,7 @@ HUB_SECONDS = 5.0
 
 @dataclass(frozen=True, eq=False)
 class ModelDescription:
-    """What a config says of a model.
+    """Facts of a model that its config says.
 
     Args:
         model_type: of its decoder; if it is refused, of the config.
@@ -126,22 +126,22 @@ class ModelDescription:
         precision = str(self.dtype).removeprefix("torch.")
         yield "weights", f"{self.parameters / 1e9:.4g} B parameters in {precision}{how}"
         for label, kinds in (("layers evict", self.evicting), ("left alone", self.alone)):
-            yield from ((label, f"{len(own)} ({ranges(own)}): {of}") for of, own in kinds.items())
+            yield from ((label, f"{len(one)} ({ranges(one)}): {of}") for of, one in kinds.items())
         sizes = {", ".join(f"{name} {n}" for name, n in spec.sizes.items()) for spec in self.layout.evicting}
         family = f"{self.gate_parameters:,} parameters of family {self.gates!r}"
         yield "gates", f"{family}, of layers with {' or '.join(sorted(sizes))}"
         by = f"kept at keep_ratio {self.keep_ratio:g} by {self.policy.name!r}"
         by += ", which needs gates" if self.policy.learned else ""
-        for own in self.footprints:
-            alone = f", and {size(own.alone)} left alone" if self.layout.alone else ""
+        for one in self.footprints:
+            alone = f", and {size(one.alone)} left alone" if self.layout.alone else ""
             beyond = ""
-            if self.positions is not None and own.tokens > self.positions:
+            if self.positions is not None and one.tokens > self.positions:
                 beyond = f" (more than the {self.positions:,} positions of its config)"
-            text = f"full cache {size(own.full)}; {size(own.kept)} {by}{alone}{beyond}"
-            yield f"{own.tokens:,} tokens", text
-        for own, (flops, peak) in zip(self.footprints, self.steps, strict=True):
+            text = f"full cache {size(one.full)}; {size(one.kept)} {by}{alone}{beyond}"
+            yield f"{one.tokens:,} tokens", text
+        for one, (flops, peak) in zip(self.footprints, self.steps, strict=True):
             cost = f"{flops / 1e12:,.3g} TFLOP, about {size(int(peak))}"
-            yield "training", f"{cost} for a step on a document of {own.tokens:,} tokens"
+            yield "training", f"{cost} for a step on a document of {one.tokens:,} tokens"
 
 
 def training_step(model: Any, layout: Layout, tokens: int, gate_parameters: int) -> tuple[float, float]:
@@ -166,7 +166,8 @@ def training_step(model: Any, layout: Layout, tokens: int, gate_parameters: int)
         for path, one in layers.named_parameters()
     )
     E, Q, H, D = specs[0].hidden_size, specs[0].num_heads, specs[0].num_kv_heads, specs[0].head_dim
-    F = chosen * (getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", 0))
+    F = getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", None) or 0
+    F *= chosen
     attention = 2.0 * Q * D * tokens**2 * (len(layers) + len(specs))
     flops = attention + tokens * (2.0 * met + 2.0 * Q * D * E * len(specs) + 6.0 * gate_parameters)
     b = specs[0].dtype.itemsize
@@ -185,7 +186,7 @@ def size(num_bytes: int | None) -> str:
 def ranges(numbers: Sequence[int]) -> str:
     """Ascending numbers, runs of them joined."""
     runs = itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
-    ends = [(own[0][1], own[-1][1]) for own in (list(run) for _, run in runs)]
+    ends = [(one[0][1], one[-1][1]) for one in (list(run) for _, run in runs)]
     return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in ends)
 
 
@@ -205,7 +206,7 @@ def describe_model(
         tokens: lengths at which caches are measured; None: those of `TOKENS` that the model has positions
             for, or, if it has fewer, as many as it has.
         keep_ratio: kept / seen.
-        policy: whose budget it is; what stands beside entries is paid for out of it.
+        policy: whose budget it is; what is stored next to entries is paid for out of it.
         gates: the family whose parameters are counted.
         dtype: of weights and entries; `auto`: as its config says.
 
@@ -229,7 +230,7 @@ def describe_model(
         return ModelDescription(name, config.model_type, refusal=refusals[-1])
     positions: Any = getattr(text, "max_position_embeddings", None)
     if tokens is None:
-        tokens = [own for own in TOKENS if positions is None or own <= positions] or [positions]
+        tokens = [one for one in TOKENS if positions is None or one <= positions] or [positions]
     with torch.device("meta"):
         built = build_gates(gates, dims_for(gates, {spec.layer_idx: spec.sizes for spec in layout.evicting}))
     trained = sum(one.numel() for one in built.parameters())
@@ -245,8 +246,8 @@ def describe_model(
         gates=gates,
         gate_parameters=trained,
         positions=positions,
-        footprints=tuple(footprint(layout, own, **how) for own in tokens),
-        steps=tuple(training_step(model, layout, own, trained) for own in tokens),
+        footprints=tuple(footprint(layout, one, **how) for one in tokens),
+        steps=tuple(training_step(model, layout, one, trained) for one in tokens),
         **how,
     )
 
@@ -269,7 +270,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = vars(parser.parse_args(arguments))
     name, listed = given.pop("model"), given.pop("tokens")
     lengths = None if listed is None else listed.replace("_", "").split(",")
-    if lengths is not None and not all(own.strip().isdigit() and int(own) for own in lengths):
+    if lengths is not None and not all(one.strip().isdigit() and int(one) for one in lengths):
         raise ValueError(f"--tokens {listed}: pass whole numbers of tokens, joined by commas.")
     found = describe_model(name, None if lengths is None else [*map(int, lengths)], **given)
     print(found)
@@ -277,7 +278,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class Finding(NamedTuple):
-    """One line of `retain doctor`: `ok`, `note` or `WRONG`, what it is about, and what was found."""
+    """A line of `retain doctor`: `ok`, `note` or `WRONG`, what it is about, and what was found."""
 
     state: str
     about: str

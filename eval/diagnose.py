@@ -154,7 +154,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Reading:
-    """One policy at one budget on one document: `N` (layer, KV head) pairs, `S` steps, `T` entries.
+    """Measures of a policy at one budget on one document: `N` (layer, KV head) pairs, `S` steps, `T` entries.
 
     Args:
         policy: as asked for, or `full`.
@@ -314,7 +314,7 @@ def keep_sets(
     by_gates: Sequence[Score] | None,
     seed: Sequence[int],
 ) -> dict[tuple[str, float], list[Bool[Tensor, "B H T"]]]:
-    """What each policy keeps of each layer's first `num_seen` entries, the full cache first. Scores look at
+    """Entries that each policy keeps of each layer's first `num_seen`, the full cache first. Scores look at
     `observed`, which may be longer; `risks` and `by_gates` are the oracle's scores and the gates'."""
     evidence = [truncate(layer, num_seen) for layer in observed]
     seeds = [int(np.random.SeedSequence([*seed]).generate_state(1)[0])]
@@ -324,7 +324,7 @@ def keep_sets(
         if policy.name == ORACLE:
             learned = [Score(risk_BHT, "risk") for risk_BHT in risks]
         pairs = zip(observed, learned, strict=True)
-        scored = [score_entries(policy, layer, learned=own, seeds_B=seeds) for layer, own in pairs]
+        scored = [score_entries(policy, layer, learned=one, seeds_B=seeds) for layer, one in pairs]
         scores = [first_entries(score, num_seen) for score in scored]
         for ratio in keep_ratios:
             decided = decide_layers(policy, evidence, Budget(keep_ratio=ratio), scores=scores)
@@ -348,11 +348,11 @@ def coverage_of(
         chunk = max(1, FLOATS_AT_ONCE // (layer.queries_BQSD.shape[1] * layer.num_seen))
         parts: list[list[Tensor]] = [[] for _ in keeps]
         for _, probs_BQsT in attention_chunks(layer, chunk, first=layer.num_seen - steps):
-            for own, found in zip(keeps, parts, strict=True):
-                found.append(coverage(probs_BQsT, own[place])[0].cpu())
-        for own_HS, found in zip(layers, parts, strict=True):
-            own_HS.append(torch.cat(found, -1))
-    return [torch.cat(own_HS) for own_HS in layers]
+            for masks, found in zip(keeps, parts, strict=True):
+                found.append(coverage(probs_BQsT, masks[place])[0].cpu())
+        for covered, found in zip(layers, parts, strict=True):
+            covered.append(torch.cat(found, -1))
+    return [torch.cat(covered) for covered in layers]
 
 
 def read_context(model: Any, tokens: Sequence[int], *, evidence: bool = False, gates: Any = None) -> Cache:
@@ -392,7 +392,7 @@ def ids_on(model: Any, tokens: Sequence[int]) -> Int[Tensor, "1 S"]:
 
 
 def summarise(readings: Sequence[Sequence[Reading]]) -> list[dict[str, Any]]:
-    """One row for each policy and budget, in the order of the first document.
+    """A row for each policy and budget, in the order of the first document.
 
     Means are over the steps of all documents together; overlap and entries, which have no steps, are means
     over documents. `coverage_worst_step` is the least mean over all pairs at a step, `coverage_worst` the
@@ -404,45 +404,45 @@ def summarise(readings: Sequence[Sequence[Reading]]) -> list[dict[str, Any]]:
     exponential of that of the mean difference of losses.
     """
     rows = []
-    for own in zip(*readings, strict=True):
-        cells = torch.cat([one.coverage_NS.double().flatten() for one in own])
-        loss = torch.cat([one.loss_S for one in own]).mean()
-        loss_full = torch.cat([one.loss_full_S for one in own]).mean()
-        kept = sum(int(one.keep_NT.sum()) for one in own)
+    for same in zip(*readings, strict=True):
+        cells = torch.cat([one.coverage_NS.double().flatten() for one in same])
+        loss = torch.cat([one.loss_S for one in same]).mean()
+        loss_full = torch.cat([one.loss_full_S for one in same]).mean()
+        kept = sum(int(one.keep_NT.sum()) for one in same)
         rows.append(
             {
-                "policy": own[0].policy,
-                "keep_ratio": own[0].keep_ratio,
-                "documents": len(own),
-                "steps": sum(len(one.kl_S) for one in own),
+                "policy": same[0].policy,
+                "keep_ratio": same[0].keep_ratio,
+                "documents": len(same),
+                "steps": sum(len(one.kl_S) for one in same),
                 "coverage_mean": float(cells.mean()),
-                "coverage_worst_step": min(float(one.coverage_NS.double().mean(0).min()) for one in own),
+                "coverage_worst_step": min(float(one.coverage_NS.double().mean(0).min()) for one in same),
                 "coverage_worst": float(cells.min()),
                 "coverage_outliers": float((cells < OUTLIER).double().mean()),
-                "oracle_overlap": float(torch.cat([one.overlap_N for one in own]).double().mean()),
-                "kl": float(torch.cat([one.kl_S for one in own]).mean()),
-                "agreement": float(torch.cat([one.agree_S for one in own]).double().mean()),
+                "oracle_overlap": float(torch.cat([one.overlap_N for one in same]).double().mean()),
+                "kl": float(torch.cat([one.kl_S for one in same]).mean()),
+                "agreement": float(torch.cat([one.agree_S for one in same]).double().mean()),
                 "perplexity": math.exp(float(loss)),
                 "perplexity_ratio": math.exp(float(loss - loss_full)),
-                "kept_entries": kept / len(own),
-                "kept_share": kept / sum(one.keep_NT.numel() for one in own),
-                "intervals": _intervals(own),
+                "kept_entries": kept / len(same),
+                "kept_share": kept / sum(one.keep_NT.numel() for one in same),
+                "intervals": _intervals(same),
             }
         )
     return rows
 
 
-def _intervals(own: Sequence[Reading]) -> dict[str, list[float] | None]:
+def _intervals(same: Sequence[Reading]) -> dict[str, list[float] | None]:
     """Intervals of a row over documents."""
     from retain.eval.stats.interval import paired_interval
 
     values = {
-        "kl": [float(one.kl_S.mean()) for one in own],
-        "agreement": [float(one.agree_S.double().mean()) for one in own],
-        "perplexity_ratio": [float((one.loss_S - one.loss_full_S).mean()) for one in own],
+        "kl": [float(one.kl_S.mean()) for one in same],
+        "agreement": [float(one.agree_S.double().mean()) for one in same],
+        "perplexity_ratio": [float((one.loss_S - one.loss_full_S).mean()) for one in same],
     }
     made: dict[str, list[float] | None] = dict.fromkeys(values)
-    if len(own) > 1 and len({len(one.kl_S) for one in own}) == 1:
+    if len(same) > 1 and len({len(one.kl_S) for one in same}) == 1:
         for name, means in values.items():
             found = paired_interval([np.array(means)])
             how = math.exp if name == "perplexity_ratio" else float
@@ -484,28 +484,30 @@ def documents_of(given: argparse.Namespace, model: Any, tokenizer: Any) -> list[
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    own = argparse.ArgumentParser(
+    made = argparse.ArgumentParser(
         prog="retain diagnose",
         description="Measure what an eviction costs without scoring an answer: divergence from the full "
         "cache, perplexity, coverage of the attention, likeness to the oracle.",
     )
-    own.add_argument("--model", required=True, help="reference:0, a local folder, or a hub id")
-    own.add_argument("--policies", nargs="+", required=True, metavar="NAME[,key=value]", help="and oracle")
-    own.add_argument("--keep-ratio", nargs="+", type=float, default=[0.2], help="kept / seen (default 0.2)")
-    own.add_argument("--gates", help="folder or hub id of trained gates, for policies that take them")
-    source = own.add_mutually_exclusive_group()
-    source.add_argument("--text", help="UTF-8 file to cut documents from (default for reference:0: its own)")
+    made.add_argument("--model", required=True, help="reference:0, a local folder, or a hub id")
+    made.add_argument("--policies", nargs="+", required=True, metavar="NAME[,key=value]", help="and oracle")
+    made.add_argument("--keep-ratio", nargs="+", type=float, default=[0.2], help="kept / seen (default 0.2)")
+    made.add_argument("--gates", help="folder or hub id of trained gates, for policies that take them")
+    source = made.add_mutually_exclusive_group()
+    source.add_argument(
+        "--text", help="UTF-8 file to cut documents from (default for reference:0: its corpus)"
+    )
     source.add_argument("--task", help="task whose rows are the documents, such as niah/grid")
-    own.add_argument("--documents", type=int, default=8, help="how many (default 8)")
-    own.add_argument("--context-tokens", type=int, default=1000, help="length of a context (default 1000)")
-    own.add_argument("--steps", type=int, default=32, help="steps a document, at most (default 32)")
-    own.add_argument("--question", default=QUESTIONS[0], choices=QUESTIONS, help="when scores observe")
-    own.add_argument("--continuation", default=CONTINUATIONS[0], choices=CONTINUATIONS, help="what is read")
-    own.add_argument("--seed", type=int, default=0, help="of rows, and of scores that draw (default 0)")
-    own.add_argument("--dtype", default="auto", help="of the weights, as torch calls it (default auto)")
-    own.add_argument("--device", default="cpu", help="e.g. cuda:0 (default cpu)")
-    own.add_argument("--out", help=f"folder for {FILE}; an older one is not overwritten")
-    return own
+    made.add_argument("--documents", type=int, default=8, help="how many (default 8)")
+    made.add_argument("--context-tokens", type=int, default=1000, help="length of a context (default 1000)")
+    made.add_argument("--steps", type=int, default=32, help="steps a document, at most (default 32)")
+    made.add_argument("--question", default=QUESTIONS[0], choices=QUESTIONS, help="when scores observe")
+    made.add_argument("--continuation", default=CONTINUATIONS[0], choices=CONTINUATIONS, help="what is read")
+    made.add_argument("--seed", type=int, default=0, help="of rows, and of scores that draw (default 0)")
+    made.add_argument("--dtype", default="auto", help="of the weights, as torch calls it (default auto)")
+    made.add_argument("--device", default="cpu", help="e.g. cuda:0 (default cpu)")
+    made.add_argument("--out", help=f"folder for {FILE}; an older one is not overwritten")
+    return made
 
 
 def run(given: argparse.Namespace, typed: str) -> dict[str, Any]:
@@ -515,7 +517,7 @@ def run(given: argparse.Namespace, typed: str) -> dict[str, Any]:
         raise ValueError(f"{path} exists and is not overwritten: pass another --out, or remove it.")
     policies_of(given.policies, given.keep_ratio, given.gates)
     if given.text is None and given.task is None and reference_seed(given.model) is None:
-        raise ValueError(f"model={given.model!r} has no text of its own: pass --text FILE or --task NAME.")
+        raise ValueError(f"model={given.model!r} comes with no text: pass --text FILE or --task NAME.")
     require("eval", "scipy", what="a diagnosis with its intervals")
     started = now()
     model, tokenizer = load_named(given.model, dtype=given.dtype)
@@ -540,8 +542,8 @@ def run(given: argparse.Namespace, typed: str) -> dict[str, Any]:
             "finished": now(),
         },
         "documents": [
-            {"name": document.name, "entries": own[0].keep_NT.shape[1], "steps": len(own[0].kl_S)}
-            for document, own in zip(documents, readings, strict=True)
+            {"name": document.name, "entries": read[0].keep_NT.shape[1], "steps": len(read[0].kl_S)}
+            for document, read in zip(documents, readings, strict=True)
         ],
         "rows": summarise(readings),
     }
@@ -560,7 +562,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser().parse_args(typed)
     record = run(given, shlex.join(["retain", "diagnose", *typed]))
     print("\n".join(text_table(COLUMNS, record["rows"])))
-    steps = sum(own["steps"] for own in record["documents"])
+    steps = sum(one["steps"] for one in record["documents"])
     print(f"\n{len(record['documents'])} documents, {steps} steps.")
     if given.out is not None:
         print(f"Record: {Path(given.out) / FILE}")

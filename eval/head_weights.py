@@ -45,7 +45,7 @@ STREAM = 11
 # Options of one policy, with their defaults. HeadKV's scripts try a beta of 1.005 to 10.
 OPTIONS: dict[str, dict[str, tuple[type, Any, str]]] = {
     DUO: {
-        "text": (str, None, "UTF-8 file to cut documents from (default for reference:0: its own documents)"),
+        "text": (str, None, "UTF-8 file to cut documents from (default for reference:0: its probes)"),
         "sinks": (int, 4, "first entries that a streaming head holds"),
         "recent": (int, 32, "last entries that it holds, the query's included"),
         "threshold": (float, 0.5, "place among the heads, in 0..1, from which on they retrieve"),
@@ -56,7 +56,7 @@ Measured = tuple[Float64[Tensor, "L C"], list[int]]
 
 
 def _stacked(rows: Sequence[Tensor], what: str) -> Tensor:
-    """One row a layer; ValueError: layers with unlike numbers of heads."""
+    """A row a layer; ValueError: layers with unlike numbers of heads."""
     if len({len(row) for row in rows}) > 1:
         raise ValueError(
             f"layers have {', '.join(str(len(row)) for row in rows)} {what}, and heads are compared over "
@@ -204,7 +204,7 @@ def documents_of(given: argparse.Namespace, tokenizer: Any) -> list[tuple[Sequen
         return [(piece, ()) for piece in cut(read_text(given.text, tokenizer), opening_of(tokenizer), **size)]
     seed = reference_seed(given.model)
     if seed is None:
-        raise ValueError(f"model={given.model!r} has no documents of its own: pass --text, a file in UTF-8.")
+        raise ValueError(f"model={given.model!r} comes with no documents: pass --text, a file in UTF-8.")
     from retain.reference.documents import Writer, distill_document
 
     writer = Writer("train", int(np.random.SeedSequence([STREAM, seed]).generate_state(1)[0]))

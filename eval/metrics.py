@@ -47,12 +47,12 @@ def match_all(text: str, row: Row) -> float:
 
 @_best
 def match_any(text: str, answer: str) -> float:
-    """Whether any right answer occurs in the text, whatever its case: RULER's `string_match_part`."""
+    """1 if any right answer occurs in the text, whatever its case: RULER's `string_match_part`."""
     return _contains(text, answer)
 
 
 def tokens_in_place(text: str, row: Row) -> float:
-    """Whether every answer stands at its place, of the reference model's tasks, whose texts are names of
+    """1 if every answer stands at its place, of the reference model's tasks, whose texts are names of
     tokens. `row.extra["places"]` are the places of the answers; other tokens restate the question. With
     `row.extra["ordered"]` false their order is free."""
     tokens = text.split(" ")
@@ -121,7 +121,7 @@ def code_similarity(text: str, answer: str) -> float:
 
 
 def classification(text: str, row: Row) -> float:
-    """One over the number of classes named, if the right one is among them, else 0: LongBench's.
+    """`1 / number of classes named`, if the right one is among them, else 0: LongBench's.
 
     `row.extra["classes"]` are all classes. A class that is a proper part of the right one ("number" of
     "number of people") does not count as named. The released code drops such classes from the list that it is

@@ -26,7 +26,9 @@ def cut(
 
 def opening_of(tokenizer: Any) -> tuple[int, ...]:
     """The special tokens that begin a text: those that the tokenizer puts there, else its `bos_token`."""
-    whole, plain = (list(tokenizer("a", add_special_tokens=own)["input_ids"]) for own in (True, False))
+    whole, plain = (
+        list(tokenizer("a", add_special_tokens=special)["input_ids"]) for special in (True, False)
+    )
     places = [i for i in range(len(whole) - len(plain) + 1) if whole[i : i + len(plain)] == plain]
     opening = tuple(whole[: places[0]]) if places else ()
     first = getattr(tokenizer, "bos_token_id", None)

@@ -1,4 +1,4 @@
-"""Sorts the model_args of the model class `retain`: ours, the policy's, and those of lm-eval's own class.
+"""Sorts the model_args of the model class `retain`: ours, the policy's, and those of lm-eval's class.
 
 lm-eval's class hands names that it does not know to the model's constructor, which may swallow them, so a
 name that looks like a misspelt one of ours is refused.
@@ -49,7 +49,7 @@ def sorted_out(others: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any
             left[name] = value
     if problems:
         raise ValueError(
-            f"unknown model_args: {', '.join(problems)}. Known beside those of lm-eval's hf: "
+            f"unknown model_args: {', '.join(problems)}. Known next to those of lm-eval's hf: "
             f"{', '.join(OWN)}, sections with a dot (protection.recent=8)."
         )
     return overrides, left

@@ -17,7 +17,7 @@ import json
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +44,11 @@ with require("lm-eval", "lm_eval", what="retain.eval.harness.model"):
     from lm_eval.api.registry import register_model
     from lm_eval.models.huggingface import HFLM
 
-# Arguments of lm-eval's own that change an answer.
+# Arguments of lm-eval's that change an answer.
 OF_HARNESS = (
     *("revision", "subfolder", "peft", "delta", "dtype", "softmax_dtype", "mixed_precision_dtype"),
     *("add_bos_token", "prefix_token_id", "think_end_token", "enable_thinking", "chat_template_args"),
 )
-
-
 # Of gates' metadata: decides their scores.
 OF_GATES = ("sha256", "family", "layers", "inputs", "unit")
 
@@ -92,7 +90,7 @@ class RetainLM(HFLM):
         chunk: Tokens that a prompt is read in at a time; None: at once. All but its last token then.
         gates: For learned policies, a folder or a hub id.
         allow_other_weights: Take gates whose base has other weights than the model, as for a fine-tune of it.
-        seeds: Of policies that draw. Each prompt draws by this and its own tokens, so that neither the batch
+        seeds: Of policies that draw. Each prompt draws by this and its tokens, so that neither the batch
             nor the order changes what it keeps.
         context_marker: The question begins behind the last place where this string stands in a prompt.
         loglikelihood: `evict_context`: a context is read but for its last token and evicted from; that token
@@ -102,7 +100,7 @@ class RetainLM(HFLM):
         device: None: the GPU if there is one.
         max_length: Tokens of prompt and answer; None: what the model's config says.
         **others: Fields of the policy to replace, one dot a section (`protection.recent=8`), and whatever
-            lm-eval's own `hf` takes.
+            lm-eval's `hf` takes.
 
     Raises:
         ValueError: The request cannot be met, or holds names that look like misspelt ones.
@@ -193,9 +191,8 @@ class RetainLM(HFLM):
         """Log-likelihoods of continuations, from an evicted context, where that was asked for."""
         if not self.scores_evicted:
             raise ValueError(
-                f"{_tasks_of(requests)} asks for log-likelihoods, which lm-eval computes in one forward "
-                "without a decoding cache: nothing would be evicted, and the score would be the full "
-                "cache's. Take generation tasks (output_type: generate_until); or pass "
+                f"{_tasks_of(requests)} asks for log-likelihoods, which lm-eval computes without a decoding "
+                "cache: nothing would be evicted. Take tasks that generate (generate_until); or pass "
                 f"loglikelihood={EVICT_CONTEXT} in model_args, which reads each context, evicts, and scores "
                 "the continuation from what is held; or take --model hf for the full cache."
             )
@@ -205,11 +202,9 @@ class RetainLM(HFLM):
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Refused: there is nothing to evict from before scoring begins."""
         raise ValueError(
-            f"{_tasks_of(requests)} asks for the likelihood of whole documents (loglikelihood_rolling), in "
-            "windows whose context is one token: there is no context to evict from before scoring begins, "
-            "and every token would be scored in the forward that reads it. Take `retain diagnose "
-            "--continuation given`, which evicts before it scores, or --model hf for the full "
-            "cache."
+            f"{_tasks_of(requests)} asks for the likelihood of whole documents (loglikelihood_rolling): "
+            "there is no context to evict from before scoring begins. Take `retain diagnose --continuation "
+            "given`, which evicts before it scores, or --model hf for the full cache."
         )
 
     def tok_batch_encode(
@@ -230,20 +225,20 @@ class RetainLM(HFLM):
         if max(lengths) > room and self.overlong == "error":
             raise ValueError(
                 f"a prompt of {max(lengths)} tokens does not fit: max_length is {self.max_length}, of which "
-                f"its answer may take {self.max_length - room}. Its beginning would be cut. Pass "
-                f"max_length={max(lengths) + self.max_length - room} in model_args if the model can read "
-                "that far, or overlong=truncate to have it cut."
+                f"its answer may take {self.max_length - room}. Pass max_length="
+                f"{max(lengths) + self.max_length - room} in model_args if the model can read that far, or "
+                "overlong=truncate to have its beginning cut."
             )
         self._contexts = []
         for string, length in zip(strings, lengths, strict=True):
-            own = length if self.marker is None else self._context_tokens(string)
-            own -= max(0, length - room)
-            if own < 1:
+            count = length if self.marker is None else self._context_tokens(string)
+            count -= max(0, length - room)
+            if count < 1:
                 raise ValueError(
                     f"context_marker {self.marker!r} stands before anything that is left to evict from, in "
                     f"the prompt {string!r:.80}: take another marker, or a larger max_length."
                 )
-            self._contexts.append(min(own, min(length, room) - 1))
+            self._contexts.append(min(count, min(length, room) - 1))
         return ids_BT[:, -room:], mask_BT[:, -room:]
 
     def _context_tokens(self, string: str, context: str | None = None) -> int:
@@ -253,16 +248,13 @@ class RetainLM(HFLM):
         if place < 0:
             raise ValueError(
                 f"context_marker {self.marker!r} is not in the prompt {string[:60]!r} ... {string[-60:]!r}: "
-                "the question begins behind it. Pass a string that every prompt of the task has, or leave "
-                "it out (the whole prompt is then read before it is evicted from)."
+                "pass a string that every prompt of the task has, or leave it out."
             )
         stop = place + len(self.marker)
         # Special tokens as HFLM has them added to a prompt.
-        how: dict[str, Any] = {}
-        if (bos := self.tokenizer.bos_token) is not None and string.startswith(bos):
-            how["add_special_tokens"] = False
-        elif self.add_bos_token is not None:
-            how["add_special_tokens"] = self.add_bos_token
+        begun = self.tokenizer.bos_token is not None and string.startswith(self.tokenizer.bos_token)
+        special = False if begun else self.add_bos_token
+        how = {} if special is None else {"add_special_tokens": special}
         places = self.tokenizer(string, return_offsets_mapping=True, **how).offset_mapping
         # A token that reaches into the question belongs to it.
         return next((count for count, (_, end) in enumerate(places) if end > stop), len(places))
@@ -275,13 +267,13 @@ class RetainLM(HFLM):
     def _model_generate(
         self, context: Int[Tensor, "B T"], max_length: int, stop: list[str], **generation_kwargs: Any
     ) -> Tensor:
-        """One batch, with its cache."""
+        """Generate for a batch, with its cache."""
         mask_BT = generation_kwargs.pop("attention_mask")
-        rows = [row[own == 1].tolist() for row, own in zip(context, mask_BT, strict=True)]
+        rows = [row[mask == 1].tolist() for row, mask in zip(context, mask_BT, strict=True)]
         cache, ids_BT = self._cache(rows), context
         if self.marker is not None or self.chunk is not None:
-            first = [row[:own] for row, own in zip(rows, self._contexts, strict=True)]
-            rest = [row[own:] for row, own in zip(rows, self._contexts, strict=True)]
+            first = [row[:count] for row, count in zip(rows, self._contexts, strict=True)]
+            rest = [row[count:] for row, count in zip(rows, self._contexts, strict=True)]
             (ids, mask), (more, more_mask) = self._padded(first), self._padded(rest)
             self._read(cache, ids, mask)
             ids_BT, mask_BT = torch.cat([ids, more], 1), torch.cat([mask, more_mask], 1)
@@ -297,8 +289,8 @@ class RetainLM(HFLM):
         return torch.cat([context, output[:, ids_BT.shape[1] :]], dim=1)
 
     def _precision(self) -> Any:
-        asked = self.mixed_precision_dtype
-        return torch.autocast(device_type=self.device.type, dtype=asked, enabled=asked is not None)
+        dtype = self.mixed_precision_dtype
+        return torch.autocast(self.device.type, dtype, enabled=dtype is not None)
 
     def _padded(self, rows: Sequence[Sequence[int]]) -> list[Tensor]:
         """Token ids, left-padded, and their mask."""
@@ -322,8 +314,8 @@ class RetainLM(HFLM):
         """
         groups: dict[tuple[int, ...], list[int]] = {}
         for index, (strings, context, continuation) in enumerate(requests):
-            own = self._to_evict(strings, context, continuation)
-            groups.setdefault(tuple(context[:own]), []).append(index)
+            count = self._to_evict(strings, context, continuation)
+            groups.setdefault(tuple(context[:count]), []).append(index)
         answers: dict[int, tuple[float, bool]] = {}
         for first, members in sorted(groups.items(), key=lambda item: -len(item[0])):
             base = None
@@ -348,10 +340,10 @@ class RetainLM(HFLM):
                 f"into max_length {self.max_length}, and what is evicted from is never cut: pass "
                 f"max_length={total} in model_args if the model can read that far."
             )
-        own = len(context) - 1
+        count = len(context) - 1
         if self.marker is not None and strings is not None:
-            own = min(own, self._context_tokens("".join(strings), strings[0]))
-        return own
+            count = min(count, self._context_tokens("".join(strings), strings[0]))
+        return count
 
     @torch.no_grad()
     def _score(
@@ -374,22 +366,22 @@ class RetainLM(HFLM):
             return
         ids, _ = self.tok_batch_encode([min(prompts, key=len)], left_truncate_len=None)
         whole = self.marker is None and self.chunk is None
-        own = ids.shape[1] if whole else self._contexts[0]
+        count = ids.shape[1] if whole else self._contexts[0]
         try:
-            self._read(self._cache([ids[0].tolist()]), *self._padded([ids[0, :own].tolist()]))
+            self._read(self._cache([ids[0].tolist()]), *self._padded([ids[0, :count].tolist()]))
         except ValueError as error:
             raise ValueError(
-                f"the shortest prompt has {ids.shape[1]} tokens, of which {own} are read before an eviction, "
-                f"and cannot be evicted from as asked: {error} State a budget that holds what is protected "
-                "in the shortest prompt of the task, protect less, or leave out the task."
+                f"the shortest prompt has {ids.shape[1]} tokens, of which {count} are read before an "
+                f"eviction, and cannot be evicted from as asked: {error}"
             ) from error
 
     @contextmanager
     def _warning_if_nothing_went(self) -> Iterator[None]:
-        before, evicted_before = self.evicted.sequences, self.evicted.sequences_evicted
+        before = replace(self.evicted)
         yield
-        sequences = self.evicted.sequences - before
-        if sequences and self.evicted.sequences_evicted == evicted_before and not self.keeps_all:
+        sequences = self.evicted.sequences - before.sequences
+        evicted = self.evicted.sequences_evicted - before.sequences_evicted
+        if sequences and not evicted and not self.keeps_all:
             warnings.warn(
                 f"nothing was evicted from any of {sequences} sequences: the budget "
                 f"{self.identity['budget']} holds all of them, so these scores are the full cache's.",
@@ -397,20 +389,15 @@ class RetainLM(HFLM):
             )
 
     def set_cache_hook(self, cache_hook: Any) -> None:
-        """Take the hook of `--use_cache`, and put this model's identity into the keys of its database.
-
-        lm-eval's keys hash what was asked alone, so that two policies with one path would share answers.
-
-        Raises:
-            ValueError: this lm-eval stores answers in some other way.
-        """
+        """Take the hook of `--use_cache`, and put this model's identity into the keys of its database:
+        lm-eval's hash what was asked alone, so that two policies would share answers. ValueError: this
+        lm-eval stores answers in some other way."""
         super().set_cache_hook(cache_hook)
         database: Any = getattr(cache_hook, "dbdict", None)
         if not callable(getattr(database, "encode_key", None)):
             raise ValueError(
-                "--use_cache stores answers under keys that do not know the policy, and this version of "
-                "lm-eval (or of sqlitedict) offers no way to add it: leave out --use_cache, or install "
-                "lm_eval 0.4.13 with sqlitedict 2."
+                "--use_cache stores answers under keys that do not know the policy: leave out --use_cache, "
+                "or install lm_eval 0.4.13 with sqlitedict 2."
             )
         prefix = f"retain-{self.identity_sha}-"
         database.encode_key = lambda key: f"{prefix}{key}"
@@ -420,6 +407,7 @@ class RetainLM(HFLM):
         """HFLM's, and under `retain` what was asked for and what the caches of this process held; answers
         that `--use_cache` had are not counted."""
         evicted = self.evicted
+        achieved = evicted.entries_held / max(1, evicted.entries_seen)
         nothing = evicted.sequences > 0 and evicted.sequences_evicted == 0 and not self.keeps_all
         return {
             **super().get_model_info(),
@@ -427,10 +415,7 @@ class RetainLM(HFLM):
                 "question": "known" if self.marker is None else "unknown",
                 "identity_sha": self.identity_sha,
                 **self.identity,
-                "evicted": {
-                    **asdict(evicted),
-                    "keep_ratio_achieved": evicted.entries_held / max(1, evicted.entries_seen),
-                },
+                "evicted": {**asdict(evicted), "keep_ratio_achieved": achieved},
                 "processes": self.world_size,
                 "warning": "nothing was evicted: these are the full cache's scores" if nothing else None,
             },

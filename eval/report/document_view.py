@@ -15,7 +15,7 @@ KEYS = (("none", 0.0), ("1 in 8", 0.25), ("1 in 4", 0.5), ("half or more", 1.0))
 
 @dataclass(frozen=True)
 class Shown:
-    """One policy on a text.
+    """A policy on a text.
 
     Attributes:
         policy: Its name.

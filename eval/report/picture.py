@@ -1,6 +1,7 @@
 """Draws the score of every policy against the share of the cache that it holds."""
 
 from pathlib import Path
+from typing import Any
 
 from retain.eval.config import FULL
 from retain.eval.report.table import line_words, where_words
@@ -8,7 +9,7 @@ from retain.eval.stats.scores import WHERE
 from retain.process.extras import deferred
 
 with deferred("eval", "pandas", "matplotlib", "matplotlib.figure", what="the picture of a comparison"):
-    import matplotlib
+    from matplotlib import colormaps
     from matplotlib.figure import Figure
     from pandas import DataFrame
 
@@ -27,7 +28,7 @@ def draw(scores: "DataFrame", path: Path) -> None:
     """
     groups = list(scores.groupby(WHERE, sort=False))
     lines = [line for line in dict.fromkeys(scores["line"]) if line != FULL]
-    colours = matplotlib.colormaps["Dark2" if len(lines) <= CLEAR else "tab20"].colors
+    colours = colormaps["Dark2" if len(lines) <= CLEAR else "tab20"]
     shown = Figure(figsize=(1.0 + 3.6 * len(groups), 5.0), layout="constrained")
     panels = shown.subplots(1, len(groups), sharey=True, squeeze=False)[0]
     for panel, ((when, question), group) in zip(panels, groups, strict=True):
@@ -37,7 +38,7 @@ def draw(scores: "DataFrame", path: Path) -> None:
                 points["keep_ratio"],
                 points["score"],
                 yerr=(1.96 * points["error"]).where(points["error"] < 1e9, 0.0),
-                color=colours[number % len(colours)],
+                color=colours(number % colours.N),
                 marker=MARKERS[number % len(MARKERS)],
                 elinewidth=0.8,
                 label=line,
@@ -54,9 +55,9 @@ def draw(scores: "DataFrame", path: Path) -> None:
         panel.set_xlabel("share of the cache held")
         panel.grid(color="#e0e0e0")
     panels[0].set_ylabel("score, points of 100")
-    marks = {}
+    marks: dict[str, Any] = {}
     for handles, labels in (panel.get_legend_handles_labels() for panel in panels):
         marks |= dict(zip(labels, handles, strict=True))
     columns = max(1, round(1.6 * len(groups)))
-    shown.legend(marks.values(), marks.keys(), loc="outside lower center", frameon=False, ncols=columns)
+    shown.legend([*marks.values()], [*marks], loc="outside lower center", frameon=False, ncols=columns)
     shown.savefig(path, dpi=110)

@@ -19,6 +19,9 @@ PICTURE = "![Score against the share of the cache held](scores.png)"
 _NUMBER = re.compile(r"[-+]?\d+(\.\d+)?( ± \d+\.\d+| of \d+\.\d+)?$")
 # The full cache scores less than so many points: nothing can be lost there.
 LOW = 10.0
+HELD = ["entries_held", "entries_seen", "bytes_held", "bytes_seen"]
+# Entries of different sizes fill a budget of bytes up to such a share.
+UNEQUAL = 0.02
 METHOD = (
     "A score is the mean over tasks of the mean over items, in points of 100; ± is 1.96 of its standard "
     "errors. Rows with one context are one item. Whether two policies differ is a paired question: a "
@@ -174,7 +177,7 @@ def _by_task(frame: "DataFrame") -> list[str]:
 
 
 def _facts(table: Table, scores: "DataFrame") -> str:
-    """What was measured, with what, in a list."""
+    """Lists what was measured, and with what."""
     frame, manifest, config = table.frame, table.manifest, table.config
     whole = 100 * frame[frame["line"] == FULL].groupby("task", sort=False)["score"].mean()
     low = ", ".join(whole[whole < LOW].index)
@@ -211,31 +214,31 @@ def _pairs(value: object) -> str:
 
 
 def _memory(frame: "DataFrame") -> list[str]:
-    """What was held and seen, a table a (when, question): a row for all policies of a budget that hold the
-    same on every item, else one each."""
-    unequal, parts = [], []
+    """Tables of what was held and seen, one a (when, question): policies of a budget that hold the same share
+    a row."""
+    apart, parts = 0.0, []
     for (when, question), group in frame.groupby(WHERE, sort=False):
-        rows = []
+        rows: dict[tuple[str, str, str], list[str]] = {}
         for budget, at in group.groupby("budget", sort=False):
-            equal = at.groupby(KEY)["bytes_held"].nunique().max() == 1
-            if not equal:
-                unequal.append(f"{where_words(when, question)}, {budget_words(budget)}")
-            for line, held in [("all policies", at)] if equal else at.groupby("line", sort=False):
-                mean = held[["entries_held", "entries_seen", "bytes_held", "bytes_seen"]].mean()
-                name = FULL if (held["line"] == FULL).all() else line
-                entries = f"{mean['entries_held']:.1f} of {mean['entries_seen']:.1f}"
-                mib = f"{mean['bytes_held'] / 2**20:.2f} of {mean['bytes_seen'] / 2**20:.2f}"
-                rows.append((budget_words(budget), plain(line_words(name)), entries, mib))
-        columns = ("budget", "policy", "entries held of seen", "MiB held of seen")
-        parts += [f"{where_words(when, question)}:", markdown_table(columns, rows)]
-    said = "Every policy of a budget held the same number of bytes on every item."
-    if unequal:
-        said = f"Policies did not hold the same number of bytes on every item: {'; '.join(unequal)}."
+            held = at.groupby(KEY)["bytes_held"]
+            apart = max(apart, float((held.max() / held.min() - 1).max()))
+            for line, means in at.groupby("line", sort=False)[HELD].mean().iterrows():
+                entries = f"{means['entries_held']:.1f} of {means['entries_seen']:.1f}"
+                mib = [means[name] / 2**20 for name in ("bytes_held", "bytes_seen")]
+                decimals = 3 if mib[1] < 10 else 1
+                shown = " of ".join(f"{size:.{decimals}f}" for size in mib)
+                rows.setdefault((budget_words(str(budget)), entries, shown), []).append(line_words(str(line)))
+        columns = ("budget", "entries held of seen", "MiB held of seen", "policies")
+        cells = [(*key, plain(", ".join(lines))) for key, lines in rows.items()]
+        parts += [f"{where_words(when, question)}:", markdown_table(columns, cells)]
+    said = f"Policies of a budget held the same bytes on every item{f', within {100 * apart:.1f} %' if apart else ''}."
+    if apart > UNEQUAL:
+        said = f"Policies of a budget did not hold the same bytes: they are up to {100 * apart:.0f} % apart on an item."
     return [f"{said} Means over answers, over all layers and KV heads, as the cache counts them.", *parts]
 
 
 def _answers(frame: "DataFrame") -> list[str]:
-    """What every policy wrote on one item a setting: the first on which their scores differ most."""
+    """Answers of every policy to one item a setting: the first on which their scores differ most."""
     parts = []
     for (when, question), group in frame.groupby(WHERE, sort=False):
         smallest = group.loc[group["line"] != FULL].groupby("budget")["entries_held"].mean()

@@ -35,7 +35,7 @@ KEY = ["task", "seed", "item"]
 
 @dataclass(frozen=True)
 class Compared:
-    """One comparison that was asked for: a line minus its baseline in one setting."""
+    """A comparison that was asked for: a line minus its baseline in one setting."""
 
     when: str
     question: str
@@ -129,7 +129,7 @@ def comparisons(
         by_line: dict[tuple[Any, Any], list[ndarray]] = {
             pair: strata(rows) for pair, rows in group.groupby(["budget", "line"], sort=False)
         }
-        pairs = {}
+        pairs: dict[tuple[str, str, str], tuple[list[ndarray], list[ndarray]]] = {}
         for budget in dict.fromkeys(budget for budget, _ in by_line):
             there = [line for at, line in by_line if at == budget]
             if baseline is None:
@@ -144,7 +144,10 @@ def comparisons(
                 pairs |= {(budget, line, against): (by_line[budget, line], other) for line in asked}
         if pairs:
             results = judge(pairs, margin=margin, resamples=resamples)
-            made += [Compared(str(when), str(question), *name, result) for name, result in results.items()]
+            made += [
+                Compared(str(when), str(question), budget, line, against, result)
+                for (budget, line, against), result in results.items()
+            ]
     return made
 
 

@@ -64,7 +64,8 @@ def encode(
     """
     if "token_ids" in row.extra:
         ids = row.extra["token_ids"]
-        return Encoded(*(tuple(ids[name]) for name in ("context", "question", "answer")), (), ids["evidence"])
+        context, question, right = (tuple(ids[name]) for name in ("context", "question", "answer"))
+        return Encoded(context, question, right, (), ids["evidence"])
     before, after, begin = "", "", opening_ids(tokenizer)
     if chat and row.extra.get("chat", True) and getattr(tokenizer, "chat_template", None) is not None:
         (before, after), begin = chat_frame(tokenizer, template), ()
@@ -78,10 +79,11 @@ def encode(
     answer_ids = _continued(tokenizer, answer if text[-1:].isspace() else f" {answer}")
     longest = len(context_ids) + len(question_ids) + row.max_new_tokens
     config = None if model is None else model.config.get_text_config()
-    if longest > (getattr(config, "max_position_embeddings", None) or longest):
+    reads = getattr(config, "max_position_embeddings", None) or longest
+    if longest > reads:
         raise ValueError(
             f"a row of {row.task} takes {longest} tokens with its question and answer, and the model reads "
-            f"{config.max_position_embeddings}: lower context_tokens."
+            f"{reads}: lower context_tokens."
         )
     evidence = _token_spans(tokenizer, before, row, len(begin))
     return Encoded(context_ids, question_ids, (*answer_ids, *ends[:1]), ends, evidence)
@@ -126,8 +128,8 @@ def end_ids_of(tokenizer: Any, model: Any = None) -> tuple[int, ...]:
 def chat_frame(tokenizer: Any, template: Mapping[str, Any] | None = None) -> tuple[str, str]:
     """Texts that a chat template writes before the user's message, and between it and the answer.
 
-    The model is not to think before it answers: templates that know `enable_thinking` are told so, and a
-    thought that a template opens is closed. `template` are more keyword arguments of the template.
+    The model is not to think before it answers: `enable_thinking` is false, and a thought that a template
+    opens is closed. `template` are more keyword arguments of the template.
 
     Raises:
         ValueError: The template refuses a message, or does not write it as it is.

@@ -64,54 +64,48 @@ class Kind:
         return draw.choice(self.values) if isinstance(self.values, tuple) else self.values(draw)
 
 
-def _draw_password(draw: random.Random) -> str:
-    return f"{draw.choice(COLOURS)}-{draw.choice(PETS)}-{draw.randint(10, 99)}"
+def _between(least: int, most: int) -> Callable[[random.Random], str]:
+    return lambda draw: str(draw.randint(least, most))
 
 
 KINDS: Mapping[str, Kind] = {
     "number": Kind(
         NEEDLE.replace("{kind}", "numbers"),
         singular(QUESTION).strip().format(kind="number", query="{key}"),
-        NOUNS,
-        draw_number,
+        *(NOUNS, draw_number),
         singular(ANSWER_PREFIX).strip().format(kind="number", query="{key}"),
     ),
     "place": Kind(
         "{key} keeps the old telescope in {value}.",
         "In which city does {key} keep the old telescope?",
-        PEOPLE,
-        CITIES,
+        *(PEOPLE, CITIES),
     ),
     "price": Kind(
         "{key} bought the carpet for {value} dollars.",
         "For how many dollars did {key} buy the carpet?",
-        PEOPLE,
-        lambda draw: str(draw.randint(101, 989)),
+        *(PEOPLE, _between(101, 989)),
     ),
     "owner": Kind(
         "The boat with the {key} on its sail is owned by {value}.",
         "Who owns the boat with the {key} on its sail?",
-        NOUNS,
-        PEOPLE,
+        *(NOUNS, PEOPLE),
     ),
     "password": Kind(
         "The password of the {key} room is {value}.",
         "What is the password of the {key} room?",
         NOUNS,
-        _draw_password,
+        lambda draw: f"{draw.choice(COLOURS)}-{draw.choice(PETS)}-{draw.randint(10, 99)}",
     ),
     "trade": Kind("{key} earns a living as a {value}.", "How does {key} earn a living?", PEOPLE, TRADES),
     "colour": Kind(
         "The front door of {key}'s house was painted {value}.",
         "In which colour was the front door of {key}'s house painted?",
-        PEOPLE,
-        COLOURS,
+        *(PEOPLE, COLOURS),
     ),
     "year": Kind(
         "{key} came to this country in {value}.",
         "In which year did {key} come to this country?",
-        PEOPLE,
-        lambda draw: str(draw.randint(1902, 1998)),
+        *(PEOPLE, _between(1902, 1998)),
     ),
     "pet": Kind(
         "At home {key} has a tame {value}.", "Which tame animal does {key} have at home?", PEOPLE, PETS
@@ -134,8 +128,8 @@ def facts(
     Args:
         request: Which row.
         kind: Of fact: a name in `KINDS`.
-        keys: Facts with keys of their own; at least `queries`.
-        values: Facts of each key, with values of their own.
+        keys: Facts with different keys; at least `queries`.
+        values: Facts of each key, with different values.
         queries: Keys that are asked for.
         haystack: Name that `haystacks.load_haystack` knows.
 
@@ -201,21 +195,21 @@ def _listed(words: list[str] | tuple[str, ...]) -> str:
     return f"{', '.join(most)} and {last}" if most else last
 
 
-def _facts(about: str, max_new_tokens: int, **settings: Any) -> Source:
-    return Source(about, facts, {"max_new_tokens": max_new_tokens, **settings})
-
-
+_TASKS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "colour": ("the colour of a door", 8, {"kind": "colour"}),
+    "number": ("a number of seven digits", 16, {}),
+    "number_of_four": ("one of four numbers of seven digits", 16, {"keys": 4}),
+    "number_of_queries": ("the numbers of two keys of four", 28, {"keys": 4, "queries": 2}),
+    "number_of_values": ("two numbers of one key", 28, {"values": 2}),
+    "owner": ("who owns something, one of three facts", 8, {"kind": "owner", "keys": 3}),
+    "password": ("a password of two words and a number", 16, {"kind": "password"}),
+    "pet": ("somebody's animal, one of three facts", 8, {"kind": "pet", "keys": 3}),
+    "place": ("in which city somebody keeps something", 8, {"kind": "place"}),
+    "price": ("what somebody paid", 8, {"kind": "price"}),
+    "trade": ("somebody's trade, one of three facts", 8, {"kind": "trade", "keys": 3}),
+    "year": ("a year, one of three facts", 8, {"kind": "year", "keys": 3}),
+}
 SOURCES: dict[str, Source] = {
-    "facts/colour": _facts("the colour of a door, in prose", 8, kind="colour"),
-    "facts/number": _facts("a number of seven digits, in prose", 16),
-    "facts/number_of_four": _facts("one of four numbers of seven digits, in prose", 16, keys=4),
-    "facts/number_of_queries": _facts("the numbers of two keys of four, in prose", 28, keys=4, queries=2),
-    "facts/number_of_values": _facts("two numbers of one key, in prose", 28, values=2),
-    "facts/owner": _facts("who owns something, one of three facts in prose", 8, kind="owner", keys=3),
-    "facts/password": _facts("a password of two words and a number, in prose", 16, kind="password"),
-    "facts/pet": _facts("somebody's animal, one of three facts in prose", 8, kind="pet", keys=3),
-    "facts/place": _facts("in which city somebody keeps something, in prose", 8, kind="place"),
-    "facts/price": _facts("what somebody paid, in prose", 8, kind="price"),
-    "facts/trade": _facts("somebody's trade, one of three facts in prose", 8, kind="trade", keys=3),
-    "facts/year": _facts("a year, one of three facts in prose", 8, kind="year", keys=3),
+    f"facts/{name}": Source(f"{about}, in prose", facts, {"max_new_tokens": most, **settings})
+    for name, (about, most, settings) in _TASKS.items()
 }

@@ -40,7 +40,7 @@ def table_rows(
         tokenizer, context_tokens, seed: Not needed here.
         first_item: Number of the first row.
         items: How many; None: all.
-        source: A file (`.jsonl`, `.json`, `.parquet`), or `hub:owner/name`.
+        source: A file (`.jsonl`, `.parquet`), or `hub:owner/name`.
         only: Rows of this `task` alone.
         split, name, data_dir, revision: Part of a hub repository, as `datasets.load_dataset` takes them.
 
@@ -96,51 +96,41 @@ def need(columns: Mapping[str, Any], names: Sequence[str], what: str) -> None:
     """Refuse a table's row without one of its columns, by a ValueError."""
     for name in names:
         if name not in columns:
-            raise ValueError(
-                f"{what} has no column {name!r}{suggest(name, columns)}; it has {', '.join(sorted(columns))}."
-            )
+            there = ", ".join(sorted(columns))
+            raise ValueError(f"{what} has no column {name!r}{suggest(name, columns)}; it has {there}.")
 
 
 def read_file(path: Path) -> Table:
-    """Rows of a file: JSON lines, a JSON list or Parquet.
-
-    Raises:
-        ValueError: There is no such file, or it does not read as its name says.
-    """
+    """Rows of a file, JSON lines or Parquet; a ValueError if there is none, or it does not read so."""
     try:
         if path.suffix == ".parquet":
             require("eval", "pyarrow", what=str(path))
             from pyarrow import parquet
 
             return list(parquet.read_table(path).to_pylist())
-        text = path.read_text(encoding="utf-8")
+        return parse(path.read_text(encoding="utf-8"), str(path))
     except (OSError, ValueError) as error:
-        raise ValueError(f"rows of {path} cannot be read: {error}.") from error
-    return parse(text, str(path), lines=path.suffix == ".jsonl")
+        raise ValueError(f"rows of {path} cannot be read: {error}") from error
 
 
-def parse(text: str, where: str, *, lines: bool = True) -> Table:
-    """Rows of a text of JSON lines, or of one JSON list; a ValueError if it is none, or empty."""
+def parse(text: str, where: str) -> Table:
+    """Rows of JSON lines; a ValueError if a line is no object, or there is none."""
+    rows = []
     # Not splitlines: a JSON string may hold a line separator of Unicode as it is.
-    found = []
-    for number, part in enumerate(text.split("\n") if lines else [text], 1):
+    for number, line in enumerate(text.split("\n"), 1):
         try:
-            if part.strip():
-                found.append(json.loads(part))
+            if line.strip():
+                rows.append(json.loads(line))
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{where}, line {number}, is not JSON: {error}.") from error
-    rows = found if lines or not found else found[0]
-    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
-        raise ValueError(f"{where} is to be a list of objects, one a row, and at least one.")
+    if not rows or not all(isinstance(row, dict) for row in rows):
+        raise ValueError(f"{where} is to hold objects, one a line, and at least one.")
     return rows
 
 
 def read_hub(source: str, **where: Any) -> Table:
-    """Rows of `hub:owner/name`; `where` as `datasets.load_dataset` takes it.
-
-    Raises:
-        ValueError: It cannot be had.
-    """
+    """Rows of `hub:owner/name`, `where` as `datasets.load_dataset` takes it; a ValueError if there are
+    none."""
     require("eval", "datasets", what=source)
     from datasets import load_dataset
 

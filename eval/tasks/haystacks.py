@@ -1,6 +1,6 @@
 """Provides haystacks (sentences without end), puts needles between them, and draws the words of both.
 
-RULER's essays have no licence and are not here; other texts take their place under names of their own:
+RULER's essays have no licence and are not here; other texts take their place under other names:
 
 - `gen-prose`: sentences from frames, filled with words of wonderwords; the default, needs nothing;
 - `file:PATH`: any UTF-8 text, split into sentences by pysbd, from a sentence that the row draws. The random
@@ -68,7 +68,7 @@ def load_haystack(name: str, draw: random.Random) -> Haystack:
         ValueError: No such haystack, or a file that cannot be read or holds nothing.
     """
     if name == DEFAULT:
-        # A stream of its own: how many sentences are made must not change any other draw.
+        # Another stream: how many sentences are made must not change any other draw.
         prose = random.Random(draw.getrandbits(64))
         return Haystack(DEFAULT, lambda number: _prose(prose))
     if not name.startswith("file:"):

@@ -36,29 +36,25 @@ def longbench(
     even: bool = False,
     path: str | None = None,
     revision: str | None = None,
-    max_tokens: int | None = None,
 ) -> list[Row]:
     """Rows of one data set, the same for every seed.
 
     Args:
         tokenizer: Of the model; a fast one.
-        context_tokens: Most tokens of the whole prompt.
+        context_tokens: Most tokens of the whole prompt; officially 3,500, 7,500, 15,500 or 31,500, by model.
         seed: Not needed.
         first_item, items: Number of the first row, and how many; None: all.
         dataset: One of `TASKS`.
         even: Whether it is LongBench-E's, whose lengths are evenly spread.
         path: The JSON lines, the folder that holds them, or the released data.zip; None: the hub's zip.
         revision: Of the hub's repository.
-        max_tokens: Most tokens of the whole prompt, if fewer than `context_tokens`; officially 3,500, 7,500,
-            15,500 or 31,500, by model.
 
     Raises:
         ValueError: Rows that cannot be had or lack a column, or a prompt that cannot be cut.
     """
     del seed
-    told = lookup(dataset, TASKS, what="data set of LongBench")
-    opening, closing = told["prompt"].split("{context}")
-    most = context_tokens if max_tokens is None else min(max_tokens, context_tokens)
+    card = lookup(dataset, TASKS, what="data set of LongBench")
+    opening, closing = card["prompt"].split("{context}")
     table = _table(f"{dataset}_e" if even else dataset, path, revision)
     rows = []
     for number in range(first_item, len(table) if items is None else min(len(table), first_item + items)):
@@ -67,7 +63,9 @@ def longbench(
         if isinstance(columns["answers"], str):  # a text is a sequence of texts, too
             raise ValueError(f"the column answers of LongBench {dataset}, row {number}, is no list.")
         question = closing.replace("{input}", columns["input"])
-        context, question, lost = cut_middle(opening + columns["context"], question, most, tokenizer)
+        context, question, lost = cut_middle(
+            opening + columns["context"], question, context_tokens, tokenizer
+        )
         labels = {"words": columns["length"], "cut_tokens": lost, "classes": columns["all_classes"] or ()}
         rows.append(
             Row(
@@ -75,10 +73,10 @@ def longbench(
                 context=context,
                 question=question,
                 answers=tuple(columns["answers"]),
-                max_new_tokens=told["max_new_tokens"],
-                metric=told["metric"],
+                max_new_tokens=card["max_new_tokens"],
+                metric=card["metric"],
                 item=number,
-                extra={**told["extra"], **labels},
+                extra={**card["extra"], **labels},
             )
         )
     return rows
@@ -109,7 +107,7 @@ def cut_middle(context: str, question: str, most: int, tokenizer: Any) -> tuple[
 
     Of more tokens (with those that the tokenizer puts before a text), the first `most // 2` and the last
     `most // 2` are kept, as `pred.py` does. They are cut out of the text by where each token lies in it, so
-    that the rest is not changed by a decoding. A question longer than its half loses its own beginning, as
+    that the rest is not changed by a decoding. A question longer than its half loses its beginning, as
     there; context and question stay apart where they were, so that a score never sees the question with the
     context.
 
@@ -138,8 +136,8 @@ def cut_middle(context: str, question: str, most: int, tokenizer: Any) -> tuple[
 
 
 SOURCES: dict[str, Source] = {
-    f"{group}/{name}": Source(told["about"], longbench, {"dataset": name, "even": group == "longbench_e"})
+    f"{group}/{name}": Source(card["about"], longbench, {"dataset": name, "even": group == "longbench_e"})
     for group in ("longbench", "longbench_e")
-    for name, told in TASKS.items()
-    if group == "longbench" or told["even"]
+    for name, card in TASKS.items()
+    if group == "longbench" or card["even"]
 }

@@ -1,4 +1,4 @@
-"""Tasks of the reference model, in its own vocabulary, for tests and machines without a network.
+"""Tasks of the reference model, in its vocabulary, for tests and machines without a network.
 
 Six families that gates are trained on, and three that they are not (format, lists, quote); the reference
 model itself was trained on all of them. Rows are on text that no training saw, except `probes`, on which
@@ -23,7 +23,7 @@ from retain.reference.documents import (
     fill,
 )
 from retain.reference.items import write_item
-from retain.reference.tokenizer import BOS_ID, load_tokenizer
+from retain.reference.tokenizer import load_tokenizer
 
 ABOUT = {
     "single": "the value of the only key in the context",
@@ -36,9 +36,6 @@ ABOUT = {
     "lists": "the items of one list among several",
     "quote": "what stands after a word of the plain text",
 }
-# Of the grid: depths in per cent of the filler, lengths as shares of what is asked for.
-DEPTHS = (0, 10, 20, 30, 40, 50, 60, 70, 80, 90, 100)
-LENGTHS = (0.4, 0.6, 0.8, 1.0)
 # Tasks of which probes are written, in turn: a fact, one among many, and a chain of them.
 PROBED = ("single", "multikey", "tracing")
 # Streams of the generator, kept apart so that no row repeats a document of another use.
@@ -48,33 +45,11 @@ _ROW_STREAM, _PROBE_STREAM = 7, 17
 @one_by_one
 def reference(request: Request, *, task: str) -> Row:
     """Write a context of exactly `context_tokens` tokens and one question of a task on it."""
-    context_ids, question = write_item(_writer(task, request), task, request.context_tokens)
-    return _row(request, context_ids, question)
-
-
-@one_by_one
-def grid(request: Request) -> Row:
-    """Write one fact at the depth and length of one cell of the grid.
-
-    Raises:
-        ValueError: The shortest context has no room for the fact.
-    """
-    writer = _writer("grid", request)
-    # A few rows already cover the grid: every length in turn, depths in steps of three.
-    depth = DEPTHS[3 * (request.item // len(LENGTHS)) % len(DEPTHS)]
-    length = int(LENGTHS[request.item % len(LENGTHS)] * request.context_tokens)
-    key, value = writer.draw(2)
-    statement = fill(writer.pick(FACT_FORMATS), key, value)
-    room = length - 1 - len(statement)
-    if room < 1:
-        raise ValueError(
-            f"the grid's shortest context is {LENGTHS[0]} of context_tokens={request.context_tokens}, which "
-            "is no more than its statement: ask for a longer context."
-        )
-    filler = writer.filler(room, (key, value), ())
-    start = round(depth / 100 * room)
-    ids = np.concatenate([[BOS_ID], filler[:start], statement, filler[start:]])
-    return _row(request, ids.tolist(), writer.ask_get(key, value), depth=float(depth))
+    # The stream depends on task, seed and number alone.
+    name = int.from_bytes(hashlib.sha256(task.encode()).digest()[:4], "big")
+    seeds = np.random.SeedSequence([_ROW_STREAM, request.seed, name, request.item])
+    written = write_item(Writer("eval", int(seeds.generate_state(1)[0])), task, request.context_tokens)
+    return _row(request, *written)
 
 
 def probes(tokenizer: Any, *, context_tokens: int, seed: int, first_item: int, items: int) -> list[Row]:
@@ -88,14 +63,7 @@ def probes(tokenizer: Any, *, context_tokens: int, seed: int, first_item: int, i
     return rows[first_item:]
 
 
-def _writer(task: str, request: Request) -> Writer:
-    """The writer of one row: its stream depends on task, seed and number alone."""
-    name = int.from_bytes(hashlib.sha256(task.encode()).digest()[:4], "big")
-    seeds = np.random.SeedSequence([_ROW_STREAM, request.seed, name, request.item])
-    return Writer("eval", int(seeds.generate_state(1)[0]))
-
-
-def _row(request: Request, context_ids: Sequence[int], question: Question, **labels: Any) -> Row:
+def _row(request: Request, context_ids: Sequence[int], question: Question) -> Row:
     tokenizer = load_tokenizer()
     places = [place for place, kind in enumerate(question.kinds) if kind not in ("key", "eos")]
     return Row(
@@ -117,7 +85,6 @@ def _row(request: Request, context_ids: Sequence[int], question: Question, **lab
             },
             "places": places,
             "ordered": question.ordered,
-            **labels,
         },
     )
 
@@ -147,6 +114,5 @@ def _first_span(context_ids: Sequence[int], key: int, value: int) -> tuple[int, 
 
 SOURCES: dict[str, Source] = {
     **{f"reference/{task}": Source(about, reference, {"task": task}) for task, about in ABOUT.items()},
-    "reference_grid": Source("the only key, at one of 11 depths of one of 4 lengths", grid),
     "reference_probes": Source("facts and chains on training text, to measure heads on", probes),
 }

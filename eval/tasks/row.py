@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Row:
-    """One question on one context.
+    """A question on a context.
 
     Attributes:
         task: Name of the task: "niah/grid", "facts/number", "mine.jsonl"; `load_rows` fills it in.

@@ -7,8 +7,8 @@ needle and question, since Kamradt's needle would need a model as judge.
 
 Different from RULER's code: `context_tokens` bounds the *context* (instruction and haystack), which is what
 is evicted from, while `max_seq_length` there also counts the question, the beginning of the answer (together
-about 40 tokens) and 128 tokens to generate; every row is searched for its own size, in steps of one sentence,
-and draws from a stream of its own; keys and values of one row are all different.
+about 40 tokens) and 128 tokens to generate; every row is searched for its size, in steps of one sentence,
+and draws from a stream of its seed; keys and values of one row are all different.
 
 RULER's essays have no licence. The five tasks that need them are `ruler_like/...`, on another haystack; RULER
 as published, essays included, is on the hub: `hub:simonjegou/ruler`.

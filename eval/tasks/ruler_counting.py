@@ -1,17 +1,13 @@
 """RULER's tracing and counting tasks: vt (variable tracking), cwe (common words), fwe (frequent coded words).
 
-After Hsieh et al. (arXiv 2404.06654), NVIDIA/RULER `scripts/data/synthetic/`, there `variable_tracking.py`,
-`common_words_extraction.py`, `freq_words_extraction.py` and `constants.py`, whose templates are quoted
+After Hsieh et al. (arXiv 2404.06654), NVIDIA/RULER `scripts/data/synthetic/`, whose templates are quoted
 ("assgined" and four dots included), with the settings of `synthetic.yaml`.
 
 Different from the released scripts: `context_tokens` bounds the context (worked example, instruction and
-text), while `max_seq_length` there counts question, answer prefix and the tokens to generate too; every row
-is searched for its own size and shuffled by its own stream; the worked example of vt has at most half of the
-context's tokens, which matters below 1,000; places of the chain are drawn as shares, which hold at every
-size; and where cwe needs more words than wonderwords has (from about 90,000 tokens), pairs of adjective and
-noun take the place of RULER's further list, whose origin is unknown.
-
-The question is drawn before the size is searched, so the same row at another length asks for the same words.
+text) alone; every row is searched for its size and shuffled by a stream of its seed; the question is drawn
+first, so that the same row at another length asks for the same words; the worked example of vt has at most
+half of the context's tokens; and where cwe needs more words than wonderwords has (from about 90,000 tokens),
+pairs of adjective and noun take the place of RULER's further list, whose origin is unknown.
 """
 
 import math
@@ -62,7 +58,7 @@ def ruler_vt(request: Request) -> Row:
     draw = random.Random(f"ruler_vt 1 {HOPS} {request.seed} {request.item}")
     limit, drawn = min(EXAMPLE_TOKENS, request.context_tokens // 2), draw.getrandbits(64)
     for hops in range(HOPS, 0, -1):
-        # Drawn from its own stream: the number of hops that fit must not change the question.
+        # Drawn from another stream: the number of hops that fit must not change the question.
         example = _Chain(hops, 3, random.Random(drawn))
         if request.count(example.solved(hops + 1)) <= limit:
             break
@@ -192,9 +188,10 @@ def _row(context: str, question: str, answers: tuple[str, ...], answer_prefix: s
 
 
 SOURCES: dict[str, Source] = {
-    "ruler/vt": Source(
-        "every variable on a chain of assignments, among noise", ruler_vt, {"max_new_tokens": 30}
-    ),
-    "ruler/cwe": Source("the ten words most frequent in a numbered list", ruler_cwe, {"max_new_tokens": 120}),
-    "ruler/fwe": Source("the three coded words most frequent in a stream", ruler_fwe, {"max_new_tokens": 50}),
+    f"ruler/{name}": Source(about, write, {"max_new_tokens": most})
+    for name, about, write, most in (
+        ("vt", "every variable on a chain of assignments, among noise", ruler_vt, 30),
+        ("cwe", "the ten words most frequent in a numbered list", ruler_cwe, 120),
+        ("fwe", "the three coded words most frequent in a stream", ruler_fwe, 50),
+    )
 }

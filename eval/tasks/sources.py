@@ -20,7 +20,7 @@ from retain.registry import lookup
 
 _MODULES = (reference, facts, ruler, ruler_counting, longbench)
 SOURCES: dict[str, Source] = {name: made for module in _MODULES for name, made in module.SOURCES.items()}
-FILES = (".jsonl", ".json", ".parquet", ".py")
+FILES = (".jsonl", ".parquet", ".py")
 
 
 def find_source(task: str) -> Source:
@@ -70,7 +70,7 @@ def load_rows(
         seed: Of generated rows. Rows of a data set are the same for every seed, and have seed 0.
         first_item: Number of the first row.
         items: How many rows; fewer where a data set has no more. None: all of a data set.
-        settings: Of the task, before its own; of any task also `max_new_tokens` and `metric`.
+        settings: Of the task, in place of its defaults; of any task also `max_new_tokens` and `metric`.
 
     Raises:
         ValueError: No such task, settings that it does not take, or rows that cannot be had or scored.

@@ -82,13 +82,13 @@ WRONG = {
     ),
     "gates": (
         {
-            "policies": ("gate", "fused", "snapkv"),
+            "policies": ("gate", "learned", "snapkv"),
             "gate_sets": {"gates": "x", "rep": "rep"},
-            "uses": {"gat": "rep", "fused": "repp", "snapkv": "rep"},
+            "uses": {"gat": "rep", "learned": "repp", "snapkv": "rep"},
         },
         "`gate_sets` names a set 'gates', which is what `gates` is called",
         "`uses` gives gates to 'gat' (did you mean 'gate'?), which is none of the policies",
-        "`uses` gives 'fused' unknown gates 'repp' (did you mean 'rep'?)",
+        "`uses` gives 'learned' unknown gates 'repp' (did you mean 'rep'?)",
         "`uses` gives gates to 'snapkv', which takes none",
     ),
     "variants": (
@@ -170,7 +170,7 @@ def test_a_policy_that_cannot_do_what_is_asked_is_found_before_work_starts(gated
     save_small_gates(tmp_path / "rank", family="decay", F=8)
     summed = {
         "policies": ("sum",),
-        "variants": {"sum": ("fused", "fusion=sum")},
+        "variants": {"sum": ("learned", "fusion=sum")},
         "gates": str(tmp_path / "rank"),
     }
     assert re.search(

@@ -38,11 +38,11 @@ def write(path: Path, rows: list[dict[str, Any]] = ROWS) -> str:
         }
         pyarrow.parquet.write_table(pyarrow.table(columns), path)
     else:
-        path.write_text(lines if path.suffix == ".jsonl" else json.dumps(rows), encoding="utf-8")
+        path.write_text(lines, encoding="utf-8")
     return str(path)
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet"])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_a_file_is_a_task(kind: str, tmp_path: Path) -> None:
     task = write(tmp_path / f"mine.{kind}")
     assert task_names([task]) == [task]
@@ -93,9 +93,7 @@ def test_the_pages_own_task_is_rows(tmp_path: Path) -> None:
     ("name", "text", "match"),
     [
         ("a.jsonl", '{"context": 1}\n\n{"context": ', r"a\.jsonl, line 3, is not JSON"),
-        ("a.json", "[}", r"is not JSON"),
-        ("a.json", '{"context": 1}', r"is to be a list of objects"),
-        ("a.jsonl", "[1]\n", r"is to be a list of objects"),
+        ("a.jsonl", "[1]\n", r"is to hold objects"),
         ("a.jsonl", "\n", r"at least one"),
         ("a.parquet", "not parquet", r"a\.parquet cannot be read"),
         (

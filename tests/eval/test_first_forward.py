@@ -21,7 +21,7 @@ from tests.tiny import tiny_batch, tiny_model
 
 CHUNK = 16
 FEW = {"sinks": 1, "recent": 4, "prefix_fraction": 0.0, "suffix_fraction": 0.0}
-POLICIES = ("random", "snapkv", "h2o", "cake", "layer_defensivekv", "gate", "fused")
+POLICIES = ("random", "snapkv", "h2o", "cake", "layer_defensivekv", "gate", "learned")
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,7 @@ def test_a_cache_that_is_shown_a_read_is_one_that_read(model, regime):
         read = read_first_forward(model, ids, mask, chunk=chunk)
         kept = set()
         for policy in (None, *POLICIES):
-            gates = gates_of("linear") if policy in ("gate", "fused") else None
+            gates = gates_of("linear") if policy in ("gate", "learned") else None
             own = {"regime": regime, "every": 3, "seeds": [5, 6], "keep_ratio": 0.4, "protection": FEW}
             own = {} if policy is None else own
             shown, plain = (Cache(model, policy, gates=gates, **own) for _ in range(2))
@@ -141,7 +141,7 @@ def test_a_model_with_layers_of_its_own_reads_for_every_cache():
 @pytest.mark.parametrize(("when", "reads"), [("prefill", 1), ("decode", 3), ("chunk", 3)])
 def test_a_context_is_read_once_for_all_policies_and_budgets(gated, tmp_path, when, reads):
     table = save_table(tmp_path / "ragged.jsonl", shorter=60)
-    config = small(gated, policies=("random", "snapkv", "fused"), when=(when,), keep_ratios=(0.6, 0.7))
+    config = small(gated, policies=("random", "snapkv", "learned"), when=(when,), keep_ratios=(0.6, 0.7))
     config = replace(config, tasks=(table,), items_per_task=3, batch_items=3, chunk_tokens=40, every=2)
     first = []
 

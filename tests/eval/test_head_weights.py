@@ -186,4 +186,4 @@ def test_a_text_is_cut_for_a_model_of_ones_choice(tmp_path):
     found = documents_of(given, tokenizer)
     assert [(len(context), len(appendix)) for context, appendix in found] == [(50, 0), (50, 0)]
     assert measure_far_attention(model, found).shape == (3, 2)
-    refused("no documents of its own: pass --text", documents_of, parser().parse_args(typed), tokenizer)
+    refused("comes with no documents: pass --text", documents_of, parser().parse_args(typed), tokenizer)

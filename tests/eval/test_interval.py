@@ -104,15 +104,6 @@ def test_a_nan_is_refused_wherever_it_stands():
     refused(r"finite numbers, and the strata at positions \[1\] hold a nan", paired_interval, [fine, bad])
 
 
-def test_stratified_width_agrees_with_the_standard_error():
-    rng = np.random.default_rng(1)
-    strata = [rng.normal(mean, spread, 300) for mean, spread in ((0, 1), (5, 3), (-2, 0.2))]
-    made = paired_interval(strata)
-    by_hand = np.sqrt(sum(s.var(ddof=1) / 300 for s in strata)) / 3
-    assert standard_error(strata) == pytest.approx(by_hand)
-    assert (made.high - made.low) / 2 == pytest.approx(1.96 * by_hand, rel=0.06)
-
-
 def test_what_they_refuse():
     refused("at least one stratum.*got shapes", paired_interval, [])
     refused(r"got shapes \[\(0,\)\]", paired_interval, [np.zeros(0)])

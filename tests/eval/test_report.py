@@ -47,10 +47,10 @@ def test_the_answer_comes_first_in_words_then_the_scores(report):
     assert report.answer.splitlines()[2:6] == [
         "**Eviction once, behind the prompt; the question comes afterwards.** The full cache scores 90.0.",
         "",
-        "- With 10 % of the cache **fused** (90.0) is better than **snapkv** (40.0), the best policy without "
-        "training: +50.0 points [+33.6, +66.4]. Also better: **gate**.",
-        "- With 20 % of the cache **fused** (90.0) is better than **snapkv** (60.0), the best policy without "
-        "training: +30.0 points [+15.0, +46.8].",
+        "- With 10 % of the cache **learned** (90.0) is better than **snapkv** (40.0), the best policy "
+        "without training: +50.0 points [+33.6, +66.4]. Also better: **gate**.",
+        "- With 20 % of the cache **learned** (90.0) is better than **snapkv** (60.0), the best policy "
+        "without training: +30.0 points [+15.0, +46.8].",
     ]
     assert [line.split() for line in report.answer.splitlines() if line.startswith("| snapkv")] == [
         ["|", "snapkv", "|", "40.0", "±", "15.6", "|", "60.0", "±", "15.6", "|"]
@@ -68,8 +68,10 @@ def test_the_order_of_a_report(report):
         r"\| 20 % of the cache \| gate +\| snapkv +\| +\+0.0 \|.*\| inconclusive, equal on ev", text
     )
     assert "- Code: 0123456789ab with uncommitted changes\n" in text and "- Versions: torch 2.13.0\n" in text
-    assert "Every policy of a budget held the same number of bytes on every item." in text
-    assert re.search(r"\| 10 % of the cache +\| all policies +\| +100.0 of 1000.0 +\| +0.01 of 0.06", text)
+    assert "Policies of a budget held the same bytes on every item." in text
+    assert re.search(
+        r"\| 10 % of the cache +\| +100.0 of 1000.0 +\| +0.006 of 0.061 +\| random, snapkv, gate, f", text
+    )
 
 
 def test_verdicts_that_were_not_asked_for_do_not_appear(tmp_path):
@@ -88,9 +90,9 @@ def said(lines, **config) -> str:
 
 def test_the_words_of_each_verdict():
     text = said(rows(), baseline="gate")
-    assert "With 10 % of the cache **fused** (90.0) is better than **gate** (70.0): +20.0 points" in text
+    assert "With 10 % of the cache **learned** (90.0) is better than **gate** (70.0): +20.0 points" in text
     assert "Also worse: **random**, **snapkv**." in text
-    bare = [line for line in rows() if line["policy"] not in ("fused", "oracle")]
+    bare = [line for line in rows() if line["policy"] not in ("learned", "oracle")]
     text = said(bare, baseline="gate")
     assert "With 10 % of the cache **snapkv** (40.0) is worse than **gate** (70.0): -30.0 points" in text
     text = said(bare)
@@ -116,7 +118,7 @@ def test_the_words_of_each_verdict():
     text = said([line for line in rows() if line["policy"] in ("full", "oracle")])
     assert "With 10 % of the cache nothing but oracle was measured." in text
     other = {"policy": "keydiff", "gates": None}
-    text = said([line | other if line["policy"] == "fused" else line for line in rows()])
+    text = said([line | other if line["policy"] == "learned" else line for line in rows()])
     assert "With 20 % of the cache **gate** (60.0) is worse than **keydiff** (90.0), the best policy" in text
 
 
@@ -132,7 +134,7 @@ def test_a_run_that_has_grown_reports_what_its_newest_config_asks_for(tmp_path):
         *[{**line, "task": "niah/grid"} for line in full],
         *[{**line, "seed": 3} for line in full],
     ]
-    asked = {"policies": ["random", "snapkv", "gate", "fused", "oracle"], "tasks": ["facts", "niah_grid"]}
+    asked = {"policies": ["random", "snapkv", "gate", "learned", "oracle"], "tasks": ["facts", "niah_grid"]}
     asked |= {"keep_ratios": [0.1, 0.2], "when": ["prefill"], "question": ["unknown"], "seeds": [0]}
     grown = write_report(write(tmp_path / "grown", [*rows(), *old, *more], **asked))
     alone = write_report(write(tmp_path / "alone", rows(), **asked))
@@ -140,11 +142,19 @@ def test_a_run_that_has_grown_reports_what_its_newest_config_asks_for(tmp_path):
     refused("keydiff at .* has 10 of 40 answers", write_report, write(tmp_path / "c", [*rows(), *old]))
 
 
-def test_unequal_bytes_are_told(tmp_path):
-    lines = [{**line, "bytes_held": line["bytes_held"] + 64 * (line["policy"] == "gate")} for line in rows()]
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (100, "held the same bytes on every item, within 1.6 %."),
+        (640, "they are up to 10 % apart on an item."),
+    ],
+)
+def test_unequal_bytes_are_said(tmp_path, more, words):
+    lines = [
+        {**line, "bytes_held": line["bytes_held"] + more * (line["policy"] == "gate")} for line in rows()
+    ]
     text = write_report(write(tmp_path, lines)).path.read_text()
-    assert "Policies did not hold the same number of bytes on every item: Eviction once" in text
-    assert re.search(r"\| 10 % of the cache +\| gate  ", text)
+    assert words in text and ("| random, snapkv, fused, oracle" in text) == (more == 640)
 
 
 def test_where_the_full_cache_fails_nothing_can_be_lost(tmp_path):
@@ -224,7 +234,7 @@ def test_names_in_words():
 def test_a_text_token_by_token():
     shown = [
         Shown("full cache", "58213", 4 * 2**20, (8, 8, 8), 8),
-        Shown("<b>fused</b>", UGLY, 2**19, (0, 2, 8), 8),
+        Shown("<b>learned</b>", UGLY, 2**19, (0, 2, 8), 8),
     ]
     html = page("A <title>", "Which number?", ["The ", "<i>number", ""], shown)
     read = Reader(html)
@@ -237,10 +247,10 @@ def test_a_text_token_by_token():
     assert not {"script", "b", "i"} & {*read.tags}
     assert "<i>number" in read.text and "Which number?" in read.text and "0.5" in read.text
     refused(
-        "fused has 1 counts for a text of 2 tokens",
+        "learned has 1 counts for a text of 2 tokens",
         page,
         "t",
         "q",
         ["a", "b"],
-        [Shown("fused", "", 0, (1,), 2)],
+        [Shown("learned", "", 0, (1,), 2)],
     )

@@ -224,22 +224,9 @@ def test_evidence_of_the_reference_tasks_states_the_answer(name):
         assert all(stop - start <= 8 for start, stop in ids["evidence"])
 
 
-def test_the_reference_grid_puts_the_fact_where_it_says():
-    cells = []
-    for item in range(44):
-        row = made("reference_grid", item, context_tokens=400)
-        ids = row.extra["token_ids"]
-        ((start, stop),) = ids["evidence"]
-        cells.append((row.extra["depth"], row.length))
-        assert start - 1 == round(row.extra["depth"] / 100 * (row.length - 1 - (stop - start)))
-        assert ids["context"].count(ids["answer"][0]) == 1
-    wanted = product(map(float, reference.DEPTHS), (160, 240, 320, 400))
-    assert {*cells} == {*wanted} and len(cells) == 44
-
-
 def test_the_reference_model_answers_with_the_full_cache():
     model, tokenizer, right = load_model(0), load_tokenizer(), []
-    for name in ("reference/single", "reference/multiquery", "reference/tracing", "reference_grid"):
+    for name in ("reference/single", "reference/multiquery", "reference/tracing", "reference/lists"):
         row = made(name, 3, context_tokens=500)
         encoded = encode(row, tokenizer, model)
         ids = torch.tensor([[*encoded.context_ids, *encoded.question_ids]])
@@ -279,7 +266,6 @@ def test_names_of_tasks_and_groups():
         ("ruler/niah_single_1", {"key_kind": "uuid"}, "unknown kind of key or value 'uuid': .* 'uuids'"),
         ("ruler/niah_single_1", {"haystack": "file:nowhere.txt"}, "cannot be read"),
         ("ruler/vt", {"context_tokens": 100}, "the worked example of ruler_vt .* ask for a longer context"),
-        ("reference_grid", {"context_tokens": 16}, "shortest context is 0.4 of context_tokens=16"),
     ],
 )
 def test_wrong_settings_are_refused(task, settings, said):

@@ -1,5 +1,4 @@
 import copy
-import inspect
 import io
 import logging
 import pickle
@@ -48,21 +47,6 @@ def test_undo_leaves_no_trace(family, attn):
     with attach(model):
         model(input_ids=tiny_batch()[0], **{CACHE: Cache(model, policy=None)})
     assert everything_about(model) == before
-
-
-def test_other_caches_generate_as_before_beside_ours():
-    """What is refused with our cache is none of our business with another."""
-    model, (ids, mask) = tiny_model("qwen3"), tiny_batch((0, 3))
-    settings = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 3, "do_sample": False}
-    others = {"prefill_chunk_size": 16}, {"use_cache": False}, {"cache_implementation": "dynamic"}
-    want = [model.generate(**settings, **how) for how in others]
-    with attach(model):
-        cache = Cache(model, policy=None)
-        assert torch.equal(model.generate(**settings, **{CACHE: cache}), want[0])
-        assert all(
-            torch.equal(model.generate(**settings, **how), a) for how, a in zip(others, want, strict=True)
-        )
-    assert "generate" not in vars(model)
 
 
 @pytest.mark.parametrize(("family", "attn"), WAYS)
@@ -210,16 +194,6 @@ def test_our_cache_is_taken_by_either_name(family, caplog, monkeypatch):
         for names in GIVEN[1:]:
             assert all(map(torch.equal, read(names), want)), names
     assert "deprecated" not in caplog.text
-
-
-def test_our_cache_is_taken_by_its_place():
-    model, parts = tiny_model("llama"), tiny_batch()[0].split(30, dim=1)
-    with attach(model):
-        for forward in (model, model.model):
-            by_name, by_place = given(model), given(model)[CACHE]
-            before = [None] * (list(inspect.signature(forward.forward).parameters).index(CACHE) - 1)
-            for part in parts:
-                assert torch.equal(forward(part, *before, by_place)[0], forward(part, **by_name)[0])
 
 
 def test_two_caches_by_two_names_are_refused():

@@ -9,7 +9,6 @@ import torch
 import retain
 from retain.gates import GateSet, inputs_of
 from retain.gates.artifact import save_gates
-from retain.hf.cache.batch_context import BatchContext
 from retain.hf.cache.bound_policy import bind_policy
 from retain.hf.cache.cache import Cache
 from retain.hf.intercept.lookahead_pass import look_ahead, lookahead_gates
@@ -38,7 +37,7 @@ PROTECTION = {
 # Policy -> what it observes beside the gate: nothing, the last queries, all queries.
 OBSERVED = {
     "gate": {},
-    "fused": {"observed": "snapkv", "observed_settings": {"window": 4}},
+    "learned": {"observed": "snapkv", "observed_settings": {"window": 4}},
     "h2o": {"observed": "h2o", "learned": True, "fusion": "rank_blend"},
 }
 
@@ -81,7 +80,7 @@ def test_generate_keeps_what_decide_keeps_and_frees_the_rest(family: str, policy
     gates, (input_ids, mask) = trained(model), tiny_batch(*BATCHES[family])
     settings = {"gates": gates, "overrides": {**PROTECTION, **OBSERVED[policy]}}
     rule = bind_policy(model, policy, layers=describe(model), budget={"keep_ratio": 0.4}, **settings)
-    wanted = rule.decide(observe_ahead(model, gates, input_ids, mask), BatchContext()).finish()
+    wanted = rule.decide(observe_ahead(model, gates, input_ids, mask)).finish()
     before, weights = (
         everything_about(model),
         {name: tensor.clone() for name, tensor in model.state_dict().items()},

@@ -68,7 +68,7 @@ def assert_accounts(cache: Cache) -> None:
     """What is allocated is what storages take, each once."""
     report = cache.report()
     assert report.decoded is not None and report.decoded.endswith("tokens in one graph")
-    columns = [own for store in cache.state.stores for own in store.plain.storages()]
+    columns = [own for store in cache.state.stores for part in store.parts for own in part.storages()]
     storages = {own.untyped_storage().data_ptr(): own.untyped_storage().nbytes() for own in columns}
     assert report.total.bytes_allocated == sum(storages.values())
 
@@ -202,7 +202,7 @@ FEW_CHECKS = [
     (more_tokens_than_rooms_were_given, ()),
     (evictions_while_decoding, ("snapkv", 12)),
     (evictions_while_decoding, ("h2o", 8)),
-    (evictions_while_decoding, ("fused", 8)),
+    (evictions_while_decoding, ("learned", 8)),
     (a_crop_comes_back_to_the_graph, ("snapkv",)),
     (sequences_that_end_before_others, ()),
     (an_error_between_steps_leaves_a_whole_cache, ()),

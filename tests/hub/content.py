@@ -20,7 +20,6 @@ from retain.reference import load_tokenizer
 from tests.hub.server import Hub
 
 WORDS = ("the", "a", "river", "lantern", "old", "keeps", "seven", "ropes", "under", "bridge", "north", "of")
-# The curve of an artifact, for its card.
 
 
 def files(folder: Path) -> dict[str, bytes]:

@@ -217,7 +217,7 @@ def test_shipped_configs_build(path: Path) -> None:
     check(config, 1)
     assert config.output.startswith("runs/")
     # What is trained for the default policy can be used by it; published families are compared alone.
-    policy = load_policy("gate" if path.parent.name == "families" else "fused")
+    policy = load_policy("gate" if path.parent.name == "families" else "learned")
     assert config.target.horizon <= policy.protection.recent
     head = path.read_text().splitlines()[:3]
     launch = "accelerate launch --quiet --config_file configs/accelerate/one_process.yaml train/distill.py"
