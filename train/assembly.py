@@ -75,9 +75,8 @@ def lesson_of(
     for spec in layers:
         gates[spec.layer_idx].to(spec.device)
     objective = _objective(config, gates, frozen)
-    ready = objective.prepare_
-    if config.initial is not None:
-        ready = alignment_of(config.initial, objective, accelerator)
+    initial = config.initial
+    ready = objective.prepare_ if initial is None else alignment_of(initial, objective, accelerator)
     return Lesson(
         objective,
         corpus,
