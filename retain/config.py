@@ -50,11 +50,11 @@ PositiveShare = Annotated[float, Field(ge=1e-6, le=1)]
 ProperShare = Annotated[float, Field(gt=0, lt=1)]
 
 
-def load(path: str | os.PathLike[str], cls: type[X], overrides: Sequence[str] = ()) -> X:
+def load(path: str | os.PathLike[str] | None, cls: type[X], overrides: Sequence[str] = ()) -> X:
     """Read a YAML file into a dataclass.
 
     Args:
-        path: the file. Relative paths inside it are left as written.
+        path: the file; None: overrides alone. Relative paths inside it are left as written.
         cls: the (frozen) dataclass to build; if it has `KINDS`, the union of dataclasses that it stands for.
         overrides: `key=value` or `section.key=value`, the value read as YAML; applied after the file, in
             order.
@@ -66,20 +66,23 @@ def load(path: str | os.PathLike[str], cls: type[X], overrides: Sequence[str] = 
         FileNotFoundError: there is no such file.
         ValueError: the file or an override does not fit `cls`; lists all problems at once.
     """
-    path = Path(path)
-    if not path.is_file():
-        found = what_is_at(path)
-        neighbours = [str(other) for other in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
-        raise FileNotFoundError(
-            f"config file {str(path)!r} "
-            f"{found or 'does not exist' + suggest(str(path), neighbours)}. "
-            f"Pass the path of a YAML file for {cls.__name__}; relative paths start at {str(Path.cwd())!r}."
-        )
     problems: list[str] = []
-    mapping = read_mapping(path)
+    mapping = {} if path is None else read_mapping(_existing(Path(path), cls.__name__))
     for override in overrides:
         _override_(mapping, override, problems)
-    return _built(mapping, cls, "", problems, f"{path} does not fit {cls.__name__}")
+    return _built(mapping, cls, "", problems, f"{path or 'the command line'} does not fit {cls.__name__}")
+
+
+def _existing(path: Path, what: str) -> Path:
+    """The path, if a file is there; else a FileNotFoundError that says what is."""
+    if path.is_file():
+        return path
+    found = what_is_at(path)
+    neighbours = [str(other) for other in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
+    raise FileNotFoundError(
+        f"config file {str(path)!r} {found or 'does not exist' + suggest(str(path), neighbours)}. "
+        f"Pass the path of a YAML file for {what}; relative paths start at {str(Path.cwd())!r}."
+    )
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
