@@ -86,18 +86,16 @@ def scores(frame: "DataFrame") -> "DataFrame":
 
     Returns:
         A row a (when, question, budget, line), in the order of the table, with `score` (macro mean, points),
-        `error` (its standard error), `items`, `keep_ratio` (entries held / seen, mean) and, each a mean over
-        answers, `entries_held`, `entries_seen`, `bytes_held`, `bytes_seen`.
+        `error` (its standard error), `items`, and `keep_ratio` (entries held / seen, mean over answers).
     """
     made = []
     for (when, question, budget, line), rows in frame.groupby([*SETTING, "line"], sort=False):
         values = strata(rows)
-        memory = rows[["entries_held", "entries_seen", "bytes_held", "bytes_seen"]].mean()
         made.append(
             {
                 **{"when": when, "question": question, "budget": budget, "line": line},
                 **{"score": macro_mean(values), "error": standard_error(values)},
-                **{"items": sum(one.size for one in values), **memory},
+                "items": sum(one.size for one in values),
                 "keep_ratio": float((rows["entries_held"] / rows["entries_seen"]).mean()),
             }
         )
