@@ -189,7 +189,7 @@ quantised:
 # `make serve POLICY=snapkv MODEL=...` needs no gates. SERVE has further arguments of vLLM: a pool of 1 GiB, which a laptop has.
 MODEL :=
 GATES :=
-POLICY ?= fused
+POLICY ?= learned
 KEEP_RATIO ?= 0.2
 PORT ?= 8000
 SERVE := --enforce-eager --block-size 32 --kv-cache-memory-bytes 1073741824

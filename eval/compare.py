@@ -1,6 +1,6 @@
 """The entry: compares eviction policies at equal achieved memory.
 
-    retain compare MODEL --policies snapkv,fused --tasks facts --keep-ratios 0.1,0.2
+    retain compare MODEL --policies snapkv,learned --tasks facts --keep-ratios 0.1,0.2
     python eval/compare.py --config configs/compare/reference.yaml [key=value ...]
     accelerate launch --num_processes 8 eval/compare.py --config FILE device=cuda [key=value ...]
 

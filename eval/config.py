@@ -72,7 +72,7 @@ class CompareConfig:
         every: Tokens between evictions while decoding.
         chunk_tokens: Tokens of a chunk.
         variants: Policies of this comparison alone: name -> a preset or its variant as in `snapkv:paper`,
-            then `key=value` changes, e.g. `[snapkv, protection.sinks=0]`, or `[fused, gates=runs/other]`.
+            then `key=value` changes, e.g. `[snapkv, protection.sinks=0]`, or `[learned, gates=runs/other]`.
         protections: Other protections that every policy is measured under too: label -> `key=value` changes
             of `protection` or `scope`, e.g. `none: [protection.sinks=0, protection.prefix_fraction=0]`.
         task_settings: Task or group -> settings of it, e.g. `facts: {haystack: "file:TEXT"}`.

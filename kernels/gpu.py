@@ -28,6 +28,7 @@ LARGE = (
     "{python} -m retain.eval.speed --model random --layers 32 --width 4096 --heads 32 --kv-heads 8 "
     "--intermediate 14336 --dtype bfloat16 --device cuda --gates random --rounds 3 --steps 32"
 )
+GRAPHED = LARGE.replace("eval.speed", "eval.compiled_steps")
 # Name -> seconds that it may take (on an H200 gated attention's cases took 190, most of it to compile), and
 # the command; in the order in which the first ten minutes tell most.
 STEPS = {
@@ -40,6 +41,7 @@ STEPS = {
         360,
         f"{LARGE} --tokens 32768 --policies snapkv,merge --keep-ratios 0.2 --output {{out}}/speed-32k.json",
     ),
+    "graphs-32k": (480, f"{GRAPHED} --tokens 32768 --batches 8 --policies snapkv,merge --keep-ratios 0.2"),
     "tests": (600, "{python} -m pytest --all -q -p no:cacheprovider -W default -m gpu {tests}"),
     "ops-gated_attention": (
         480,

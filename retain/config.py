@@ -54,7 +54,7 @@ def load(path: str | os.PathLike[str] | None, cls: type[X], overrides: Sequence[
     """Read a YAML file into a dataclass.
 
     Args:
-        path: the file; None: overrides alone. Relative paths inside it are left as written.
+        path: the file. Relative paths inside it are left as written. None: no file, the overrides alone.
         cls: the (frozen) dataclass to build; if it has `KINDS`, the union of dataclasses that it stands for.
         overrides: `key=value` or `section.key=value`, the value read as YAML; applied after the file, in
             order.
@@ -66,23 +66,23 @@ def load(path: str | os.PathLike[str] | None, cls: type[X], overrides: Sequence[
         FileNotFoundError: there is no such file.
         ValueError: the file or an override does not fit `cls`; lists all problems at once.
     """
+    mapping = {} if path is None else _read_file(Path(path), cls)
     problems: list[str] = []
-    mapping = {} if path is None else read_mapping(_existing(Path(path), cls.__name__))
     for override in overrides:
         _override_(mapping, override, problems)
-    return _built(mapping, cls, "", problems, f"{path or 'the command line'} does not fit {cls.__name__}")
+    return _built(mapping, cls, "", problems, f"{path or 'command line'} does not fit {cls.__name__}")
 
 
-def _existing(path: Path, what: str) -> Path:
-    """The path, if a file is there; else a FileNotFoundError that says what is."""
-    if path.is_file():
-        return path
-    found = what_is_at(path)
-    neighbours = [str(other) for other in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
-    raise FileNotFoundError(
-        f"config file {str(path)!r} {found or 'does not exist' + suggest(str(path), neighbours)}. "
-        f"Pass the path of a YAML file for {what}; relative paths start at {str(Path.cwd())!r}."
-    )
+def _read_file(path: Path, cls: type) -> dict[str, Any]:
+    if not path.is_file():
+        found = what_is_at(path)
+        neighbours = [str(other) for other in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
+        raise FileNotFoundError(
+            f"config file {str(path)!r} "
+            f"{found or 'does not exist' + suggest(str(path), neighbours)}. "
+            f"Pass the path of a YAML file for {cls.__name__}; relative paths start at {str(Path.cwd())!r}."
+        )
+    return read_mapping(path)
 
 
 def read_mapping(path: Path) -> dict[str, Any]:

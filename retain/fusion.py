@@ -12,7 +12,7 @@ from torch import Tensor
 
 from retain.evidence import Score
 from retain.ranking import rank_entries
-from retain.registry import check_choice, lookup
+from retain.registry import lookup
 
 
 def fuse(observed: Score | None, learned: Score | None, how: str = "max", *, weight: float = 0.5) -> Score:
@@ -80,32 +80,6 @@ def _check_units(how: str, observed: str, learned: str) -> None:
             f"fusion 'sum' adds numbers of one unit, and {both}an observed score in {learned!r}, both in "
             "risk or in mass, or fusion 'rank_blend', which takes any units."
         )
-
-
-def floor(score: Score, kind: str | None) -> Score:
-    """Lift every entry of a head to a prior: `mean: max(s_h[i], mean_i s_h[i])` over the entries that exist.
-
-    The prior of DefensiveKV (arXiv 2510.13334) for entries that the window did not observe. It makes ties, so
-    `retain/policy.py` lets a floored score share a budget between heads, and the score before the floor order
-    each head. `kind` None: no floor.
-    """
-    check_choice("floor", kind, ("mean", None))
-    if kind is None:
-        return score
-    values_BHT = score.values_BHT
-    missing_BHT = ~(values_BHT > float("-inf"))
-    mean_BH1 = _mean_held(values_BHT, missing_BHT)
-    return Score(torch.maximum(values_BHT, mean_BH1).masked_fill(missing_BHT, float("-inf")), score.unit)
-
-
-def _mean_held(values_BHT: Tensor, missing_BHT: Tensor) -> Tensor:
-    """Mean over the entries that a head holds, `[B, H, 1]`; 0 for a head that holds none.
-
-    Summed in float64, so that it does not depend on the order of the sum, or on how many columns stand
-    between the entries: heads whose means are equal stay equal, and their ties go by position.
-    """
-    total_BH1 = values_BHT.masked_fill(missing_BHT, 0.0).sum(-1, keepdim=True, dtype=torch.float64)
-    return (total_BH1 / (~missing_BHT).sum(-1, keepdim=True).clamp_min(1)).float()
 
 
 def _rank_blend(o_BHT: Tensor, l_BHT: Tensor, weight: float) -> Tensor:

@@ -44,6 +44,16 @@ GONE: Mapping[str, str] = {
     "query_centres": "a .pt file of statistics from TriAttention's own code",
     "head_threshold": "--threshold of python -m retain.eval.head_weights",
     "cake.variance": "leave it out: the paper's, over queries",
+    **dict.fromkeys(
+        (
+            *(f"{score}.order" for score in ("snapkv", "cake", "vatp")),
+            *("snapkv.aggregate", "defensive.aggregate", "defensive.value_norm_place", "critical.norm"),
+            *("vatp.pool", "vatp.pool_size", "observed_risk.pool", "observed_risk.pool_size"),
+            *("keydiff.anchor", "lagkv.compete", "quest.group", "triattention.over"),
+            *("triattention.normalise", "expected_attention.covariance", "expected_attention.epsilon"),
+        ),
+        "leave it out: the score is as its authors released it",
+    ),
     "importance_beta": "--beta of python -m retain.eval.head_weights",
     **dict.fromkeys(
         ("errors", "layer_errors", "layer_least", "layer_most"), "allocation.layers: pyramid, cake or entropy"
@@ -57,6 +67,9 @@ GONE: Mapping[str, str] = {
     "allocation.line": "nothing in its place, since a pyramid always spreads what protection leaves",
     **dict.fromkeys(("counted", "convex"), "allocation.safeguard: guaranteed"),
     "force_window": "protection.recent",
+    "prefix_tokens": "protection.sinks",
+    **dict.fromkeys(("suffix_tokens", "protection.suffix"), "protection.recent, or pinned spans"),
+    "floor": "nothing in its place: heads compete by the score itself",
     "force_sinks": "protection.sinks",
     "recency.sinks": "protection.sinks",
     "capacity": "a keep_ratio at which your own tasks hold",

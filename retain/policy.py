@@ -22,8 +22,8 @@ from retain.budget.joint import make_bids
 from retain.budget.statement import Budget, LayerShape, Stock, spread
 from retain.config import stated_of
 from retain.evidence import Evidence
-from retain.fusion import floor, fuse
-from retain.presets import Policy, load_policy, policies, rescoped
+from retain.fusion import fuse
+from retain.presets import Policy, load_policy, policies
 from retain.protection import protected_mask
 from retain.scores import SCORES, Score, masked_score
 from retain.scores.lava import entropy_weight
@@ -247,22 +247,15 @@ def plan_of(
             is a threshold and does not go with the policy.
     """
     check_budget(policy, budget)
-    scope = "head" if budget.threshold is not None else budget.scope
-    policy = rescoped(policy, scope) if scope is not None and scope != policy.scope else policy
     seen_B = valid_BT.sum(-1).tolist()
     lengths_B, held_BL = (seen_B, None) if stock is None else (stock.lengths_B, stock.held_BL)
     shapes = [policy.shape_held(shape) for shape in shapes]
     totals = spread(budget, lengths_B, shapes, held_BL, short_tokens=short_tokens)
-    prompts_B = None
-    if stock is not None and stock.prompt_lengths_B is not None:
-        # Of a prompt that is still being read, what has come.
-        prompts_B = [min(prompt, seen) for prompt, seen in zip(stock.prompt_lengths_B, seen_B, strict=True)]
     protected_BT = protected_mask(
         policy.protection,
         valid_BT,
         totals.per_head_B if budget.threshold is None else None,
         pinned_BT=pinned_BT,
-        prompt_lengths_B=prompts_B,
         intact_BT=None if stock is None else stock.intact_BT,
         short_B=[length <= short_tokens for length in totals.lengths_B],
     )
@@ -349,7 +342,7 @@ def candidates_of(
         least_BH = torch.minimum(held_BH, kept_BHT.sum(-1).amax(1, keepdim=True).clamp_min(1))
     bids, free_BHT = None, None
     weight_B: tuple[Fraction, ...] = ()
-    if policy.scope != "head":
+    if policy.scope != "head" and shares.threshold is None:
         compete = score if policy.guard.compete_by == "score" else Score(_first_of(policy, score), score.unit)
         if policy.draw is not None and score.draw_BHT is None:
             raise ValueError(
@@ -357,8 +350,9 @@ def candidates_of(
                 "by: score with score_entries under the same policy, or take draw null."
             )
         draw_BHT = None if policy.draw is None else score.draw_BHT
-        compete_BHT = floor(compete, policy.floor).values_BHT
-        bids, free_BHT = make_bids(compete_BHT, exists_BHT, kept_BHT, shares.least_B, place_BT, draw_BHT)
+        bids, free_BHT = make_bids(
+            compete.values_BHT, exists_BHT, kept_BHT, shares.least_B, place_BT, draw_BHT
+        )
         least_BH = bids.guaranteed_BH
     if isinstance(policy.allocation, ByScore):
         weight_B = _layer_weights(policy, score, exists_BHT, protected_BHT)

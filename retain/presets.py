@@ -4,6 +4,7 @@ A policy is one of three dataclasses, by its scope; `retain/policy.py` reads it.
 settings is found when it is made, all at once.
 """
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import field, replace
 from pathlib import Path
@@ -25,7 +26,6 @@ from retain.split import (
     ByHead,
     ByScore,
     Pyramid,
-    Scope,
     SharedByScore,
     SharedPyramid,
     SharedUniform,
@@ -82,7 +82,8 @@ class Policy(Split):
     KINDS: ClassVar[Any]
 
     def __post_init__(self) -> None:
-        score, problems = None, []
+        score: Score | None = None
+        problems: list[str] = []
         if self.observed is not None:
             score, problems = try_settings(self.observed, self.observed_settings)
         elif self.observed_settings:
@@ -97,10 +98,9 @@ class Policy(Split):
         by_mass = self.first_stage is not None and self.first_stage.by == "mass"
         if self.draw is not None and self.first_stage is not None:
             problems.append("draw stands beside one stage by score: take first_stage null")
-        if self.draw is not None and (self.floor is not None or self.guard.compete_by != "score"):
+        if self.draw is not None and self.guard.compete_by != "score":
             problems.append(
-                "draw wants heads to compete by what orders each of them: take floor null, and "
-                "allocation.compete_by 'score'"
+                "draw wants heads to compete by what orders each of them: take allocation.compete_by 'score'"
             )
         if by_mass and isinstance(self.allocation, Pyramid | ByHead):
             problems.append(
@@ -206,7 +206,6 @@ class HeadPolicy(Policy):
 
     scope: Literal["head"] = "head"
     allocation: Uniform | Pyramid | ByScore | ByHead = Uniform()
-    floor: None = None
     draw: None = None
 
 
@@ -271,16 +270,20 @@ def policies() -> Presets:
     Examples:
         >>> from retain.presets import policies
         >>> [preset.name for preset in policies() if "gates" in preset.needs]
-        ['fused', 'gate', 'merge']
+        ['gate', 'learned', 'merge']
     """
     return Presets(load_policy(name) for name in sorted(_preset_files()))
+
+
+# Old name of a preset -> its name. Old names are read for one release, with a warning.
+RENAMED = {"fused": "learned"}
 
 
 def load_policy(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Policy:
     """A policy by its preset name or from a YAML file.
 
     Args:
-        name_or_path: a preset (`fused`), a preset's variant (`snapkv:paper`), or a path that ends in
+        name_or_path: a preset (`learned`), a preset's variant (`snapkv:paper`), or a path that ends in
             `.yaml`.
         overrides: `key.sub=value`, read as YAML; applied last.
 
@@ -299,24 +302,18 @@ def load_policy(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Poli
     if text.endswith((".yaml", ".yml")):
         return config.load(name_or_path, Policy, overrides)
     name, _, variant = text.partition(":")
+    if name in RENAMED:
+        message = (
+            f"the preset {name!r} is called {RENAMED[name]!r}; the next release does not read the old name"
+        )
+        warnings.warn(message, FutureWarning, stacklevel=2)
+        name = RENAMED[name]
     path = lookup(name, _preset_files(), what="policy")
     if variant:
         variants = {f"{name}:{own}": changes for own, changes in config.load(path, Policy).variants.items()}
         changes = lookup(text, variants, what="variant")
         overrides = [*changes, f"name={text}", "variants={}", *overrides]
     return config.load(path, Policy, overrides)
-
-
-def rescoped(policy: Policy, scope: Scope) -> Policy:
-    """The policy with another scope.
-
-    Raises:
-        ValueError: one of its settings would not be read then.
-    """
-    stated = config.stated_of(policy) | {"scope": scope}
-    if scope == "head":  # a floor changes what heads bid, and these bid nothing
-        stated.pop("floor", None)
-    return config.build(stated, Policy)
 
 
 def _preset_files() -> dict[str, Path]:

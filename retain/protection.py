@@ -6,7 +6,7 @@ Protection is a mask, not a large score. It lies inside the budget; a budget tha
 import math
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any, Literal, SupportsIndex
+from typing import Any, SupportsIndex
 
 import torch
 from jaxtyping import Bool
@@ -15,8 +15,6 @@ from torch import Tensor
 
 from retain.budget.largest_remainder import exact
 from retain.config import STRICT, Share, Whole
-
-Suffix = Literal["dynamic", "static"]
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -29,11 +27,6 @@ class Protection:
         suffix_fraction: share of the budget per head that protects the last entries, in [0, 1].
         minimum: least number of entries of a prefix or suffix whose fraction is not 0.
         recent: last entries, always (the observation window). It and the suffix cover each other.
-        prefix_tokens: the prefix in entries, in place of its fraction and the minimum; 0 for none.
-        suffix_tokens: the suffix in entries, in place of its fraction and the minimum; 0 for none.
-        suffix: `dynamic`, the last entries that exist when eviction happens, so that the suffix moves into
-            what was generated; `static`, the last entries of the prompt, wherever the sequence has got to
-            since. At the one eviction after a prefill they are the same.
     """
 
     sinks: Whole = 4
@@ -41,9 +34,6 @@ class Protection:
     suffix_fraction: Share = 0.1
     minimum: Whole = 4
     recent: Whole = 0
-    prefix_tokens: Whole | None = None
-    suffix_tokens: Whole | None = None
-    suffix: Suffix = "dynamic"
 
 
 def protected_mask(
@@ -52,34 +42,30 @@ def protected_mask(
     budget_tokens_B: Sequence[Fraction | int] | None,
     *,
     pinned_BT: Tensor | None = None,
-    prompt_lengths_B: Sequence[int] | Tensor | None = None,
     intact_BT: Bool[Tensor, "B T"] | None = None,
     short_B: Sequence[bool] | None = None,
 ) -> Bool[Tensor, "B T"]:
     """Mask of the entries of each sequence that every head keeps.
 
-    With `b` the budget per head, `n` the entries that exist and `p` those of the prompt, entry `i` (padding
-    not counted) is protected where
+    With `b` the budget per head and `n` the entries that exist, entry `i` (padding not counted) is protected
+    where
 
-        i < max(sinks, prefix)  or  i >= n - recent  or  m - suffix <= i < m  or  pinned[i],
+        i < max(sinks, prefix)  or  i >= n - max(recent, suffix)  or  pinned[i],
 
-    and intact, where `prefix = prefix_tokens` if that is given, else 0 if `prefix_fraction` is 0, else
-    `max(minimum, floor(prefix_fraction * b))`; `suffix` alike; `m = n` for a dynamic suffix and `p` for a
-    static one. Sinks after "Efficient Streaming Language Models with Attention Sinks" (arXiv 2309.17453).
+    and intact, where `prefix = 0` if `prefix_fraction` is 0, else `max(minimum, floor(prefix_fraction * b))`;
+    `suffix` alike. Sinks after "Efficient Streaming Language Models with Attention Sinks" (arXiv 2309.17453).
 
     Args:
         protection: the settings.
         budget_tokens_B: entries per head of each sequence, exact; None where no budget is stated (admission
             by a threshold): then a fraction gives its `minimum`, and nothing is too much.
         pinned_BT: bool, [B, T], True where protected besides (`pinned_mask`); None for nothing.
-        prompt_lengths_B: own entries of each sequence's prompt, for a static suffix; None for all.
         intact_BT: False where some head no longer holds the entry, after earlier evictions; None: all intact.
         short_B: sequences of which more entries may be protected than the budget holds; None for none.
 
     Raises:
         ValueError: if more entries are protected than the budget holds (says by how much, and by which parts)
-            of a sequence that is not short, if `pinned_BT` is not a mask of the same shape, or if there are
-            more prompt entries than entries.
+            of a sequence that is not short, or if `pinned_BT` is not a mask of the same shape.
     """
     B, T = valid_BT.shape
     if pinned_BT is not None and (pinned_BT.dtype != torch.bool or pinned_BT.shape != valid_BT.shape):
@@ -88,43 +74,26 @@ def protected_mask(
             f"shape {(B, T)}, one a token, padding included: make it with retain.protection.pinned_mask."
         )
     lengths_B = valid_BT.sum(-1)
-    prompt_B = lengths_B
-    if protection.suffix == "static" and prompt_lengths_B is not None:
-        prompt_B = torch.as_tensor(prompt_lengths_B, dtype=lengths_B.dtype, device=lengths_B.device)
-        if prompt_B.shape != (B,):
-            raise ValueError(
-                f"prompt_lengths_B has shape {tuple(prompt_B.shape)}, and must have one count for each of "
-                f"the {B} sequences: pass how many of each sequence's own tokens are prompt."
-            )
     counts = [_counts(protection, budget) for budget in budget_tokens_B or [0] * B]
-    first_B1, suffix_B1 = lengths_B.new_tensor(counts).reshape(B, 2, 1).unbind(1)
-    prompt_B1, lengths_B1 = prompt_B[:, None], lengths_B[:, None]
+    first_B1, last_B1 = lengths_B.new_tensor(counts).reshape(B, 2, 1).unbind(1)
     place_BT = valid_BT.cumsum(-1) - 1
-    ends_BT = (place_BT < first_B1) | (place_BT >= lengths_B1 - protection.recent)
-    ends_BT |= (place_BT >= prompt_B1 - suffix_B1) & (place_BT < prompt_B1)
-    ends_BT &= valid_BT
+    ends_BT = ((place_BT < first_B1) | (place_BT >= lengths_B[:, None] - last_B1)) & valid_BT
     mask_BT = ends_BT if pinned_BT is None else ends_BT | (pinned_BT.to(valid_BT.device) & valid_BT)
     if intact_BT is not None:
         mask_BT, ends_BT = mask_BT & intact_BT.to(valid_BT.device), ends_BT & intact_BT.to(valid_BT.device)
     # All that a message may need, in one transfer.
-    totals = torch.stack([mask_BT.sum(-1), ends_BT.sum(-1), lengths_B, prompt_B], dim=-1).tolist()
+    totals = torch.stack([mask_BT.sum(-1), ends_BT.sum(-1), lengths_B], dim=-1).tolist()
     budgets = [None] * B if budget_tokens_B is None else budget_tokens_B
     for row, (budget, parts, total) in enumerate(zip(budgets, counts, totals, strict=True)):
-        count, ends, length, prompt = total
-        if not 0 <= prompt <= length:
-            raise ValueError(
-                f"sequence {row} has {length} entries, and prompt_lengths_B says that {prompt} of them are "
-                f"prompt: pass a count in 0..{length}, padding not counted."
-            )
+        count, ends, length = total
         if budget is not None and count > budget and not (short_B is not None and short_B[row]):
-            shown = _shown(protection, parts, length, prompt)
             pinned = f"; {count - ends} more in pinned spans" if count > ends else ""
             raise ValueError(
                 f"sequence {row} has a budget of {float(budget):g} entries per head, "
-                f"{math.ceil(count - budget)} fewer than the {count} protected ({ends} at the ends: {shown}"
-                f"{pinned}): raise the budget (keep_ratio, tokens_per_head or bytes), or protect less "
-                "(sinks, prefix_fraction, suffix_fraction, minimum, recent, prefix_tokens, suffix_tokens; "
-                "pinned spans)."
+                f"{math.ceil(count - budget)} fewer than the {count} protected ({ends} at the ends: "
+                f"{parts[0]} first and {parts[1]} last of {length}{pinned}): raise the budget (keep_ratio, "
+                "tokens_per_head or bytes), or protect less (sinks, prefix_fraction, suffix_fraction, "
+                "minimum, recent; pinned spans)."
             )
     return mask_BT
 
@@ -189,27 +158,12 @@ def spans_by_sequence(spans: Any) -> list[Sequence[Sequence[int]]] | None:
 
 
 def _counts(protection: Protection, budget: Fraction | int) -> tuple[int, int]:
-    """Number of protected first entries, and of the suffix, at this budget."""
+    """Number of protected first and last entries at this budget."""
     prefix, suffix = (
-        tokens
-        if tokens is not None
-        else max(protection.minimum, math.floor(exact(fraction) * budget))
-        if fraction
-        else 0
-        for tokens, fraction in (
-            (protection.prefix_tokens, protection.prefix_fraction),
-            (protection.suffix_tokens, protection.suffix_fraction),
-        )
+        max(protection.minimum, math.floor(exact(fraction) * budget)) if fraction else 0
+        for fraction in (protection.prefix_fraction, protection.suffix_fraction)
     )
-    return max(protection.sinks, prefix), suffix
-
-
-def _shown(protection: Protection, counts: tuple[int, int], length: int, prompt: int) -> str:
-    """Describe the protected ends of one sequence, for messages."""
-    first, suffix = counts
-    if protection.suffix == "static" and prompt != length:
-        return f"{first} first, {suffix} last of a prompt of {prompt}, {protection.recent} last of {length}"
-    return f"{first} first and {max(suffix, protection.recent)} last of {length}"
+    return max(protection.sinks, prefix), max(protection.recent, suffix)
 
 
 def _is_pair(item: object) -> bool:

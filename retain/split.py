@@ -111,7 +111,6 @@ class Split:
             `model` the heads of all layers.
         allocation: how a budget is spread over layers and heads.
         first_stage: entries that are kept before the score ranks the rest; None for one stage.
-        floor: `mean` lifts each head to its mean where heads share a budget; None for no floor.
         draw: share of a budget that heads share which is drawn by lot, in proportion to what was observed
             (`retain.budget.joint`); None: all of it goes by score.
     """
@@ -119,7 +118,6 @@ class Split:
     scope: Scope = "head"
     allocation: Uniform | Pyramid | ByScore | ByHead = Uniform()
     first_stage: FirstStage | None = None
-    floor: Literal["mean"] | None = None
     draw: Draw | None = None
 
     @property

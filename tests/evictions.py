@@ -42,7 +42,7 @@ SHARED = {
     "adakv": ("layer", "uniform"),
     "cake": ("head", "cake"),
     "defensivekv": ("layer", "uniform"),
-    "fused": ("model", "uniform"),
+    "learned": ("model", "uniform"),
     "lava": ("layer", "entropy"),
     "layer_defensivekv": ("model", "uniform"),
     "merge": ("model", "uniform"),
@@ -76,9 +76,8 @@ def variants() -> Iterator[Policy]:
         name = (
             f"{scope} {' '.join(map(str, words))} {guard.get('compete_by', 'score')}{' drawn' * bool(draw)}"
         )
-        floor = {} if scope == "head" or draw else {"floor": "mean"}
         with contextlib.suppress(ValueError):
-            stated = {"scope": scope, "allocation": spread_as | guard, **draw, **floor}
+            stated = {"scope": scope, "allocation": spread_as | guard, **draw}
             yield made(name, **stated, **({} if stage is None else {"first_stage": stage}))
 
 
@@ -92,11 +91,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "head, by mass": MASS,
     "pyramid": {"allocation": {"layers": "pyramid", "beta": 4.0}},
     "weights": {"allocation": {"weights": "heads.json"}},
-    "layer": {"scope": "layer", "floor": "mean"},
+    "layer": {"scope": "layer"},
     "layer, guaranteed": {"scope": "layer", "allocation": GUARANTEED},
     "layer, drawn": {"scope": "layer", "draw": {"share": 0.3}},
     "model": {"scope": "model"},
-    "model, floored": {"scope": "model", "floor": "mean"},
     "model, guaranteed": {"scope": "model", "allocation": GUARANTEED},
     "model, by mass": {"scope": "model", **MASS},
     "model, drawn": {"scope": "model", "draw": {"share": 0.3}},
@@ -292,9 +290,7 @@ def ragged(layers: Sequence[Evidence], seed: int, *, fresh: int = 4) -> list[Evi
     return answer
 
 
-def stock_of(
-    layers: Sequence[Evidence], lengths: Sequence[int] | None = None, prompts: Sequence[int] | None = None
-) -> Stock:
+def stock_of(layers: Sequence[Evidence], lengths: Sequence[int] | None = None) -> Stock:
     """What there is to choose from; `lengths` are announced."""
     held_LB = [layer.exists_BHT.sum((1, 2)).tolist() for layer in layers]
     seen = layers[0].valid_BT.sum(-1).tolist()
@@ -302,7 +298,6 @@ def stock_of(
         tuple(zip(*held_LB, strict=True)),
         tuple(seen if lengths is None else lengths),
         torch.stack([layer.exists_BHT.all(1) for layer in layers]).all(0),
-        None if prompts is None else tuple(prompts),
     )
 
 

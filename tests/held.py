@@ -141,16 +141,3 @@ def naive_held_attention(evidence: Evidence) -> Tensor:
                     total = total + evidence.sinks_Q[q].double().exp()
                 out[b, q, s, seen] = logits.exp() / total
     return out
-
-
-def naive_place_pool(row: Tensor, kind: str, size: int, split: int, places: list[int]) -> Tensor:
-    """Pooling of one row by loops over what lies near by place; the entries before `split` and those from it
-    on do not see each other."""
-    pooled = torch.zeros(len(row), dtype=torch.float64)
-    for i, place in enumerate(places):
-        apart = [
-            abs(other - place) <= size // 2 and (k < split) == (i < split) for k, other in enumerate(places)
-        ]
-        near = [float(row[k]) for k, is_near in enumerate(apart) if is_near]
-        pooled[i] = sum(near) / size if kind == "avg" else max(near)
-    return pooled

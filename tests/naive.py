@@ -204,16 +204,14 @@ def naive_scores(evidence: Evidence, number: Callable[[int, int, int], float]) -
     return naive
 
 
-def naive_pooled(evidence, window: int, pool, pool_size: int, order: str, of=mean, group=mean) -> Tensor:
+def naive_pooled(evidence, window: int, pool, pool_size: int, of=mean, group=mean) -> Tensor:
     """`[B, H, T]` in float64: `of` the numbers that the window's queries paid to an entry, pooled and reduced
-    by `group` over the query heads in either order; -inf on padding."""
+    by `group` over the query heads; -inf on padding."""
     attention, G = naive_attention(evidence)[:, :, -window:].transpose(2, 3).tolist(), evidence.group
     B, H, T = evidence.keys_BHTD.shape[:3]
     rows = torch.zeros(B, H, T, dtype=torch.float64)
     for b, h in itertools.product(range(B), range(H)):
         heads = [[of(paid) for paid in attention[b][q]] for q in range(h * G, h * G + G)]
-        if order == "group_first":
-            heads = [[group(paid) for paid in zip(*heads, strict=True)]]
         pooled = [
             naive_pool(torch.tensor(row, dtype=torch.float64), pool, pool_size, T - window) for row in heads
         ]

@@ -2,14 +2,13 @@ import math
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from retain.cache.attend import attend
 from retain.cache.equal_rows import find_runs
 from retain.cache.step_rows import step_rows_of
 from retain.cache.store import LOG_WEIGHT, RaggedStore
 from retain.kernels.decode_step import build
-from retain.kernels.ragged_attention import ragged_attention, reference
+from retain.kernels.ragged_attention import reference
 from retain.kernels.ragged_attention.pages import PAGE, Pages, read_pages
 from tests.close import assert_close
 
@@ -92,38 +91,14 @@ def appended(store, new_keys, new_values, valid, T):
     return store.append_(new_keys, new_values, torch.arange(T, T + S).expand(B, S), padded)
 
 
-def query(
-    store,
-    seen,
-    queries,
-    first,
-    *,
-    scaling=0.3,
-    soft_cap=None,
-    window=None,
-    sinks=None,
-    layout=True,
-    run=attend,
-):
-    """Attention of queries at positions `first`, `first + 1`, ...; `run=ragged_attention`: the op alone,
-    which `attend` leaves for dense calls where it can."""
+def query(store, seen, queries, first, *, scaling=0.3, soft_cap=None, window=None, sinks=None, runs=False):
+    """Attention of queries at positions `first`, `first + 1`, ...; by dense calls only with `runs`."""
     B, _, S, _ = queries.shape
-    return run(
-        queries,
-        store.keys_CD,
-        store.values_CD,
-        store.offsets_R1,
-        store.lengths_R,
-        seen,
-        scaling=scaling,
-        soft_cap=soft_cap,
-        sinks_Q=sinks,
-        window=window,
-        positions_C=store.positions_C if window else None,
-        query_positions_BS=torch.arange(first, first + S).expand(B, S) if window else None,
-        pages=store.pages if layout else None,
-        log_weight_C=store.log_weight_C,
-    )
+    given = {"soft_cap": soft_cap, "sinks_Q": sinks, "window": window}
+    if window is not None:
+        given["query_positions_BS"] = torch.arange(first, first + S).expand(B, S)
+    given = {name: own for name, own in given.items() if own is not None}
+    return attend(store, queries, seen, scaling=scaling, by_runs=runs, **given)
 
 
 def ragged(queries, *inputs, weights=None, **options):
@@ -146,11 +121,11 @@ def sinks_of(case):
 # no options.
 OPTIONS = {"soft_cap": 5.0, "window": 6, "sinks": True}
 WAYS = {
-    "by rows": (0, ragged_attention, {}),
-    "by rows, all options": (0, ragged_attention, OPTIONS),
-    "by pages": (10**6, ragged_attention, {}),
-    "by pages, all options": (10**6, ragged_attention, OPTIONS),
-    "dense calls": (0, attend, {}),
+    "by rows": (0, False, {}),
+    "by rows, all options": (0, False, OPTIONS),
+    "by pages": (10**6, False, {}),
+    "by pages, all options": (10**6, False, OPTIONS),
+    "dense calls": (0, True, {}),
 }
 
 
@@ -158,7 +133,7 @@ WAYS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_ragged_equals_masked_dense(monkeypatch, case, dtype, way):
-    few, run, options = WAYS[way]
+    few, runs, options = WAYS[way]
     monkeypatch.setattr(reference, "FEW", few)
     queries, *inputs = make(case, dtype)
     options = {**options, "sinks": sinks_of(case) if "sinks" in options else None}
@@ -166,7 +141,7 @@ def test_ragged_equals_masked_dense(monkeypatch, case, dtype, way):
     wide = [x.double() if x.is_floating_point() else x for x in (queries, *inputs)]
     exact = dense(*wide, scaling, **options)
     plain = dense(queries, *inputs, scaling, **options)
-    actual = ragged(queries, *inputs, scaling=scaling, **options, run=run)
+    actual = ragged(queries, *inputs, scaling=scaling, **options, runs=runs)
     assert actual.dtype == dtype
     assert_close(actual, exact, plain)
 
@@ -175,14 +150,14 @@ def test_ragged_equals_masked_dense(monkeypatch, case, dtype, way):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_what_an_entry_counts_is_added_to_its_logits(monkeypatch, case, dtype, way):
-    few, run, options = WAYS[way]
+    few, runs, options = WAYS[way]
     monkeypatch.setattr(reference, "FEW", few)
     queries, *inputs = make(case, dtype)
     options = {**options, "sinks": sinks_of(case) if "sinks" in options else None}
     weights = torch.randint(1, 40, inputs[2].shape, generator=torch.Generator().manual_seed(2)).double()
     wide = [x.double() if x.is_floating_point() else x for x in (queries, *inputs)]
     exact, plain = (dense(*own, 0.3, **options, weights=weights) for own in (wide, (queries, *inputs)))
-    actual = ragged(queries, *inputs, **options, run=run, weights=weights)
+    actual = ragged(queries, *inputs, **options, runs=runs, weights=weights)
     assert actual.dtype == dtype
     # The column itself is float32.
     assert_close(actual, exact, plain, dtype=None if dtype == torch.bfloat16 else torch.float32)
@@ -197,43 +172,6 @@ def test_in_pieces_it_is_the_same(monkeypatch, case, few):
     whole = ragged(queries, *inputs, **options)
     monkeypatch.setattr(reference, "MAX_LOGITS", 1)
     assert_close(ragged(queries, *inputs, **options), whole)
-
-
-class Largest(TorchDispatchMode):
-    """Elements of the largest product and of the largest copy in another precision."""
-
-    def __init__(self):
-        super().__init__()
-        self.product = self.upcast = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if func.name() in ("aten::bmm", "aten::mm"):
-            self.product = max(self.product, result.numel())
-        elif func.name() == "aten::_to_copy" and args[0].dtype != result.dtype:
-            self.upcast = max(self.upcast, result.numel())
-        return result
-
-
-@pytest.mark.parametrize("few", [0, 10**6], ids=["by rows", "by pages"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("width", "entries"), [(32, 700), (4 * PAGE, 700), (4 * PAGE, 50)])
-def test_temporaries_are_bounded(monkeypatch, width, entries, dtype, few):
-    """4 heads that share the entries, 64 queries: a page of keys is 64 x width numbers, and a page's queries
-    and outputs are 256 x width, of which no fewer are made at once."""
-    bound = 256 * max(2 * width, PAGE)
-    monkeypatch.setattr(reference, "FEW", few)
-    monkeypatch.setattr(reference, "MAX_LOGITS", bound)
-    keys, values = torch.randn(2, 1, 2, entries, width).to(dtype)
-    queries = torch.randn(1, 8, 64, width).to(dtype)
-    store = RaggedStore.from_dense(
-        keys, values, torch.arange(entries)[None], torch.ones(1, 2, entries, dtype=torch.bool)
-    )
-    with Largest() as largest:
-        query(store, torch.full((2, 64), entries), queries, 0, run=ragged_attention)
-    assert 0 < largest.product <= bound
-    # Row by row a row's keys are upcast once; queries are upcast as they are.
-    assert largest.upcast <= (max(bound, queries.numel()) if few else max(queries.numel(), entries * width))
 
 
 @pytest.mark.parametrize("few", [0, 10**6], ids=["by rows", "by pages"])
@@ -279,7 +217,7 @@ def test_steps_in_one_call_equal_the_op(monkeypatch, lengths, dtype, counted, th
         got, _ = rows.attend(queries, keys, values, None, {})
         store.free -= 1
         seen = other.append_(keys, values, last_B[:, None])
-        want = query(other, seen.long(), queries, T + step, run=ragged_attention)
+        want = query(other, seen.long(), queries, T + step)
         assert_close(got.transpose(1, 2), want.float(), want)
         assert all(map(torch.equal, store.flat(), other.flat()))
         if step == 40:

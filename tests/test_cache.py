@@ -90,18 +90,6 @@ def assert_counts(store):
     assert store.free <= int(room.min()) and not (store.offsets_R1 % PAGE).any()
 
 
-def test_inputs_that_are_not_contiguous_and_rows_that_are_empty():
-    keys, values, positions, keep = dense()
-    keep[0, 1], keep[2] = False, False
-    strided = keys.transpose(1, 2).contiguous().transpose(1, 2)
-    assert not strided.is_contiguous()
-    store = RaggedStore.from_dense(strided, values, positions, keep, slack=0)
-    assert_holds(store, (keys, values, positions, keep), {})
-    assert store.pages.counts[1] == 0
-    store.append_(*(torch.zeros(B, 1, H, D).transpose(1, 2),) * 2, torch.full((B, 1), 999))
-    assert store.lengths_BH[2].tolist() == [1, 1]
-
-
 def test_a_store_takes_no_part_in_training():
     keys, values, positions, keep = dense()
     store = RaggedStore.from_dense(keys.requires_grad_(), values.requires_grad_(), positions, keep)

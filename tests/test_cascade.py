@@ -68,7 +68,7 @@ def test_a_cascade_ends_with_the_one_shot_sets(heads_file, name, announced, seed
     assert all(map(torch.equal, keeps, once))
     if policy.scope != "head":
         check_competition(policy, layers, scores, budget, once, stock)
-    if not plan.shares.split.crosses_layers:
+    if not plan.shares.crosses_layers:
         assert not any(cuts)
         return
     # On the way never more than the budget, what is rounded up (one entry a layer where layers have shares),

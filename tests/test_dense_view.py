@@ -1,7 +1,7 @@
 """Columns of ragged rows, against loops over tokens, heads and entries."""
 
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -10,9 +10,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from retain.cache.dense_view import DenseView, align_last, dense_view, last_tokens
-from retain.evidence import Evidence, attention_probs
-from tests.close import assert_close
-from tests.naive import LAYERS, random_evidence, special_layer
 
 
 @dataclass(frozen=True)
@@ -137,53 +134,6 @@ def test_there_and_back(seed, B, H, seen):
     assert torch.equal(columns.of_tokens(ids_BT) > 0, columns.valid_BT)
     assert torch.equal(columns.of_tokens(positions_BT), columns.positions_BT)
     assert torch.equal(columns.of_tokens(valid_BT), columns.valid_BT)
-
-
-@pytest.mark.parametrize("layer", [None, *LAYERS])
-@settings(max_examples=12, deadline=None, derandomize=True)
-@given(seed=st.integers(0, 10**6))
-def test_attention_over_columns_is_attention_over_everything_with_what_is_gone_hidden(layer, seed):
-    """Left padding, and a turn that only some sequences take part in: padding between tokens."""
-    draw = torch.Generator().manual_seed(seed)
-    seen, num, B, H = 16, 5, 3, 2
-    whole = random_evidence((0, 3, 6), num_tokens=seen, dtype=torch.float64, seed=seed)
-    whole = whole if layer is None else special_layer(whole, layer)
-    valid_BT = whole.valid_BT.clone()
-    valid_BT[1, seen - num : seen - 2] = valid_BT[2, seen - num :] = False
-    positions_BT = (valid_BT.cumsum(-1) - 1).clamp_min(0)
-    held_BHT = (torch.rand(B, H, seen, generator=draw) < 0.4) & valid_BT[:, None]
-    place_BT = valid_BT.cumsum(-1) - 1
-    whole = replace(whole, valid_BT=valid_BT, positions_BT=positions_BT, held_BHT=held_BHT, place_BT=place_BT)
-
-    store = make_store(positions_BT, held_BHT, seed)
-    columns = store.columns(positions_BT, valid_BT, seen - num)
-    queries_BQSD = align_last(whole.queries_BQSD[:, :, -num:], valid_BT[:, -num:])
-    shown = _shown(whole, store, columns, queries_BQSD)
-    assert queries_BQSD.shape[2] == num and columns.queried_BT[:, -num:].sum(-1).tolist() == [5, 2, 0]
-    got = attention_probs(shown, 0, num)
-    want = attention_probs(whole, seen - num, seen)
-    for b in range(B):
-        own = valid_BT[b, -num:].nonzero().flatten().tolist()
-        for s, query in zip(range(num - len(own), num), own, strict=True):
-            held = columns.valid_BT[b]
-            assert_close(got[b, :, s, held], want[b, :, query, columns.token_BT[b, held]])
-            assert (got[b, :, s, ~held] == 0).all()
-        assert (got[b, :, : num - len(own)] == 0).all()
-
-
-def _shown(whole: Evidence, store: Store, columns: DenseView, queries_BQSD: Tensor) -> Evidence:
-    assert whole.held_BHT is not None
-    return replace(
-        whole,
-        queries_BQSD=queries_BQSD,
-        keys_BHTD=columns.gather(store.put(whole.keys_BHTD, whole.held_BHT)),
-        values_BHTD=columns.gather(store.put(whole.values_BHTD, whole.held_BHT)),
-        positions_BT=columns.positions_BT,
-        valid_BT=columns.valid_BT,
-        held_BHT=columns.held_BHT,
-        place_BT=columns.place_BT,
-        queried_BS=columns.queried_BT[:, -queries_BQSD.shape[2] :],
-    )
 
 
 def test_a_store_of_nothing_has_the_columns_of_its_queries():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from retain.budget.statement import Budget
-from retain.fusion import FUSIONS, floor, fuse
+from retain.fusion import FUSIONS, fuse
 from retain.policy import decide_layers
 from retain.presets import load_policy
 from retain.scores import Score, masked_score
@@ -77,31 +77,17 @@ def test_a_fusion_reads_what_the_head_holds_and_nothing_else(how):
 
 @pytest.mark.parametrize("how", sorted(set(FUSIONS) - {"observed", "learned"}))
 @pytest.mark.parametrize("side", ["observed", "learned"])
-@pytest.mark.parametrize(
-    ("scope", "lift"), [("head", "null"), ("layer", "null"), ("model", "null"), ("model", "mean")]
-)
-def test_what_is_no_number_is_refused_and_not_hidden(how, side, scope, lift):
+@pytest.mark.parametrize("scope", ["head", "layer", "model"])
+def test_what_is_no_number_is_refused_and_not_hidden(how, side, scope):
     layers = make_evidence(0, 2, 12, (0, 2))
     scores = {"observed": learned_scores(layers, 0), "learned": learned_scores(layers, 1)}
     scores[side][1].values_BHT[1, 0, 7] = float("nan")
     fused = fuse(scores["observed"][1], scores["learned"][1], how).values_BHT
     assert fused.isnan().nonzero().tolist() == [[1, 0, 7]]
-    policy = load_policy("fused", [f"fusion={how}", f"scope={scope}", f"floor={lift}", "draw=null"])
+    policy = load_policy("learned", [f"fusion={how}", f"scope={scope}", "draw=null"])
     policy = replace(policy, protection=replace(policy.protection, sinks=1, recent=1, minimum=0))
     with pytest.raises(ValueError, match="the score of sequence 1, head 0, entry 7 is NaN"):
         decide_layers(policy, layers, Budget(tokens_per_head=6), **scores)
-
-
-def test_the_floor_is_its_formula():
-    score = _score(2)
-    lifted = floor(score, "mean").values_BHT
-    for b in range(2):
-        for h in range(3):
-            row = [x for x in score.values_BHT[b, h].tolist() if x > float("-inf")]
-            wanted = [max(x, sum(row) / len(row)) for x in row]
-            assert lifted[b, h, 9 - len(row) :].tolist() == pytest.approx(wanted, rel=1e-6)
-    assert floor(score, None) is score
-    refused("floor is 'mean' or None; got 'median'", floor, score, "median")
 
 
 def test_unlike_units_are_not_fused():
@@ -151,4 +137,4 @@ def test_the_unit_of_a_fused_policy():
         ("snapkv", "rank_blend", "rank"),
     ):
         assert policy_of("own", name, learned=True, fusion=how).unit == unit
-    assert load_policy("fused", ["fusion=sum"]).unit == "risk"
+    assert load_policy("learned", ["fusion=sum"]).unit == "risk"

@@ -24,13 +24,22 @@ CALLS = [
     (lambda: retain.load_policy("snapkv:released"), "'snapkv:released' (gone since 2026-11-29: use the"),
     (lambda: retain.load_policy("snapkv", ["observed=arkv"]), "'arkv' (gone since 2026-11-29"),
     (lambda: retain.load_policy("recency", ["observed_settings.sinks=4"]), "use protection.sinks"),
-    (lambda: retain.load_policy("kivi", ["precision.keys=token"]), "'precision.keys' (gone since 2026-11-29"),
+    (
+        lambda: retain.load_policy("kivi", ["precision.keys=token"]),
+        "2026-11-29: use the one layout",
+    ),
     (lambda: retain.load_policy("merge", ["correction.threshold=moving"]), "got 'moving' (str) (gone since"),
-    (lambda: retain.load_policy("fused", ["fusion=veto"]), "'veto' (str) (gone since 2026-11-29: use fusion"),
+    (
+        lambda: retain.load_policy("learned", ["fusion=veto"]),
+        "'veto' (str) (gone since 2026-11-29: use fusion",
+    ),
     (lambda: retain.load_policy("snapkv", ["selection={shared: layer}"]), "use each head keeps"),
     (lambda: retain.Cache(tiny_model(), "snapkv", bytes_total=9999), "use bytes, of each sequence"),
     (lambda: retain.Cache(tiny_model(), "snapkv", keep_ratio=0.5, page=16), "use the budget alone,"),
-    (lambda: load(COMPARE, CompareConfig, ["engine=vllm"]), "'engine' (gone since 2026-11-29: use regimes"),
+    (
+        lambda: load(COMPARE, CompareConfig, ["engine=vllm"]),
+        "'engine' (gone since 2026-11-29: use question",
+    ),
     (lambda: load(DISTILL, DistillConfig, ["calibration.quotas=true"]), "'calibration.quotas' (gone since"),
 ]
 

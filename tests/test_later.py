@@ -145,9 +145,9 @@ def test_a_stock_is_of_its_layers_and_sequences():
     stock = Stock(((4, 4), (4, 4)), (5, 5), intact_BT)
     said = "holds entries in 2 layers, and 3 evict"
     refused(said, plan_for, made(), layers, Budget(keep_ratio=0.5), stock)
-    some = Stock(((4, 6), (8, 2)), (5, 7), torch.tensor([[True], [False]]), (3, 2))
+    some = Stock(((4, 6), (8, 2)), (5, 7), torch.tensor([[True], [False]]))
     some = select_rows(some, [1])
-    assert (some.held_BL, some.lengths_B, some.prompt_lengths_B) == (((8, 2),), (7,), (2,))
+    assert (some.held_BL, some.lengths_B) == (((8, 2),), (7,))
     assert some.intact_BT.tolist() == [[False]]
 
 

@@ -33,7 +33,7 @@ def test_every_package_is_listed() -> None:
         for folder, package in homes.items()
         for init in (ROOT / folder).rglob("__init__.py")
     }
-    data = {"retain.comparisons", "retain.policies"}
+    data = {"retain.comparisons", "retain.policies", "retain.recipes"}
     assert set(SETUPTOOLS["packages"]) == present | data
 
 
@@ -76,7 +76,8 @@ def test_the_wheel_holds_every_file(wheel_names: set[str]) -> None:
             if path.name not in {"README.md", "FINDINGS.md"} and path.parent.name not in MEASURED:
                 expected.add(f"{package.replace('.', '/')}/{path.relative_to(folder).as_posix()}")
     assert expected - wheel_names == set()
-    assert {"retain/py.typed", "retain/kernels/__init__.py", "retain/policies/fused.yaml"} <= wheel_names
+    assert {"retain/py.typed", "retain/kernels/__init__.py", "retain/policies/learned.yaml"} <= wheel_names
+    assert {"retain/recipes/laptop.yaml", "retain/recipes/families/mlp.yaml"} <= wheel_names
     assert any(name.startswith("retain/reference/") and name.endswith(".safetensors") for name in wheel_names)
 
 
@@ -145,7 +146,7 @@ def test_every_export_resolves() -> None:
     for name in retain.__all__:
         assert callable(getattr(retain, name)), name
     assert set(retain.__all__) <= set(dir(retain))
-    retain.load_policy("fused")
+    retain.load_policy("learned")
     assert callable(retain.policies), "the data folder retain.policies was imported over the function"
 
 

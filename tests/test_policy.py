@@ -9,9 +9,8 @@ import torch
 
 import retain.policy
 from retain.budget.statement import Budget
-from retain.fusion import floor
-from retain.policy import Decision, decide_layers, load_policy, score_entries
-from retain.presets import Policy, rescoped
+from retain.policy import Decision, decide_layers, load_policy
+from retain.presets import Policy
 from retain.protection import Protection
 from retain.scores import Score, masked_score
 from tests.evictions import policy_of
@@ -51,19 +50,6 @@ def test_a_control_runs_through_the_same_stages():
         assert decision.score_BHT is control.values_BHT
         assert decision.keep_BHT.sum((1, 2)).tolist() == [60, 50]
         assert not (decision.protected_BT[:, None] & ~decision.keep_BHT).any()
-
-
-def test_the_floor_shares_the_budget_but_does_not_order_a_head():
-    evidence = random_evidence(pads=(0,), num_tokens=60)
-    policy = replace(rescoped(replace(_small("fused"), draw=None), "layer"), floor="mean")
-    score = score_entries(policy, evidence, learned=_learned(evidence))
-    keep = decide(policy, evidence, Budget(keep_ratio=0.4), score=score).keep_BHT
-    lifted = decide(replace(policy, floor=None), evidence, Budget(keep_ratio=0.4), score=floor(score, "mean"))
-    assert torch.equal(keep.sum(-1), lifted.keep_BHT.sum(-1))
-    free = ~decide(policy, evidence, Budget(keep_ratio=0.4), score=score).protected_BT[0]
-    for h in range(2):
-        kept, evicted = keep[0, h] & free, ~keep[0, h] & free
-        assert score.values_BHT[0, h, kept].min() >= score.values_BHT[0, h, evicted].max()
 
 
 def test_kept_sets_need_not_nest_when_protection_is_a_fraction_of_the_budget():

@@ -32,18 +32,23 @@ def test_every_preset_is_a_file_that_opens_with_what_it_does_needs_and_is_run_by
     assert tuple(preset.name for preset in policies()) == PRESETS
 
 
+def test_the_old_name_of_a_preset_is_read_with_a_warning():
+    with pytest.warns(FutureWarning, match="preset 'fused' is called 'learned'; the next release"):
+        assert load_policy("fused", ["draw=null"]) == load_policy("learned", ["draw=null"])
+
+
 def test_presets_protect_alike_so_that_a_comparison_compares_scores():
-    """But for StreamingLLM, whose protection is the method, and for the fused policy, whose own was chosen
-    with it: comparisons measure its rivals under that one too (`configs/compare/smollm2.yaml`)."""
+    """But for StreamingLLM, whose protection is the method, and for `learned` and `merge`, whose protection
+    was chosen with them: comparisons measure their rivals under it too (`configs/compare/smollm2.yaml`)."""
     own = {
         "streaming_llm": (Protection(4, 0.0, 0.0, 4, 32), "not that of the other presets"),
         **dict.fromkeys(
-            ("fused", "merge"), (Protection(4, 0.0, 0.0, 0, 8), "the least that structure needs")
+            ("learned", "merge"), (Protection(4, 0.0, 0.0, 0, 8), "the least that structure needs")
         ),
     }
     for name in PRESETS:
         if name not in ("full", "kivi"):  # which keep everything
-            same = Protection(4, 0.1, 0.1, 4, 32), "the same in every preset but fused"
+            same = Protection(4, 0.1, 0.1, 4, 32), "the same in every preset but learned and merge"
             protection, said = own.get(name, same)
             assert load_policy(name).protection == protection, name
             text = (FOLDER / f"{name}.yaml").read_text()
@@ -60,7 +65,7 @@ def test_a_preset_says_what_its_score_really_is(name, heads_file):
     preset = {preset.name: preset for preset in policies()}[name]
     assert preset.regime in REGIMES and preset.paper and preset.cost
     assert (preset.regime == "any") == (
-        name in ("full", "fused", "gate", "kivi", "merge", "random", "recency")
+        name in ("full", "learned", "gate", "kivi", "merge", "random", "recency")
     )
     layers = make_evidence(0, 2, 21, (0, 3))
     policy = small(name, heads_file)
@@ -138,7 +143,7 @@ REFUSED = [
     *(
         ({"observed": "snapkv", **settings}, message)
         for settings, message in (
-            ({"settings": {"aggregate": "median"}}, "'snapkv' does not take .*median"),
+            ({"settings": {"pool": "median"}}, "'snapkv' does not take .*median"),
             (
                 {"first_stage": {}},
                 "first_stage want a score of two stages, and 'snapkv' has one: take observed 'critical'",

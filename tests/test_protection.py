@@ -27,10 +27,9 @@ def test_a_budget_below_the_protected_count_says_by_how_much():
     assert protected_mask(protection, _valid(20), [20]).all()
 
 
-def _count(tokens, fraction, minimum, budget):
+def _count(fraction, minimum, budget):
     """A prefix or a suffix in entries, as the formula has it."""
-    share = max(minimum, int(Fraction(str(fraction)) * budget)) if fraction else 0
-    return share if tokens is None else tokens
+    return max(minimum, int(Fraction(str(fraction)) * budget)) if fraction else 0
 
 
 @settings(deadline=None, max_examples=150)
@@ -39,51 +38,44 @@ def test_the_mask_is_its_formula_with_every_field(data):
     draw = data.draw
     lengths = draw(st.lists(st.integers(1, 40), min_size=1, max_size=3))
     budgets = [draw(st.fractions(5, 45, max_denominator=2)) for _ in lengths]
-    tokens = st.none() | st.integers(0, 8)
     protection = Protection(
         sinks=draw(st.integers(0, 4)),
         prefix_fraction=draw(st.sampled_from([0.0, 0.1, 0.25])),
         suffix_fraction=draw(st.sampled_from([0.0, 0.1, 0.3])),
         minimum=draw(st.integers(0, 4)),
         recent=draw(st.integers(0, 6)),
-        prefix_tokens=draw(tokens),
-        suffix_tokens=draw(tokens),
-        suffix=draw(st.sampled_from(["dynamic", "static"])),
     )
-    prompts = draw(st.none() | st.tuples(*(st.integers(0, length) for length in lengths)).map(list))
     valid = _valid(*lengths)
     generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
     pinned = torch.rand(valid.shape, generator=generator) < 0.1 if draw(st.booleans()) else None
     wanted = []
     for row, (length, budget) in enumerate(zip(lengths, budgets, strict=True)):
         p = protection
-        first = max(p.sinks, _count(p.prefix_tokens, p.prefix_fraction, p.minimum, budget))
-        suffix = _count(p.suffix_tokens, p.suffix_fraction, p.minimum, budget)
-        stop = prompts[row] if p.suffix == "static" and prompts is not None else length
+        first = max(p.sinks, _count(p.prefix_fraction, p.minimum, budget))
+        suffix = _count(p.suffix_fraction, p.minimum, budget)
         start = valid.shape[1] - length
         own = []
         for i in range(valid.shape[1]):
             place = i - start
-            ends = place < first or place >= length - p.recent or stop - suffix <= place < stop
+            ends = place < first or place >= length - p.recent or place >= length - suffix
             own.append(place >= 0 and (ends or (pinned is not None and bool(pinned[row, i]))))
         wanted.append(own)
     over = [sum(own) - budget for own, budget in zip(wanted, budgets, strict=True)]
-    pass_prompts = torch.tensor(prompts) if prompts is not None and draw(st.booleans()) else prompts
-    parts = {"pinned_BT": pinned, "prompt_lengths_B": pass_prompts}
     if max(over) > 0:
-        refused("fewer than the .* protected", protected_mask, protection, valid, budgets, **parts)
+        said = "fewer than the .* protected"
+        refused(said, protected_mask, protection, valid, budgets, pinned_BT=pinned)
     else:
-        assert protected_mask(protection, valid, budgets, **parts).tolist() == wanted
+        assert protected_mask(protection, valid, budgets, pinned_BT=pinned).tolist() == wanted
 
 
 @settings(deadline=None, max_examples=40, derandomize=True)
-@given(st.integers(0, 10**6), st.sampled_from(["dynamic", "static"]), st.booleans())
-def test_what_some_head_has_lost_is_not_protected_and_takes_nothing_of_the_budget(seed, suffix, pins):
+@given(st.integers(0, 10**6), st.booleans())
+def test_what_some_head_has_lost_is_not_protected_and_takes_nothing_of_the_budget(seed, pins):
     draw = torch.Generator().manual_seed(seed)
     valid = _valid(30, 12)
     intact, pinned = torch.rand(2, 2, 30, generator=draw) < torch.tensor([0.6, 0.2])[:, None, None]
-    protection = Protection(3, 0.1, 0.2, 2, 4, suffix=suffix)
-    settings = {"pinned_BT": pinned if pins else None, "prompt_lengths_B": [20, 9]}
+    protection = Protection(3, 0.1, 0.2, 2, 4)
+    settings = {"pinned_BT": pinned if pins else None}
     mask = protected_mask(protection, valid, [20, 12], **settings) & intact
     got = protected_mask(protection, valid, [20, 12], **settings, intact_BT=intact)
     assert torch.equal(got, mask)
@@ -99,27 +91,20 @@ def test_what_some_head_has_lost_is_not_protected_and_takes_nothing_of_the_budge
 
 def test_without_a_budget_a_fraction_is_its_minimum_and_nothing_is_too_much():
     valid = _valid(30, 12)
-    for protection in (Protection(3, 0.5, 0.25, 2, 4), Protection(3, 0.0, 0.0, 2, 40)):
-        fixed = replace(protection, prefix_fraction=0.0, suffix_fraction=0.0)
-        least = [2 if protection.prefix_fraction else 0, 2 if protection.suffix_fraction else 0]
-        fixed = replace(fixed, prefix_tokens=least[0], suffix_tokens=least[1])
+    for protection, fixed in (
+        (Protection(3, 0.5, 0.25, 5, 4), Protection(5, 0.0, 0.0, 0, 5)),
+        (Protection(3, 0.0, 0.0, 2, 40), Protection(3, 0.0, 0.0, 0, 40)),
+    ):
         want = protected_mask(fixed, valid, [30, 30])
         assert torch.equal(protected_mask(protection, valid, None), want)
     assert protected_mask(Protection(recent=40), valid, None).sum(-1).tolist() == [30, 12]
 
 
-def test_a_mask_or_prompt_that_does_not_fit_is_an_error():
+def test_a_mask_that_does_not_fit_is_an_error():
     valid = _valid(6, 4)
     for pinned in (torch.ones(2, 5, dtype=torch.bool), torch.ones(6, dtype=torch.bool), torch.ones(2, 6)):
         with pytest.raises(ValueError, match=r"pinned_BT is .* must be torch.bool of shape \(2, 6\)"):
             protected_mask(Protection(), valid, [6, 6], pinned_BT=pinned)
-    static = Protection(0, 0.0, suffix_tokens=2, suffix="static")
-    with pytest.raises(ValueError, match=r"sequence 1 has 4 entries, and prompt_lengths_B says that 5"):
-        protected_mask(static, valid, [6, 6], prompt_lengths_B=[6, 5])
-    with pytest.raises(ValueError, match=r"says that -1 .*pass a count in 0..6"):
-        protected_mask(static, valid, [6, 6], prompt_lengths_B=[-1, 4])
-    with pytest.raises(ValueError, match=r"prompt_lengths_B has shape \(1,\).*each of the 2 sequences"):
-        protected_mask(static, valid, [6, 6], prompt_lengths_B=[6])
 
 
 @settings(deadline=None, max_examples=80)

@@ -168,19 +168,7 @@ class StoreMachine(RuleBasedStateMachine):
         sees = (torch.rand(batch * H, num, generator=generator) * (lengths + 1)[:, None]).long()
         sees[:, -1] = lengths
         at = torch.tensor(self.seen)[:, None].expand(batch, num)
-        out = attend(
-            queries,
-            plain.keys_CD,
-            plain.values_CD,
-            plain.offsets_R1,
-            plain.lengths_R,
-            sees,
-            scaling=0.4,
-            window=window,
-            positions_C=plain.positions_C,
-            query_positions_BS=at,
-            pages=plain.pages,
-        )
+        out = attend(plain, queries, sees, scaling=0.4, window=window, query_positions_BS=at)
         assert_close(out, self.masked(queries.double(), sees, window))
 
     def masked(self, queries, sees, window):

@@ -35,10 +35,12 @@ def case(seed: int, pads=(0, 21, 3)):
 
 
 @settings(deadline=None, max_examples=10, derandomize=True)
-@given(st.integers(0, 10**6), st.sampled_from([0.0, 0.1, 0.4, 2.0]))
-def test_the_pipeline_admits_at_every_moment_layer_by_layer_and_alone(seed, threshold):
+@given(st.integers(0, 10**6), st.sampled_from([0.0, 0.1, 0.4, 2.0]), st.sampled_from(["head", "model"]))
+def test_the_pipeline_admits_at_every_moment_layer_by_layer_and_alone(seed, threshold, scope):
+    """Whoever shares a budget: here none is stated."""
     layers, scores = case(seed)
-    policy, budget, stock = made(protection=LITTLE), Budget(threshold=threshold), stock_of(layers)
+    policy, budget = made(protection=LITTLE, scope=scope), Budget(threshold=threshold)
+    stock = stock_of(layers)
     plan = plan_for(policy, layers, budget, stock)
     decisions = decide_layers(policy, layers, budget, scores=scores, stock=stock)
     cascade = Cascade(plan.shares)

@@ -1,22 +1,112 @@
-"""Defines the command line of `train/distill.py`, without importing what a run needs."""
+"""Defines the command line of `retain train` and `train/distill.py`, without importing what a run needs."""
 
 import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from retain.train.data.sources import ENDINGS, local_paths
+
+# The recipe of a run without a YAML; in a wheel the recipes lie in the package.
+_PACKAGED = Path(__file__).resolve().parent.parent / "recipes"
+RECIPES = _PACKAGED if _PACKAGED.is_dir() else _PACKAGED.parent / "configs" / "distill"
+RECIPE = RECIPES / "laptop.yaml"
+
+
+class _Help(argparse.Action):
+    """Prints the usage, and every key of the config with its type, default and meaning."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from retain.train.recipe import DistillConfig  # takes seconds
+        from retain.train.settings import described
+
+        print(f"{parser.format_help()}\nkeys (type; default): meaning")
+        for line in described(DistillConfig):
+            print(f"  {line}")
+        parser.exit()
+
+
+class _Parser(argparse.ArgumentParser):
+    """Takes options anywhere between MODEL, DATA and `key=value`."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        return self.parse_intermixed_args(args, namespace)
 
 
 def distill_parser() -> argparse.ArgumentParser:
-    """The parser."""
-    parser = argparse.ArgumentParser(
-        prog="train/distill.py", description="Train retention gates by distillation."
+    """Returns the parser; `recipe_of` reads what it parsed."""
+    parser = _Parser(
+        description="Train retention gates by distillation.",
+        usage="retain train MODEL DATA [--dry-run] [key=value ...]\n"
+        "       accelerate launch train/distill.py --config YAML [--dry-run] [key=value ...]",
+        add_help=False,
     )
     parser.add_argument(
-        "--config", required=True, metavar="YAML", help="for instance configs/distill/reference.yaml"
+        "words",
+        nargs="*",
+        metavar="MODEL DATA, key=value",
+        help="a hub name or a folder; documents: a file, folder or pattern (jsonl, parquet, txt), a hub data "
+        "set, or `reference` (generated); and changes, for instance training.steps=100",
     )
+    parser.add_argument("--config", metavar="YAML", help="for instance configs/distill/reference.yaml")
     parser.add_argument(
         "--dry-run",
         action="store_true",
         help="make one step on the longest documents, say what it took, and stop",
     )
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="for instance model=reference:0 training.steps=100"
-    )
+    parser.add_argument("-h", "--help", nargs=0, action=_Help, help="print this, and every key")
     return parser
+
+
+def recipe_of(parsed: argparse.Namespace) -> tuple[Path | None, list[str]]:
+    """Returns the YAML of a request (None: defaults alone) and its `key=value` changes, in order.
+
+    Raises:
+        ValueError: neither a YAML nor MODEL and DATA, or more than these.
+        FileNotFoundError: no documents of any kind are in the folder.
+    """
+    named = [word for word in parsed.words if "=" not in word]
+    changes = [word for word in parsed.words if "=" in word]
+    if len(named) != (0 if parsed.config else 2):
+        raise ValueError(
+            f"wanted --config YAML, or MODEL and DATA; got {' '.join(parsed.words) or 'neither'}. "
+            "Changes are key=value; --help lists every key."
+        )
+    if parsed.config:
+        return Path(parsed.config), changes
+    model, data = named
+    name = Path(model).name.replace(":", "-").lower()
+    about = [f"model={json.dumps(model)}", f"output={json.dumps(f'runs/{name}')}"]
+    if data == "reference":
+        return None, [*about, *changes]
+    kind = kind_of(data)
+    about += [f"data.source={kind}", f"data.path={json.dumps(data)}", "data.subset=null"]
+    if kind != "hub":
+        about.append("data.streaming=false")
+    return RECIPE, [*about, *changes]
+
+
+def kind_of(data: str) -> str:
+    """Returns the kind of documents by the ending of a file, of a pattern, or of the files in a folder; `hub`
+    where nothing is there.
+
+    Raises:
+        FileNotFoundError, ValueError: a folder without documents, or with several kinds of them.
+    """
+    for kind, endings in ENDINGS.items():
+        if data.lower().endswith(endings):
+            return kind
+    if not Path(data).exists():
+        return "hub"
+    found = []
+    for kind in ENDINGS:
+        try:
+            found += [kind] if local_paths(data, kind) else []
+        except FileNotFoundError:
+            continue
+    if len(found) != 1:
+        raise ValueError(
+            f"{data} holds {' and '.join(found) or 'no'} documents: name a file or pattern of one kind, such "
+            f"as {Path(data) / '*.jsonl'}."
+        )
+    return found[0]

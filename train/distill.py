@@ -1,7 +1,8 @@
 """Trains retention gates by distillation from a frozen language model: parses, builds, runs.
 
+    retain train MODEL DATA [--dry-run] [key=value ...]
     accelerate launch --quiet --config_file configs/accelerate/one_process.yaml \\
-        train/distill.py --config configs/distill/reference.yaml [--dry-run] [k=v ...]
+        train/distill.py --config configs/distill/reference.yaml [--dry-run] [key=value ...]
 
 `DistillConfig` is the schema of the YAML; the output is a folder that `retain.load_gates` reads. A request is
 checked whole before the first document is read. `--dry-run` makes one real step and says what it took.
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from retain.process.command import parse_first
-from retain.train.arguments import distill_parser
+from retain.train.arguments import distill_parser, recipe_of
 
 if __name__ == "__main__":
     parse_first(distill_parser())
@@ -295,11 +296,12 @@ def _track(config: DistillConfig, accelerator: Accelerator) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Runs `retain train` and `train/distill.py`: with `--config` of a YAML, or with MODEL and DATA alone."""
     parsed = distill_parser().parse_args(arguments)
     follow_launcher_()
     try:
-        config = load(parsed.config, DistillConfig, parsed.overrides)
+        path, overrides = recipe_of(parsed)
+        config = load(path, DistillConfig, overrides)
         if parsed.dry_run:
             accelerator = make_accelerator("none")
             accelerator.print(try_step(config, accelerator))

@@ -7,12 +7,12 @@ variant of it is one line. All problems are reported in one message.
 import inspect
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Literal
 
 import torch
 
-from retain.config import Count, Whole, problems_of
+from retain.config import Count, Whole
 from retain.future import WEIGHTS
 from retain.gates import GATES, LookaheadGate, build_gates, dims_for
 from retain.gone import hint_of
@@ -29,6 +29,7 @@ from retain.train.objectives.losses import check_fit, check_losses
 from retain.train.objectives.targets import TargetSettings, check_targets
 from retain.train.rules import refuse
 from retain.train.run.schedule import TrainingSettings, check_training
+from retain.train.settings import section
 from retain.train.soft_stage import SoftSettings, check_soft
 from retain.train.stage import StageName
 from retain.train.teacher import Frozen
@@ -39,76 +40,70 @@ MOST_WIDE = 2**20
 SMALL = {"E": 64, "H": 2, "Q": 4, "D": 16}
 
 
-@dataclass(frozen=True)
+@section
 class GateSettings:
-    """Which gate.
-
-    Args:
-        family: a name in `retain.gates.GATES`.
-        settings: of the family, by the names of its constructor (an `mlp` has F, its hidden width); what is
-            left out has the family's default.
-    """
+    """Which gate."""
 
     family: str = "mlp"
+    """A name in `retain.gates.GATES`."""
     settings: dict[str, Any] = field(default_factory=dict)
+    """Of the family, by the names of its constructor (an `mlp` has F, its hidden width); what is left out has
+    the family's default."""
 
 
-@dataclass(frozen=True)
+@section
 class DistillConfig:
-    """A run.
-
-    Args:
-        output: folder of the run and of the artifact.
-        stage: `local` (each layer's gate learns its own target), `end_to_end` (soft gates in the model's own
-            attention, a loss on what the model says) or `lookahead` (tokens that look for the answer).
-        model: `reference:0`, a local folder, or a hub name.
-        dtype: precision of the frozen model (the gates are float32); `auto`: the checkpoint's, and float32
-            on a CPU that has no instructions for that.
-        revision: of the hub model.
-        trust_remote_code: run code that comes with the checkpoint; off unless asked.
-        device_map: of transformers (`auto` spreads the frozen model over this process's devices).
-        quantization: settings of transformers' quantisation, as its config has them (`quant_method`, ...).
-        chunk: tokens of the frozen model's token-wise parts at a time; bounds the memory, changes no number.
-        initial: an artifact whose gates the run begins with (of the same family); null: fresh ones.
-        seed: of documents, order, pairs and the gates' first weights.
-        data: where documents come from.
-        gate: which gate.
-        target: which future the gates learn.
-        loss: terms of the layer-local stage.
-        soft: the end-to-end stage.
-        training: how long, how fast, how often.
-        calibration: what is fitted after training, on held-out documents.
-        tracker: `none`, `wandb` or `tensorboard`.
-        overwrite: replace whatever run the folder holds.
-        resume: go on with an unfinished run of the same config, model and documents.
-    """
+    """A run."""
 
     output: str
+    """Folder of the run and of the artifact."""
     stage: StageName = "local"
+    """`local` (each layer's gate learns its own target), `end_to_end` (soft gates in the model's own
+    attention, a loss on what the model says) or `lookahead` (tokens that look for the answer)."""
     model: str = "reference:0"
+    """`reference:0`, a local folder, or a hub name."""
     dtype: Precision = "auto"
+    """Precision of the frozen model (the gates are float32); `auto`: the checkpoint's, and float32 on a CPU
+    that has no instructions for that."""
     revision: str | None = None
+    """Of the hub model."""
     trust_remote_code: bool = False
+    """Run code that comes with the checkpoint; off unless asked."""
     device_map: str | None = None
+    """Of transformers (`auto` spreads the frozen model over this process's devices)."""
     quantization: dict[str, Any] | None = None
+    """Settings of transformers' quantisation, as its config has them (`quant_method`, ...)."""
     chunk: Count | None = 8192
+    """Tokens of the frozen model's token-wise parts at a time; bounds the memory, changes no number."""
     initial: str | None = None
+    """An artifact whose gates the run begins with (of the same family); null: fresh ones."""
     seed: Whole = 0
+    """Of documents, order, pairs and the gates' first weights."""
     data: DataSettings = field(default_factory=DataSettings)
+    """Where documents come from."""
     gate: GateSettings = field(default_factory=GateSettings)
+    """Which gate."""
     target: TargetSettings = field(default_factory=TargetSettings)
+    """Which future the gates learn."""
     loss: LossSettings = field(default_factory=LossSettings)
+    """Terms of the layer-local stage."""
     soft: SoftSettings = field(default_factory=SoftSettings)
+    """The end-to-end stage."""
     training: TrainingSettings = field(default_factory=TrainingSettings)
+    """How long, how fast, how often."""
     calibration: CalibrationSettings = field(default_factory=CalibrationSettings)
+    """What is fitted after training, on held-out documents."""
     tracker: Literal["none", "wandb", "tensorboard"] = "none"
+    """`none`, `wandb` or `tensorboard`."""
     overwrite: bool = False
+    """Replace whatever run the folder holds."""
     resume: bool = True
+    """Go on with an unfinished run of the same config, model and documents."""
 
 
 def check(config: DistillConfig, num_processes: int) -> None:
     """Raises ValueError with every problem that can be seen without loading anything."""
-    problems = problems_of(config)
+    problems: list[str] = []
     for part in (
         lambda: lookup(config.gate.family, GATES, what="gate family"),
         lambda: _check_stage(config),

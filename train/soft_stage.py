@@ -10,7 +10,7 @@ all logits, so gates that all close alike cost no loss and satisfy every capacit
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from typing import Any, Literal
 
@@ -29,6 +29,7 @@ from retain.train.objectives import soft_losses
 from retain.train.objectives.soft_threshold import SoftThreshold, SoftThresholdStep, check_shift, shift_
 from retain.train.objectives.targets import Example, TargetSettings, baselines_of
 from retain.train.rules import refuse, unknown
+from retain.train.settings import section
 from retain.train.stage import HELD_OUT_STEP, Stage, Tally
 from retain.train.teacher import Frozen, View, walk
 
@@ -56,51 +57,47 @@ CHECKPOINT = partial(checkpoint, use_reentrant=False)
 PREPARED_DOCUMENTS = 8
 
 
-@dataclass(frozen=True)
+@section
 class SoftSettings:
-    """Settings of the end-to-end stage.
-
-    Args:
-        terms: name -> weight; of fidelity: `kl_forward`, `kl_reverse`, `next_token`, `hidden`; of cost:
-            `capacity_head`, `capacity_global`, `closed`, `admitted`, `eviction_rate`.
-        temperature: of the divergences.
-        positions: where fidelity is measured: at `all` tokens that see a gated entry, or at those of the
-            `appendix`.
-        protected: entries of the recent window that is not gated, in tokens.
-        sinks: first tokens of a document that are not gated.
-        hard: `none` (soft gates), `straight_through`, or `gumbel` (drawn, then straight through).
-        hard_temperature: of `gumbel`.
-        anchor: entries in units of which gates are relative to each other; 0: they are not.
-        variant: of the capacity terms: `paper` or `code` (TRIM-KV).
-        budget: entries of a head, a fixed number; null: `keep_to` of the tokens so far.
-        keep_from: share of the tokens that may stay open, at the first step.
-        keep_to: the same from step `ramp_steps` on, and whenever documents are looked at.
-        ramp: what is linear in between: the `ratio`, or the `compression` 1 / ratio.
-        ramp_steps: null: half of all steps.
-        capacity_rows: queries of each document at which the open entries of decays are counted; 0: all.
-        chunk: tokens whose logits exist at a time; changes no number.
-        checkpointing: layers are computed again for the gradient; saves memory, changes no number.
-        autocast: products in bfloat16.
-    """
+    """Settings of the end-to-end stage."""
 
     terms: dict[str, NotNegative] = field(default_factory=lambda: {"kl_forward": 1.0, "capacity_global": 1.0})
+    """Name -> weight; of fidelity: `kl_forward`, `kl_reverse`, `next_token`, `hidden`; of cost:
+    `capacity_head`, `capacity_global`, `closed`, `admitted`, `eviction_rate`."""
     temperature: Positive = 1.0
+    """Of the divergences."""
     positions: Literal["all", "appendix"] = "all"
+    """Where fidelity is measured: at `all` tokens that see a gated entry, or at those of the `appendix`."""
     protected: Whole = 32
+    """Entries of the recent window that is not gated, in tokens."""
     sinks: Whole = 4
+    """First tokens of a document that are not gated."""
     hard: Literal["none", "straight_through", "gumbel"] = "none"
+    """`none` (soft gates), `straight_through`, or `gumbel` (drawn, then straight through)."""
     hard_temperature: Positive = 0.1
+    """Of `gumbel`."""
     anchor: Whole = 0
+    """Entries in units of which gates are relative to each other; 0: they are not."""
     variant: Literal["paper", "code"] = "paper"
+    """Of the capacity terms: `paper` or `code` (TRIM-KV)."""
     budget: Count | None = None
+    """Entries of a head, a fixed number; null: `keep_to` of the tokens so far."""
     keep_from: PositiveShare = 1.0
+    """Share of the tokens that may stay open, at the first step."""
     keep_to: PositiveShare = 0.25
+    """The same from step `ramp_steps` on, and whenever documents are looked at."""
     ramp: Literal["ratio", "compression"] = "ratio"
+    """What is linear in between: the `ratio`, or the `compression` 1 / ratio."""
     ramp_steps: Whole | None = None
+    """Null: half of all steps."""
     capacity_rows: Whole = 256
+    """Queries of each document at which the open entries of decays are counted; 0: all."""
     chunk: Count = 256
+    """Tokens whose logits exist at a time; changes no number."""
     checkpointing: bool = False
+    """Layers are computed again for the gradient; saves memory, changes no number."""
     autocast: bool = False
+    """Products in bfloat16."""
 
 
 def check_soft(settings: SoftSettings) -> None:

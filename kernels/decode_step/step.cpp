@@ -5,6 +5,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <limits>
 #include <optional>
@@ -14,14 +15,25 @@ using at::Tensor;
 
 namespace {
 
+// Exponentials in a form that compilers make vectors of: Cephes' polynomial, to 2e-7 of numbers near 0.
+inline float exp_(float x) {
+  x = std::max(x, -87.0f);
+  const float n = std::floor(x * 1.44269504f + 0.5f), f = x - n * 0.693147181f;
+  float p = 1.9875691500e-4f;
+  for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+    p = p * f + c;
+  return (p * f * f + f + 1.0f) * std::bit_cast<float>((int32_t(n) + 127) << 23);
+}
+inline double exp_(double x) { return std::exp(x); }
+
 // Of a query head: its logits over the row, in place of which come their exponentials; returns their sum.
 template <typename A>
 A softmax_(A* logits, int64_t count, bool has_sink, A sink) {
   A top = has_sink ? sink : -std::numeric_limits<A>::infinity();
   for (int64_t j = 0; j < count; ++j) top = std::max(top, logits[j]);
-  A sum = has_sink ? std::exp(sink - top) : A(0);
+  A sum = has_sink ? exp_(sink - top) : A(0);
   for (int64_t j = 0; j < count; ++j) {
-    logits[j] = std::exp(logits[j] - top);
+    logits[j] = exp_(logits[j] - top);
     sum += logits[j];
   }
   return sum;
@@ -82,23 +94,25 @@ struct Step {
       coded += hidden, before -= hidden;
     }
     const int64_t all = before + length;
-    std::vector<A> numbers(before > 0 ? std::max(D, V) : 0);
+    std::vector<A> numbers(before > 0 ? std::max(D, V) : 0), query(G * D);
+    for (int64_t g = 0; g < G; ++g)
+      for (int64_t d = 0; d < D; ++d)
+        query[g * D + d] = A(q[b * queries.stride(0) + (h * G + g) * queries.stride(1) + d]) * scaling;
     logits.resize(G * all);
     for (int64_t j = 0; j < all; ++j) {
       const int64_t at = j < before ? coded + j : start + j - before;
-      const T* key = keys + at * D;
+      const T* __restrict key = keys + at * D;
       if (j < before)
         Packed::decode(packed.keys + at * packed.key_bytes, packed.key_scales + packed.groups[at] * 2 * D, D, 1,
                        packed.bits, numbers.data());
       const float* weights = j < before ? packed.log_weight : log_weight;
       for (int64_t g = 0; g < G; ++g) {
-        const T* query = q + b * queries.stride(0) + (h * G + g) * queries.stride(1);
+        const A* __restrict own = query.data() + g * D;
         A dot = 0;
         if (j < before)
-          for (int64_t d = 0; d < D; ++d) dot += A(query[d]) * numbers[d];
+          for (int64_t d = 0; d < D; ++d) dot += own[d] * numbers[d];
         else
-          for (int64_t d = 0; d < D; ++d) dot += A(query[d]) * A(key[d]);
-        dot *= scaling;
+          for (int64_t d = 0; d < D; ++d) dot += own[d] * A(key[d]);
         if (cap > 0) dot = cap * std::tanh(dot / cap);
         if (weights) dot += A(weights[at]);
         logits[g * all + j] = dot;
@@ -111,13 +125,13 @@ struct Step {
     const int64_t spans = packed.held ? (V + packed.span - 1) / packed.span : 0;
     for (int64_t j = 0; j < all; ++j) {
       const int64_t at = j < before ? coded + j : start + j - before;
-      const T* value = values + at * V;
+      const T* __restrict value = values + at * V;
       if (j < before)
         Packed::decode(packed.values + at * packed.value_bytes, packed.value_scales + at * 2 * spans, V, packed.span,
                        packed.bits, numbers.data());
       for (int64_t g = 0; g < G; ++g) {
         const A weight = logits[g * all + j];
-        A* sum = sums.data() + g * V;
+        A* __restrict sum = sums.data() + g * V;
         if (j < before)
           for (int64_t d = 0; d < V; ++d) sum[d] += weight * numbers[d];
         else

@@ -44,7 +44,7 @@ def ragged_attention(*args: Any, with_lse: Literal[True], **kwargs: Any) -> tupl
 
 
 @torch.compiler.disable(reason="a ragged store is attended between graphs")
-def ragged_attention(  # type: ignore[misc]
+def ragged_attention(
     queries_BQSD: Float[Tensor, "B Q S D"],
     keys_CD: Float[Tensor, "C D"] | Codes,
     values_CD: Float[Tensor, "C V"] | Codes,

@@ -46,6 +46,11 @@ class Shares:
     protected_B: tuple[int, ...]
     threshold: float | None = None
 
+    @property
+    def crosses_layers(self) -> bool:
+        """Whether the keep set of a layer depends on other layers."""
+        return self.threshold is None and self.split.crosses_layers
+
     @cached_property
     def least_B(self) -> list[int]:
         """Entries that every head keeps whatever the scores: protected, of a safeguard, and at least one."""
@@ -60,7 +65,7 @@ class Shares:
     @cached_property
     def fixed_LB(self) -> list[list[int]] | None:
         """Entries of each layer and sequence, if scores do not decide them: as stated, or all it holds."""
-        if self.split.crosses_layers:
+        if self.crosses_layers:
             return None
         rows = self.totals.equal_BL
         if isinstance(self.split.allocation, Pyramid):

@@ -140,7 +140,7 @@ class Cascade:
             order of time; None for one that keeps them all.
         """
         split, self.num_added = self.shares.split, self.num_added + 1
-        if not split.crosses_layers:
+        if not self.shares.crosses_layers:
             (keep_BHT,) = keep_sets(self.shares, [layer], first=self.num_added - 1)
             return keep_BHT, [None] * (self.num_added - 1)
         layers = [*self.held, layer]

@@ -45,8 +45,9 @@ class Bids(NamedTuple):
 
     def to(self, device: torch.device) -> "Bids":
         """Move the bids to another device."""
+        value_N, place_N, row_N = (own.to(device) for own in self[1:4])
         draw_N = None if self.draw_N is None else self.draw_N.to(device)
-        return Bids(*(own.to(device) for own in self[:4]), draw_N)
+        return Bids(self.guaranteed_BH.to(device), value_N, place_N, row_N, draw_N)
 
 
 class Won(NamedTuple):

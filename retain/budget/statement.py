@@ -13,21 +13,19 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
-from typing import Any, TypeVar, cast, get_args
+from typing import Any, TypeVar, cast
 
 from jaxtyping import Bool
 from torch import Tensor
 
 from retain.budget.largest_remainder import exact, largest_remainder
-from retain.split import Scope
 
-SCOPES: tuple[Scope, ...] = get_args(Scope)
 Record = TypeVar("Record")
 
 
 @dataclass(frozen=True)
 class Budget:
-    """A stated budget. Exactly one of the first five fields is given.
+    """A stated budget. Exactly one field is given.
 
     Args:
         keep_ratio: kept / seen, in (0, 1].
@@ -37,8 +35,6 @@ class Budget:
             policies that hold entries in fewer bytes these are more.
         threshold: no budget: what scores below it goes, whatever that leaves (`retain.ranking.admit`); in the
             unit of the policy's score, any finite number.
-        scope: `head` gives every head the same, `layer` lets the heads of a layer share by score, `model` the
-            heads of all layers; None leaves it to the policy. Nothing is shared under a threshold.
     """
 
     keep_ratio: float | None = None
@@ -46,7 +42,6 @@ class Budget:
     bytes: int | None = None
     byte_ratio: float | None = None
     threshold: float | None = None
-    scope: Scope | None = None
 
     def __post_init__(self) -> None:
         names = ("keep_ratio", "tokens_per_head", "bytes", "byte_ratio", "threshold")
@@ -66,13 +61,6 @@ class Budget:
             )
         if name in ("tokens_per_head", "bytes") and (value < 1 or value != int(value)):
             raise ValueError(f"{name} is a whole number of at least 1; got {value}.")
-        if self.scope not in (None, *SCOPES):
-            raise ValueError(f"a budget's scope is 'head', 'layer' or 'model'; got {self.scope!r}.")
-        if self.threshold is not None and self.scope is not None:
-            raise ValueError(
-                f"scope {self.scope!r} says who shares a budget, and threshold={self.threshold} states none: "
-                "leave the scope out, or state a budget (keep_ratio, tokens_per_head or bytes)."
-            )
 
     @property
     def in_bytes(self) -> bool:
@@ -127,17 +115,14 @@ class Stock:
         lengths_B: tokens that a ratio is a ratio of: seen by each sequence, padding apart, or announced.
         intact_BT: tokens seen, padding included, that every head of every layer still holds: only these can
             be protected.
-        prompt_lengths_B: tokens of each sequence's prompt, for a static suffix; None for all that were seen.
     """
 
     held_BL: tuple[tuple[int, ...], ...]
     lengths_B: tuple[int, ...]
     intact_BT: Bool[Tensor, "B T"]
-    prompt_lengths_B: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        names = ("held_BL", "lengths_B", "intact_BT", "prompt_lengths_B")
-        rows = {name: len(getattr(self, name)) for name in names if getattr(self, name) is not None}
+        rows = {name: len(getattr(self, name)) for name in ("held_BL", "lengths_B", "intact_BT")}
         if len({*rows.values()}) != 1 or len({len(row) for row in self.held_BL}) > 1:
             raise ValueError(
                 f"a stock speaks of every sequence and of every layer of each; got {rows} sequences, of "

@@ -6,9 +6,8 @@ result is `[B, Q, S, D]`. Counts replace a mask (`seen_RS`): query `s` of a row 
 of the row, whatever their positions, and under a sliding window only those of recent positions.
 
 On a CPU plain softmax attention runs as a few dense calls (`retain.cache.equal_rows`), and a decoding step
-appends and attends in one (`retain.cache.step_rows`). Everything else (CUDA,
-soft caps, sinks, windows, many short rows) is the op `retain.kernels.ragged_attention`, which is also the
-definition.
+appends and attends in one (`retain.cache.step_rows`). Everything else (CUDA, soft caps, sinks, windows, many
+short rows, codes) is the op `retain.kernels.ragged_attention`, which is also the definition.
 """
 
 from typing import Any
@@ -21,56 +20,46 @@ from retain.cache.equal_rows import attend_runs, find_runs, fits
 from retain.cache.layer_store import Store
 from retain.cache.store import RaggedStore
 from retain.kernels.backend import Path
-from retain.kernels.ragged_attention import merged, path_of, ragged_attention
-from retain.kernels.ragged_attention.pages import Pages
+from retain.kernels.ragged_attention import merged, ragged_attention
 
 # Names of the paths in reports.
 CALLED = {"triton": "Triton kernels over ragged rows", "reference": "plain PyTorch over ragged rows"}
 
 
 def attend(
+    store: RaggedStore,
     queries_BQSD: Float[Tensor, "B Q S D"],
-    keys_CD: Float[Tensor, "C D"],
-    values_CD: Float[Tensor, "C D"],
-    offsets_R1: Int[Tensor, " R1"],
-    lengths_R: Int[Tensor, " R"],
     seen_RS: Int[Tensor, "R S"],
     *,
-    scaling: float,
-    soft_cap: float | None = None,
-    sinks_Q: Float[Tensor, " Q"] | None = None,
     window: int | None = None,
-    positions_C: Int[Tensor, " C"] | None = None,
     query_positions_BS: Int[Tensor, "B S"] | None = None,
-    pages: Pages | None = None,
-    log_weight_C: Float[Tensor, " C"] | None = None,
-) -> Float[Tensor, "B Q S D"]:
+    by_runs: bool = True,
+    **how: Any,
+) -> Any:
     """Softmax attention of each query over the first `seen` entries of its row.
 
-    The formula, the arguments and what is refused stand at the op `retain.kernels.ragged_attention`. Pass a
-    store's own `pages`, or the offsets are read, which waits for the device.
+    Args:
+        store: plain or of codes.
+        window, query_positions_BS: a query at position p sees positions above `p - window` only.
+        by_runs: whether dense calls may serve it; else the op does.
+        **how: `scaling`, and where there is one `soft_cap`, `sinks_Q` and `with_lse`, as the op takes them.
     """
-    if soft_cap is None and sinks_Q is None and window is None and not queries_BQSD.is_cuda:
-        runs = None
-        if pages is not None and path_of(keys_CD, values_CD) == "reference":
-            runs = find_runs(pages, keys_CD, values_CD, seen_RS, queries_BQSD.shape[1], log_weight_C)
+    pages, weights = store.pages, store.log_weight_C
+    plain = store.codec is None and set(how) == {"scaling"} and window is None
+    if by_runs and plain and not queries_BQSD.is_cuda and store.path == "reference":
+        columns = store.keys_CD, store.values_CD
+        runs = find_runs(pages, *columns, seen_RS, queries_BQSD.shape[1], weights)
         if runs is not None and fits(runs, queries_BQSD):
-            return attend_runs(queries_BQSD, runs, seen_RS, scaling)
+            return attend_runs(queries_BQSD, runs, seen_RS, how["scaling"])
+    keys, values = (store.keys_CD, store.values_CD) if store.codec is None else store.codes
     return ragged_attention(
-        queries_BQSD,
-        keys_CD,
-        values_CD,
-        offsets_R1,
-        lengths_R,
-        seen_RS,
-        scaling=scaling,
-        soft_cap=soft_cap,
-        sinks_Q=sinks_Q,
+        *(queries_BQSD, keys, values, store.offsets_R1, store.lengths_R, seen_RS),
         window=window,
-        positions_C=positions_C,
+        positions_C=None if window is None else store.positions_C,
         query_positions_BS=query_positions_BS,
         pages=pages,
-        log_weight_C=log_weight_C,
+        log_weight_C=weights,
+        **how,
     )
 
 
@@ -80,8 +69,7 @@ def attend_store(
     seen_RS: Int[Tensor, "R S"],
     *,
     sinks_Q: Float[Tensor, " Q"] | None = None,
-    window: int | None = None,
-    query_positions_BS: Int[Tensor, "B S"] | None = None,
+    soft_cap: float | None = None,
     **how: Any,
 ) -> Float[Tensor, "B Q S D"]:
     """Attention of new tokens' queries over what a layer holds: where some of it is packed, over either part,
@@ -90,30 +78,17 @@ def attend_store(
     Args:
         store: to which the tokens were appended.
         seen_RS: as `append_` said: of the plain entries, behind all that is packed; 0 on padding.
-        **how: the scaling and the soft cap.
+        **how: the rest of what `attend` takes.
     """
-
-    def over(part: RaggedStore) -> dict[str, Any]:
-        """Arguments of attention over one part."""
-        return {
-            "window": window,
-            "positions_C": None if window is None else part.positions_C,
-            "query_positions_BS": query_positions_BS,
-            "pages": part.pages,
-            "log_weight_C": part.log_weight_C,
-            **how,
-        }
-
     plain, packed = store.plain, store.packed
-    columns = plain.keys_CD, plain.values_CD, plain.offsets_R1, plain.lengths_R, seen_RS
+    how |= {} if soft_cap is None else {"soft_cap": soft_cap}
     if packed is None:
-        return attend(queries_BQSD, *columns, **over(plain), sinks_Q=sinks_Q)
+        how |= {} if sinks_Q is None else {"sinks_Q": sinks_Q}
+        return attend(plain, queries_BQSD, seen_RS, **how)
     all_RS = torch.where(seen_RS > 0, packed.lengths_R[:, None].to(seen_RS.dtype), 0)
-    codes = *packed.codes, packed.offsets_R1, packed.lengths_R, all_RS
+    parts = [(plain, seen_RS), (packed, all_RS)]
     outs, lses = zip(
-        ragged_attention(queries_BQSD, *columns, **over(plain), with_lse=True),
-        ragged_attention(queries_BQSD, *codes, **over(packed), with_lse=True),
-        strict=True,
+        *(attend(part, queries_BQSD, own_RS, with_lse=True, **how) for part, own_RS in parts), strict=True
     )
     return merged(list(outs), list(lses), sinks_Q)
 

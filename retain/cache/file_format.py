@@ -32,8 +32,8 @@ from retain import config
 from retain.cache.codec import GROUPS, VALUE_SCALES, Codec
 from retain.cache.layer_store import Store, encoded
 from retain.cache.store import SLACK, RaggedStore
-from retain.gates.artifact import save_beside
 from retain.precision import Precision
+from retain.process.disk import save_beside
 
 # Others are refused.
 SCHEMA_VERSION = 4

@@ -106,7 +106,10 @@ class Store:
     @property
     def beside(self) -> dict[str, Tensor]:
         """Side columns of all entries, to be read; both parts have the same."""
-        return {name: self._joined(lambda part, name=name: part.beside[name]) for name in self.plain.beside}
+        if self.packed is None:
+            return self.plain.beside
+        packed, plain = self.packed.beside, self.plain.beside
+        return {name: torch.cat([packed[name], plain[name]]) for name in plain}
 
     @property
     def log_weight_C(self) -> Float[Tensor, " C"] | None:
@@ -233,8 +236,9 @@ def encoded(plain: RaggedStore, bits: int, which_N: Bool[Tensor, " N"] | None = 
     entries, table = codec.encode(plain.keys_CD[index_N], plain.values_CD[index_N], lengths_R)
     entries["positions"] = plain.positions_C[index_N]
     beside = {name: column[index_N] for name, column in plain.beside.items()}
-    kinds = {"slack": 0, "beside": beside, "codec": codec, "key_scales_G2D": table}
-    return RaggedStore(entries, lengths_R, plain.num_heads, **kinds)
+    return RaggedStore(
+        entries, lengths_R, plain.num_heads, slack=0, beside=beside, codec=codec, key_scales_G2D=table
+    )
 
 
 def stacked(stores: Sequence[Store], slack: int | None = None) -> Store:

@@ -57,6 +57,9 @@ class RaggedStore:
         free: new tokens that surely fit into every row.
     """
 
+    columns: dict[str, Tensor]
+    beside: dict[str, Tensor]
+    key_scales_G2D: Float[Tensor, "G 2 D"] | None
     step_rows: Any  # for decoding steps on a CPU (`retain.cache.step_rows`), made by who decodes them
 
     @normal_tensors()

@@ -68,7 +68,7 @@ def cut_(
 
 
 def _merged(store: RaggedStore, keep_N: Tensor, correction: Merge) -> Merged:
-    """What the entries that are kept become."""
+    """Computes what the entries that are kept become."""
     lengths_R1 = store.lengths_R.long()[:, None]
     place_T = torch.arange(int(lengths_R1.max()), device=lengths_R1.device)
     exists_RT = place_T < lengths_R1

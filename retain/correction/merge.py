@@ -49,7 +49,7 @@ class Merge:
 
 
 class Merged(NamedTuple):
-    """What kept entries become, row after row, in order of time.
+    """Holds what kept entries become, row after row, in order of time.
 
     Attributes:
         values_NV: in the precision of the values.
@@ -142,8 +142,8 @@ def _targets(
     keep_RT: Bool[Tensor, "R T"],
     places: _Places,
 ) -> tuple[Float32[Tensor, "R T"], Int[Tensor, "R T"]]:
-    """Of every entry, the largest cosine with a kept one that it may go to (-inf: there is none), and that
-    one's number among all kept."""
+    """Finds for every entry the largest cosine with a kept one that it may go to (-inf: there is none), and
+    that one's number among all kept."""
     cosine_RT = keys_RTD.new_full(keep_RT.shape, float("-inf"), dtype=torch.float32)
     to_RT = torch.zeros_like(cosine_RT, dtype=torch.int64)
     # Rows that keep most come first, so that those that are still compared are the first few.

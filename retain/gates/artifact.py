@@ -14,12 +14,9 @@ extension; `inputs`, `unit`, `score_unit` (unit of `GateSet.score` before a cali
 carried over.
 """
 
-import errno
 import hashlib
 import json
 import os
-import re
-import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -28,13 +25,12 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
-from safetensors.torch import save_file
-from torch import Tensor
 
 from retain.gates.base import UNITS, GateSet
 from retain.gates.calibrate import Calibrator, build_calibrator
 from retain.gates.described import check_record, check_score_unit, check_values
 from retain.gates.families import GATES, build_gates, settings_of
+from retain.process.disk import write_beside
 
 SCHEMA_VERSION = 2
 WEIGHTS_FILE = "gates.safetensors"
@@ -52,9 +48,6 @@ RESERVED = (
     "fingerprint",
     "sha256",
 )
-# Errors of a system without room: on the disk, in the user's share of it, in one file.
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
 Fingerprint = Mapping[str, Any]
 # A model's, or a function that gives it.
 FingerprintOf = Fingerprint | Callable[[], Fingerprint]
@@ -154,56 +147,6 @@ def _common_settings(gates: GateSet) -> dict[str, Any]:
     dims = [gates[layer].dims() for layer in gates.layers]
     names = [name for name in settings_of(gates.family) if all(name in each for each in dims)]
     return {name: dims[0][name] for name in names if all(each[name] == dims[0][name] for each in dims)}
-
-
-def write_beside(path: Path, payload: bytes) -> Path:
-    """Write `payload`, synced to disk, to a sibling of `path`; the caller renames it. A failed write leaves
-    no sibling, and is an OSError that says where, why and what to do, under the system's own number."""
-    beside = path.with_name(f"{path.name}.new")
-    try:
-        with open(beside, "wb") as file:
-            file.write(payload)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        beside.unlink(missing_ok=True)
-        raise _unwritten(path, len(payload), error) from None
-    return beside
-
-
-def save_beside(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Path:
-    """Write tensors as safetensors beside `path` likewise, without a copy of them all in memory."""
-    beside = path.with_name(f"{path.name}.new")
-    try:
-        with open(beside, "wb") as file:
-            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-        save_file(dict(tensors), beside, dict(metadata))
-        beside.chmod(mode)  # safetensors' own files are for their owner alone, whatever the umask
-        with open(beside, "rb+") as file:
-            os.fsync(file.fileno())
-    except BaseException as error:
-        beside.unlink(missing_ok=True)
-        num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-        if isinstance(error, SafetensorError) and (number := re.search(r"os error (\d+)", str(error))):
-            error = OSError(int(number[1]), os.strerror(int(number[1])))
-        if isinstance(error, OSError):
-            raise _unwritten(path, num_bytes, error) from None
-        raise
-    return beside
-
-
-def _unwritten(path: Path, num_bytes: int, error: OSError) -> OSError:
-    """An error of the system with place, reason and next step."""
-    step = (
-        "the disk is full, or a limit on what may be written is reached: make room, or write elsewhere"
-        if error.errno in NO_ROOM
-        else "check that the folder can be written to, or write elsewhere"
-    )
-    return OSError(
-        error.errno,
-        f"{error.strerror or error}, writing {num_bytes} bytes to {path.name} in {path.parent}: {step}. What "
-        "was there before is as it was.",
-    )
 
 
 def read_metadata(folder: str | os.PathLike[str]) -> dict[str, Any]:

@@ -12,9 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields, replace
 from importlib import import_module
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
+from huggingface_hub import ModelCard, ModelHubMixin
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
@@ -253,8 +255,11 @@ class Extension(nn.Module, ABC):
         """Context in which the frozen model has the extension; afterwards it is restored."""
 
 
-class GateSet(nn.Module):
-    """One gate per attention layer.
+class GateSet(nn.Module, ModelHubMixin):
+    """One gate per attention layer; huggingface_hub's mixin saves, cards and publishes it.
+
+    `push_to_hub` and `save_pretrained(folder)` write an artifact with a model card, which `retain.load_gates`
+    reads. A licence is `gates.metadata["license"]`.
 
     Args:
         gates: layer index in the model -> the gate of that layer.
@@ -278,6 +283,7 @@ class GateSet(nn.Module):
         extension: Extension | None = None,
     ):
         super().__init__()
+        self._hub_mixin_config = None  # an artifact has its files, and no config.json
         if not gates:
             raise ValueError("a gate set needs at least one layer: got an empty mapping {layer index: gate}.")
         calibrators = calibrators or {}
@@ -293,29 +299,41 @@ class GateSet(nn.Module):
         # Where they were read from, for reports; empty: they were made here.
         self.source = ""
 
-    def push_to_hub(self, repo_id: str, **how: Any) -> str:
-        """Publish these gates with a model card, as a repository of the hub that `load_gates` reads.
+    # By name: an artifact is made of gate sets.
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, **how: Any) -> "GateSet":
+        """Read gates from a folder or the hub (`retain.load_gates`, which also checks the model).
 
         Args:
-            repo_id: `owner/name`, made if missing; a name alone is one's own.
-            **how: `revision`, a branch, made from `main` if missing (None: `main`); `private` (None: the
-                account's default; a repository that exists stays as it is); `license`, an identifier
-                of the hub such as `apache-2.0` (None: that of the metadata, if it has one);
-                `message` of the commit; `token` (None: that of `hf auth login` or HF_TOKEN).
-
-        Returns:
-            the repository with its commit, `owner/name@sha`, as `load_gates` and `retain.Cache` take it.
-
-        Raises:
-            ValueError: the gates do not say which model they belong to, there is no permission, or the hub
-                cannot be reached.
-
-        Examples:
-            >>> gates = retain.load_gates("runs/gates-seed0", model)  # doctest: +SKIP
-            >>> gates.push_to_hub("owner/gates-of-llama", license="apache-2.0")  # doctest: +SKIP
+            **how: `revision` and `token` of the hub.
         """
-        # By name: publishing reads artifacts, and an artifact is made of gate sets.
-        return str(import_module("retain.gates.hub").push_to_hub(self, repo_id, **how))
+        folder = import_module("retain.gates.hub").fetch(pretrained_model_name_or_path, **how)
+        return import_module("retain.gates.artifact").load_gates(folder)
+
+    def _save_pretrained(self, save_directory: Path) -> None:
+        """Write the artifact; a ValueError if the gates do not say which model they belong to."""
+        if not (fingerprint := self.metadata.get("fingerprint")):
+            raise ValueError(
+                "these gates do not say which model they belong to, so that nobody could check it: save them "
+                "with retain.gates.artifact.save_gates(gates, folder, fingerprint=retain.hf.model.identity."
+                "fingerprint(model)), and push what retain.load_gates(folder) returns."
+            )
+        import_module("retain.gates.artifact").save_gates(self, save_directory, fingerprint=fingerprint)
+
+    def push_to_hub(self, repo_id: str, **how: Any) -> str:
+        """Publish these gates with a model card, and return the address of the commit.
+
+        Args:
+            repo_id: `owner/name`, made if missing; a name alone is one's account's.
+            **how: of huggingface_hub's mixin: `branch`, `private`, `token`, `commit_message`, ...
+        """
+        place = f"{repo_id}@{how['branch']}" if how.get("branch") else repo_id
+        return str(super().push_to_hub(repo_id, model_card_kwargs={"place": place}, **how))
+
+    def generate_model_card(self, **how: Any) -> ModelCard:
+        """The card of these gates (`retain.gates.card.card_of`, whose arguments `model_card_kwargs` are)."""
+        return import_module("retain.gates.card").card_of(self.metadata, **how)
 
     @property
     def layers(self) -> tuple[int, ...]:

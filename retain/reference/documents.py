@@ -61,27 +61,13 @@ class Question:
     @property
     def answers(self) -> tuple[int, ...]:
         """The tokens to be found."""
-        return self._found(self.gold_ids)
+        kinds = zip(self.gold_ids, self.kinds, strict=True)
+        return tuple(word for word, kind in kinds if kind not in ("key", "eos"))
 
     @property
     def generate(self) -> int:
         """Number of tokens to generate: the answer without its `<eos>`."""
         return len(self.gold_ids) - 1
-
-    def score(self, generated: Sequence[int]) -> tuple[float, float]:
-        """Exact match and the share of right answers, of tokens that were generated freely; restated keys are
-        not compared."""
-        given, answers = self._found(generated), self.answers
-        if self.ordered:
-            hits = [one == right for one, right in zip(given, answers, strict=True)]
-            return float(all(hits)), sum(hits) / len(hits)
-        found = {*given} & {*answers}
-        return float(found == {*answers}), len(found) / len({*answers})
-
-    def _found(self, ids: Sequence[int]) -> tuple[int, ...]:
-        """Tokens at the places of answers; -1 behind the end."""
-        places = [place for place, kind in enumerate(self.kinds) if kind not in ("key", "eos")]
-        return tuple(ids[place] if place < len(ids) else -1 for place in places)
 
 
 @dataclass(frozen=True)
@@ -124,15 +110,13 @@ class Writer:
         split: `train` or `eval` text of the standard library.
         seed: Of the generator, one number or several; the same seed on the same Python version gives the same
             documents.
-        held_out: Whether the held-out fact formats may be used where the format is free.
     """
 
-    def __init__(self, split: Split, seed: int | Sequence[int], *, held_out: bool = False) -> None:
+    def __init__(self, split: Split, seed: int | Sequence[int]) -> None:
         seeds = (seed,) if isinstance(seed, int) else seed
         self.rng = np.random.default_rng([*seeds, 0 if split == "train" else 1])
         self.text = stream(split)
         self.pool = words()
-        self.formats = FACT_FORMATS + (HELD_OUT_FACT_FORMATS if held_out else ())
         self.markers = np.asarray(sorted({i for phrase in PHRASES for i in _encode(phrase)}))
 
     def draw(self, count: int) -> list[int]:
@@ -182,9 +166,9 @@ class Writer:
         """Statements of a document; the order inside a group is kept when they are woven in.
 
         `reuses` statements come again later in the text, by popularity: the first facts of `content` most
-        often. Facts are stated in `formats`, by default the writer's.
+        often. Facts are stated in `formats`, by default the seen ones.
         """
-        formats = formats or self.formats
+        formats = formats or FACT_FORMATS
         groups = [[fill(self.pick(formats), key, value)] for key, value in content.facts]
         uses = [
             (group, key, value, formats, True)

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 
 FOLDER = Path(__file__).parent / "tokenizer"
 VOCAB_SIZE = 3072
-PAD, BOS, EOS, QUESTION, ANSWER = "<pad>", "<bos>", "<eos>", "<q>", "<a>"
-SPECIAL_TOKENS = (PAD, BOS, EOS, QUESTION, ANSWER)
+# Of <pad>, <bos>, <eos>, <q>, <a>.
 PAD_ID, BOS_ID, EOS_ID, QUESTION_ID, ANSWER_ID = range(5)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from retain.evidence import Evidence, Score, masked_score
 from retain.scores.family import family
-from retain.scores.window import check_order, pool_group, window_received
+from retain.scores.window import pool_group, window_received
 
 
 @family(
@@ -25,17 +25,13 @@ def cake(
     gamma: int | float = 200.0,
     pool: str | None = "avg",
     pool_size: int = 5,
-    order: str = "pool_first",
     tau1: int | float = 1.6,
     tau2: int | float = 0.6,
 ) -> Score:
     """Score by mean and variance of the window's attention on each entry, pooled, averaged over the group.
 
-    `pool_first: s_h[i] = mean_{q in group(h)} pool(mean_j a_qj + gamma * var_j a_qj)[i]`;
-    `group_first: s_h[i] = pool(mean_{q in group(h)} (mean_j a_qj + gamma * var_j a_qj))[i]`; `j` over the
-    window, the variance unbiased (over `window - 1`). The two are equal for `avg`, not for `max`.
-    `pool_first` (default) is the press that was released with DefensiveKV, `group_first` the bytecode left in
-    LAVa's repository.
+    `s_h[i] = mean_{q in group(h)} pool(mean_j a_qj + gamma * var_j a_qj)[i]`, with j over the window and the
+    variance unbiased (over `window - 1`), as in the press that was released with DefensiveKV.
 
     The layer's preference is `dispersion^(1 / tau1) * shift^(1 / tau2)`, over the entries i before the window
     and all query heads, without any normalisation:
@@ -60,14 +56,13 @@ def cake(
     Raises:
         ValueError: if a sequence is shorter than the window, or there is nothing to take a variance over.
     """
-    check_order(order, name="cake")
     if window < 2:
         raise ValueError(f"cake takes a variance over the window, at least 2 queries; got window={window}.")
     if not (tau1 > 0 and tau2 > 0):
         raise ValueError(f"cake's temperatures are positive; got tau1={tau1}, tau2={tau2}.")
     sum_BQT, scatter_BQT, entropy_BQT = window_received(evidence, window, "sum", "scatter", "entropy")
     mean_BQT, var_BQT = sum_BQT / window, scatter_BQT / (window - 1)
-    values_BHT = pool_group(mean_BQT + gamma * var_BQT, evidence, window, pool, pool_size, order)
+    values_BHT = pool_group(mean_BQT + gamma * var_BQT, evidence, window, pool, pool_size)
 
     # An entry that a head does not hold is attended by none of its queries, and adds 0 to every sum below.
     split = evidence.num_seen - window

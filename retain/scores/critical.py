@@ -6,7 +6,6 @@ it ranks by `first_BHT` and spends its share of the budget; the rest of the budg
 """
 
 from retain.evidence import Evidence, Score, masked_score
-from retain.registry import check_choice
 from retain.scores.family import family
 from retain.scores.snapkv import pooled_mass
 from retain.scores.value_norm import value_norms
@@ -17,8 +16,7 @@ from retain.scores.window import group_heads
     "risk",
     needs=("window", "value_norm"),
     paper="Identify Critical KV Cache in LLM Inference (CriticalKV), arXiv 2502.03805",
-    cost="W rows of attention (Q W T D) and one output projection (Q T D E; Q T D D with norm l2)",
-    needs_where={("norm", "l2"): ("window",)},
+    cost="W rows of attention (Q W T D) and one output projection (Q T D E)",
 )
 def critical(
     evidence: Evidence,
@@ -27,7 +25,6 @@ def critical(
     pool: str | None = "avg",
     pool_size: int = 5,
     eps: int | float = 1e-4,
-    norm: str = "l1",
 ) -> Score:
     """Score by the perturbation that evicting an entry causes; `first_BHT` is the attention alone.
 
@@ -38,21 +35,16 @@ def critical(
     2502.03805. Paper: `pool="max", pool_size=7`. Released (default): `pool="avg", pool_size=5`. The mean over
     the group, of both factors, is the released code's; the paper has no groups. Its bound is of
     one query head and does not pass to the two means: their product may fall short of the group's mean
-    `a * N`, by a factor of G at most. `norm="l2"` is the paper's appendix C.3.
+    `a * N`, by a factor of G at most.
 
     Args:
         eps: attention that every entry is granted, so that an unseen one ranks by its value.
-        norm: `l1`, or `l2`, which is E / D times cheaper and no `risk` (that is an L1 norm): `mass`.
 
     Returns:
-        score in `risk` (`l1`, whatever `eps`: attention that is granted is attention) or `mass` (`l2`), with
-        `first_BHT`.
+        score in `risk` (attention that is granted is attention), with `first_BHT`.
     """
-    check_choice("critical norm", norm, ("l1", "l2"))
     if eps < 0:
         raise ValueError(f"critical eps is an amount of attention, at least 0; got {eps}.")
-    mass_BHT = pooled_mass(evidence, window, pool, pool_size, name="critical")
-    norm_BQT = value_norms(evidence, p=1 if norm == "l1" else 2)
-    risk_BHT = (mass_BHT + eps) * group_heads(norm_BQT, evidence.num_heads).mean(2)
-    unit = "risk" if norm == "l1" else "mass"
-    return masked_score(risk_BHT, evidence.exists_BHT, unit, first_BHT=mass_BHT, window=window)
+    mass_BHT = pooled_mass(evidence, window, pool, pool_size)
+    risk_BHT = (mass_BHT + eps) * group_heads(value_norms(evidence), evidence.num_heads).mean(2)
+    return masked_score(risk_BHT, evidence.exists_BHT, "risk", first_BHT=mass_BHT, window=window)

@@ -1,8 +1,8 @@
 """DefensiveKV: scores entries by the window's worst case, floored by the head's mean, times the value norm.
 
-The unit is `risk` (raw norm) or `mass` (a normalised norm). Text and released code disagree on the norm and
-on its place; both are settings. The first stage (the entries that hold 90 % of the window's mean mass)
-belongs to the policy (`first_stage: {by: mass, share: 0.9}`), and ranks by `first_BHT`.
+The unit is `risk` (raw norm) or `mass` (a normalised norm). Text and released code disagree on the norm,
+which is a setting. The first stage (the entries that hold 90 % of the window's mean mass) belongs to the
+policy (`first_stage: {by: mass, share: 0.9}`), and ranks by `first_BHT`.
 """
 
 import torch
@@ -28,10 +28,8 @@ def defensive(
     pool: str | None = "avg",
     pool_size: int = 5,
     norm: str = "raw",
-    value_norm_place: str = "after_floor",
-    aggregate: str = "max",
 ) -> Score:
-    """DefensiveKV's risk, in the order of its released code (default) or of its paper's diagram.
+    """DefensiveKV's risk, in the order of its released code.
 
     1. `p_qj = pool(a_qj)`, rescaled so that the row keeps its mass over the entries before the window;
     2. `r_h[i] = max_{q in group(h), j in window} p_qj[i]`;
@@ -42,9 +40,7 @@ def defensive(
        (`token_sum`, the text on layer budgets; over 1 where that sum is nothing, as it is for a sequence that
        is all window).
 
-    That is `value_norm_place="after_floor"` (released). With `"inside"` (paper, the diagram) step 2 takes
-    `p_qj[i] * N_q[i]`, each query head's norm over the same divisor, step 3 floors that, and there is no
-    step 4. `aggregate="mean"` has `mean` for `max` in step 2: the mean that the paper argues against.
+    The paper's diagram has the norm in step 2, `p_qj[i] * N_q[i]`, which is not built.
 
     The first stage ranks by `mean_{q in group(h), j in window} a_qj[i]`, without pool, floor or norm.
 
@@ -55,42 +51,30 @@ def defensive(
     its R.
 
     Args:
-        norm: which value norm.
-        value_norm_place: where the value norm enters.
-        aggregate: `max` or `mean` over the window and the group.
+        norm: `raw`, `head_share` or `token_sum`.
 
     Returns:
-        score in `risk` for `raw` (a maximum or a mean alike), else in `mass`, with `first_BHT`.
+        score in `risk` for `raw`, else in `mass`, with `first_BHT`.
     """
     check_choice("defensive norm", norm, ("raw", "head_share", "token_sum"))
-    check_choice("defensive value_norm_place", value_norm_place, ("after_floor", "inside"))
-    check_choice("defensive aggregate", aggregate, ("max", "mean"))
     H, T = evidence.num_heads, evidence.num_seen
     # Without held_BHT all heads hold the same, and one is enough.
     exists_BHT = evidence.valid_BT[:, None] if evidence.held_BHT is None else evidence.exists_BHT
     before_BHT = exists_BHT.clone()
     before_BHT[..., T - window :] = False
 
-    over = "max" if aggregate == "max" else "sum"
     plain = "sum" if pool is None else "plain"
     plain_BQT, worst_BQT = window_received(
-        evidence, window, plain, over, pool=pool, pool_size=pool_size, keep_mass=True
+        evidence, window, plain, "max", pool=pool, pool_size=pool_size, keep_mass=True
     )
-    # The norm is the same for every query of the window: it may wait until they are one.
-    worst_BQT = worst_BQT if over == "max" else worst_BQT / window
     first_BHT = group_heads(plain_BQT, H).mean(2) / window
 
-    norm_BHGT = group_heads(value_norms(evidence), H)
-    norm_BHGT = norm_BHGT / _divisor(norm_BHGT.mean(2), exists_BHT, before_BHT, norm)[:, :, None]
-    worst_BHGT = group_heads(worst_BQT, H)
-    if value_norm_place == "inside":
-        worst_BHGT = worst_BHGT * norm_BHGT
-    worst_BHT = worst_BHGT.amax(2) if aggregate == "max" else worst_BHGT.mean(2)
+    norm_BHT = group_heads(value_norms(evidence), H).mean(2)
+    norm_BHT = norm_BHT / _divisor(norm_BHT, exists_BHT, before_BHT, norm)
+    worst_BHT = group_heads(worst_BQT, H).amax(2)
     count_BH1 = before_BHT.sum(-1, keepdim=True).clamp_min(1)
     mean_BH1 = worst_BHT.masked_fill(~before_BHT, 0.0).sum(-1, keepdim=True) / count_BH1
-    values_BHT = torch.maximum(worst_BHT, mean_BH1)
-    if value_norm_place == "after_floor":
-        values_BHT = values_BHT * norm_BHGT.mean(2)
+    values_BHT = torch.maximum(worst_BHT, mean_BH1) * norm_BHT
     unit = "risk" if norm == "raw" else "mass"
     return masked_score(values_BHT, evidence.exists_BHT, unit, first_BHT=first_BHT, window=window)
 

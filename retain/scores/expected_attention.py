@@ -2,7 +2,7 @@
 
 The queries held are turned back to before RoPE, summarised as a Gaussian per query head, and turned by the
 mean rotation of the positions to come; a Gaussian's expected exponential has a closed form. The unit is
-`mass` (or `risk`).
+`mass`.
 
 The sequence's first entries (`sinks`) are left out of the statistics and of the softmax, as in the released
 press, and get the best score of their head, where the press gives one more than the layer's best.
@@ -28,16 +28,13 @@ FLOATS_AT_ONCE = 2**24
     needs=("queries", "rotary"),
     paper="Expected Attention: Estimating Attention from Future Queries Distribution, arXiv 2510.00636",
     cost="a covariance of the S queries held (Q S D D) and a quadratic form an entry (Q T D D)",
-    needs_where={("value_norm", "output_l1"): ("queries", "rotary", "value_norm")},
 )
 def expected_attention(
     evidence: Evidence,
     *,
     future: int = 512,
     sinks: int = 4,
-    covariance: bool = True,
-    value_norm: str | None = "plain",
-    epsilon: int | float = 0.0,
+    value_norm: str = "plain",
 ) -> Score:
     """Expected attention of the next `future` positions, weighted by the value's norm.
 
@@ -45,14 +42,13 @@ def expected_attention(
        except those of the first `sinks` entries;
     2. `mean' = R mean`, `cov' = R cov R^T`, with `R` the mean of the rotations at the `future` positions
        after the sequence's last;
-    3. `z_i = scaling * k_i . mean' + scaling^2 / 2 * k_i . cov' k_i` (without `covariance`: its first term),
+    3. `z_i = scaling * k_i . mean' + scaling^2 / 2 * k_i . cov' k_i`,
        which is the logarithm of `E[exp(scaling * k_i . q)]` for a Gaussian q; and what is added to the
        entry's logits;
     4. `a = softmax_i(z)` over the entries after the sinks; with the layer's sink logit among them, if it
        has one (`evidence.sinks_Q`), which takes its share and pays for nothing;
-    5. `score[i] = mean_{q in group(h)} (a_q[i] + epsilon) * N_q[i]`, where N is `||v_i||_2` (`plain`,
-       released), `||v_i W_O^q||_2` (`output`, paper), `||v_i W_O^q||_1` (`output_l1`, in the unit of this
-       project's risk), or nothing (None: `mean a`).
+    5. `score[i] = mean_{q in group(h)} a_q[i] * N_q[i]`, where N is `||v_i||_2` (`plain`, released) or
+       `||v_i W_O^q||_2` (`output`, paper).
 
     In a layer whose queries see a sliding window, `R` is the mean over the positions to come that still see
     an entry that is held, at most `window - 1`; the softmax is over the entries that the next position sees;
@@ -66,18 +62,16 @@ def expected_attention(
             published method, and at a later eviction those since the last are what is left of it.
         future: positions to come, at least 1.
         sinks: entries at the beginning of a sequence that are left out, at least 0.
-        covariance: whether the spread of the queries counts.
         value_norm: which N.
-        epsilon: floor under the attention; where attention is zero, the norm then decides.
 
     Returns:
-        score in `risk` for `output_l1` (attention that is granted is attention), else in `mass`.
+        score in `mass`.
 
     Raises:
         ValueError: without a rotary embedding, for capped logits, if a sequence has no query after its sinks,
             or for settings out of range.
     """
-    _check(evidence, future, sinks, value_norm, epsilon)
+    _check(evidence, future, sinks, value_norm)
     valid_BT, T, S = evidence.valid_BT, evidence.num_seen, evidence.num_queries
     place_BT = evidence.places_BT
     counted_BT = valid_BT & (place_BT >= sinks)
@@ -94,13 +88,12 @@ def expected_attention(
     if evidence.window is not None:
         read_BT = place_BT > place_BT[:, -1:] + 1 - evidence.window
         future = max(1, min(future, evidence.window - 1))
-    mean_BQD, cov_BQDD = _future_queries(evidence, asked_BS, future, covariance)
+    mean_BQD, cov_BQDD = _future_queries(evidence, asked_BS, future)
 
     H, scaling = evidence.num_heads, evidence.scaling
     keys_BHTD = evidence.keys_BHTD.to(mean_BQD.dtype)
     logits_BHGT = group_heads(mean_BQD, H) @ keys_BHTD.transpose(-1, -2) * scaling
-    if cov_BQDD is not None:
-        logits_BHGT = logits_BHGT + quadratic(keys_BHTD, group_heads(cov_BQDD, H)) * (scaling**2 / 2)
+    logits_BHGT = logits_BHGT + quadratic(keys_BHTD, group_heads(cov_BQDD, H)) * (scaling**2 / 2)
     if evidence.log_weight_BHT is not None:
         logits_BHGT = logits_BHGT + evidence.log_weight_BHT[:, :, None]
     rivals_BHT = evidence.exists_BHT & (counted_BT & read_BT)[:, None]
@@ -111,27 +104,22 @@ def expected_attention(
     # Where nothing is seen (a window of 1), a softmax over nothing is NaN, and is masked too.
     attention_BHGT = torch.softmax(logits_BHGT, dim=-1)[..., :T].masked_fill(~rivals_BHT[:, :, None], 0.0)
 
-    if value_norm is None:
-        score_BHT = attention_BHGT.mean(2)
-    elif value_norm == "plain":
-        norm_BHT = evidence.values_BHTD.to(mean_BQD.dtype).norm(dim=-1)
-        score_BHT = (attention_BHGT.mean(2) + epsilon) * norm_BHT
+    if value_norm == "plain":
+        score_BHT = attention_BHGT.mean(2) * evidence.values_BHTD.to(mean_BQD.dtype).norm(dim=-1)
     else:
-        norm_BQT = value_norms(evidence, p=1 if value_norm == "output_l1" else 2)
-        score_BHT = ((attention_BHGT + epsilon) * group_heads(norm_BQT, H)).mean(2)
+        score_BHT = (attention_BHGT * group_heads(value_norms(evidence, p=2), H)).mean(2)
     best_BH1 = score_BHT.masked_fill(~rivals_BHT, 0.0).amax(-1, keepdim=True)
     score_BHT = torch.where(counted_BT[:, None], score_BHT, best_BH1).masked_fill(~read_BT[:, None], 0.0)
-    unit = "risk" if value_norm == "output_l1" else "mass"
-    return masked_score(score_BHT, evidence.exists_BHT, unit)
+    return masked_score(score_BHT, evidence.exists_BHT, "mass")
 
 
-def _check(evidence: Evidence, future: int, sinks: int, value_norm: str | None, epsilon: int | float) -> None:
+def _check(evidence: Evidence, future: int, sinks: int, value_norm: str) -> None:
     """Refuse settings out of range, and layers that have no closed form."""
-    check_choice("expected_attention value_norm", value_norm, ("output", "output_l1", "plain", None))
-    if future < 1 or sinks < 0 or not epsilon >= 0:
+    check_choice("expected_attention value_norm", value_norm, ("output", "plain"))
+    if future < 1 or sinks < 0:
         raise ValueError(
-            "expected_attention wants future of at least 1 position, sinks and epsilon of at least 0; got "
-            f"future={future}, sinks={sinks}, epsilon={epsilon}."
+            "expected_attention wants future of at least 1 position and sinks of at least 0; got "
+            f"future={future}, sinks={sinks}."
         )
     if evidence.rotary is None:
         raise ValueError(
@@ -163,9 +151,7 @@ def quadratic(
     return torch.cat(parts, dim=-1)
 
 
-def _future_queries(
-    evidence: Evidence, asked_BS: Tensor, future: int, covariance: bool
-) -> tuple[Tensor, Tensor | None]:
+def _future_queries(evidence: Evidence, asked_BS: Tensor, future: int) -> tuple[Tensor, Tensor]:
     """Mean `[B, Q, D]` and covariance `[B, Q, D, D]` of the queries to come."""
     assert evidence.rotary is not None
     S, left_out = evidence.num_queries, ~asked_BS[:, None, :, None]
@@ -177,8 +163,6 @@ def _future_queries(
     tables = evidence.rotary.tables(evidence.positions_BT[:, -1:] + ahead_F)
     cos_B1R, sin_B1R = (table.mean(1, keepdim=True).to(mean_BQD.dtype) for table in tables)
     turned_BQD = turn(mean_BQD, cos_B1R, sin_B1R)
-    if not covariance:
-        return turned_BQD, None
     centred = (queries_BQSD - mean_BQD[:, :, None]).masked_fill(left_out, 0.0)
     cov_BQDD = centred.transpose(-1, -2) @ centred / number_B11[..., None]
     cos, sin = cos_B1R[:, None], sin_B1R[:, None]

@@ -9,7 +9,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from retain.evidence import Evidence, Score, masked_score
-from retain.registry import check_choice
 from retain.scores.family import family
 
 # Blocks that are compared at once, which bounds the float32 copies.
@@ -23,18 +22,18 @@ BLOCKS = 64
     ),
     cost="two passes over the keys and the values (H T D)",
 )
-def lagkv(evidence: Evidence, *, lag: int = 128, sinks: int = 4, compete: str = "block") -> Score:
+def lagkv(evidence: Evidence, *, lag: int = 128, sinks: int = 4) -> Score:
     """Score by the spread, over channels, of the key and the value within the range of the next block.
 
     With an entry's place among those that its head holds, blocks are `lag` entries each, from `sinks` on. For
     block p that a whole block follows, channel by channel,
     `z_i = (k_i - min_{p+1} k) / (max_{p+1} k - min_{p+1} k)`, and
     `s_i = (softmax_{i in p} std(z^K_i) + softmax_{i in p} std(z^V_i)) / 2`.
-    `block`: the score is the entry's rank by s in its block, over `lag`, so that all blocks lose alike;
-    `score`: s itself, by which blocks compete. Entries that no whole block follows score 1, the sinks 2.
+    The score is the entry's rank by s in its block, over `lag`, so that all blocks lose alike. Entries that
+    no whole block follows score 1, the sinks 2.
 
     LagKV: Lag-Relative Information of the KV Cache Tells Which Tokens Are Important, arXiv 2504.04704. As in
-    the released press of kvpress 0.5.5 (`compete="score"`: its `cross_scoring`), but for a channel that does
+    the released press of kvpress 0.5.5, but for a channel that does
     not vary in the next block, which is left out here and gives NaN there. The authors' code never looks at
     what it has kept again; here every eviction starts from what a head holds.
 
@@ -42,15 +41,13 @@ def lagkv(evidence: Evidence, *, lag: int = 128, sinks: int = 4, compete: str = 
         evidence: the layer; its keys, after RoPE, as cached.
         lag: entries of a block.
         sinks: first entries, which are in no block.
-        compete: `block` or `score`.
 
     Returns:
         score in `rank`, within 0 .. 2.
 
     Raises:
-        ValueError: if the lag is less than 1, the sinks negative, or `compete` neither.
+        ValueError: if the lag is less than 1, or the sinks negative.
     """
-    check_choice("lagkv compete", compete, ("block", "score"))
     if lag < 1 or sinks < 0:
         raise ValueError(f"lagkv lag is at least 1 entry and sinks at least 0; got lag={lag}, sinks={sinks}.")
     exists_BHT = evidence.exists_BHT
@@ -71,8 +68,7 @@ def lagkv(evidence: Evidence, *, lag: int = 128, sinks: int = 4, compete: str = 
             ]
             parts.append((spread[0] + spread[1]) / 2)
         score_BHPL = torch.cat(parts, dim=2)
-        if compete == "block":
-            score_BHPL = score_BHPL.argsort(dim=-1, stable=True).argsort(dim=-1) / lag
+        score_BHPL = score_BHPL.argsort(dim=-1, stable=True).argsort(dim=-1) / lag
         whole_BHP = sinks + torch.arange(2, blocks + 1, device=exists_BHT.device) * lag <= count_BH1
         score_BHPL = score_BHPL.masked_fill(~whole_BHP[..., None], 1.0)
         score_BHT[..., sinks : sinks + (blocks - 1) * lag] = score_BHPL.flatten(2)

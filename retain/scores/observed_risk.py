@@ -17,12 +17,10 @@ from retain.scores.window import group_heads, window_received
     paper="this project, after DefensiveKV (arXiv 2510.13334)",
     cost="W rows of attention (Q W T D) and one output projection (Q T D E)",
 )
-def observed_risk(
-    evidence: Evidence, *, window: int = 32, pool: str | None = None, pool_size: int = 5
-) -> Score:
+def observed_risk(evidence: Evidence, *, window: int = 32) -> Score:
     """Score by the largest value-weighted attention of the last `window` queries.
 
-    `risk[h, i] = max_{q in group(h)} ( ||v_i W_O^q||_1 * max_{j in window} pool(a_qj)[i] )`
+    `risk[h, i] = max_{q in group(h)} ( ||v_i W_O^q||_1 * max_{j in window} a_qj[i] )`
 
     After DefensiveKV (Taming the Fragility of KV Cache Eviction, arXiv 2510.13334), whose worst case over the
     window this is; the published orders and norms are the score `defensive`.
@@ -30,7 +28,7 @@ def observed_risk(
     Returns:
         score in `risk`, non-negative.
     """
-    (worst_BQT,) = window_received(evidence, window, "max", pool=pool, pool_size=pool_size)
+    (worst_BQT,) = window_received(evidence, window, "max")
     risk_BQT = worst_BQT * value_norms(evidence)
     risk_BHT = group_heads(risk_BQT, evidence.num_heads).amax(2)
     return masked_score(risk_BHT, evidence.exists_BHT, "risk", window=window)

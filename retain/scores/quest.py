@@ -11,7 +11,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from retain.evidence import Evidence, Score, masked_score
-from retain.registry import check_choice
 from retain.scores.family import family
 from retain.scores.window import group_heads
 
@@ -22,13 +21,12 @@ from retain.scores.window import group_heads
     paper="Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference, arXiv 2406.10774",
     cost="two passes over the keys (H T D), and one query against the bounds of T / page_size pages",
 )
-def quest(evidence: Evidence, *, page_size: int = 16, group: str = "max") -> Score:
+def quest(evidence: Evidence, *, page_size: int = 16) -> Score:
     """Score by the upper bound, over a page, of the last query's product with a key.
 
     `u_q[page] = sum_d max(q_d * max_{i in page} k_i[d], q_d * min_{i in page} k_i[d])`, so that
     `u_q[page] >= q . k_i` for every entry of the page; where something is added to logits, the page's
-    largest, over their scaling, is added too; `max: score[i] = max_{q in group(h)} u_q[page(i)]`, `mean`
-    their mean.
+    largest, over their scaling, is added too; `score[i] = max_{q in group(h)} u_q[page(i)]`.
 
     In a layer whose queries see a sliding window, entries that the next query no longer sees (all but the
     last `window - 1`) come after all others, whatever their page. A cap on logits and a sink logit change no
@@ -40,7 +38,6 @@ def quest(evidence: Evidence, *, page_size: int = 16, group: str = "max") -> Sco
     Args:
         evidence: the layer; only its last query is read.
         page_size: consecutive entries of a page, at least 1. The last page may be shorter.
-        group: how the query heads that share a KV head agree.
 
     Returns:
         score in `rank`: a logit without its scaling, equal within a page (ties go to the later position);
@@ -48,7 +45,6 @@ def quest(evidence: Evidence, *, page_size: int = 16, group: str = "max") -> Sco
     """
     if page_size < 1:
         raise ValueError(f"quest page_size is at least 1 entry; got {page_size}.")
-    check_choice("quest group", group, ("max", "mean"))
     exists_BHT, keys_BHTD = evidence.exists_BHT, evidence.keys_BHTD
     B, H, T, _ = keys_BHTD.shape
     dtype = torch.promote_types(keys_BHTD.dtype, torch.float32)
@@ -62,8 +58,7 @@ def quest(evidence: Evidence, *, page_size: int = 16, group: str = "max") -> Sco
         most = added_BHT.new_zeros(B, H, upper.shape[-1])
         most.scatter_reduce_(2, page_BT[:, None].expand(B, H, T), added_BHT, "amax")
         upper = upper + most[:, :, None]
-    page_score = upper.amax(2) if group == "max" else upper.mean(2)
-    score_BHT = page_score.gather(2, page_BT[:, None].expand(B, H, T))
+    score_BHT = upper.amax(2).gather(2, page_BT[:, None].expand(B, H, T))
     if evidence.window is not None:
         lowest_BH1 = score_BHT.masked_fill(~exists_BHT, float("inf")).amin(-1, keepdim=True)
         place_BT = evidence.places_BT

@@ -16,7 +16,6 @@ from torch import Tensor
 from retain.attention.rotary import Rotary, turn
 from retain.evidence import Evidence, Score, masked_score
 from retain.gone import hint_of
-from retain.registry import check_choice
 from retain.scores.family import family
 from retain.scores.window import group_heads
 
@@ -40,17 +39,14 @@ def triattention(
     *,
     centres: str | None = None,
     furthest: int = 65536,
-    over: str = "mean",
-    normalise: bool = True,
 ) -> Score:
     """Score by the series at distances to come, and by the key's length where queries scatter.
 
     In pairs f of dimensions that RoPE turns together, as complex numbers before RoPE: with `c_f = E[q_f]` and
     `m_f = E[|q_f|]` of a query head, n the position after the last, and w_f the frequencies,
     `s_q[i, d] = sum_f |c_f| |k_f| cos(w_f (n + d - p_i) + arg c_f - arg k_f) + sum_f (m_f - |c_f|) |k_f|`,
-    the mean (`over`; or the maximum) over `d = 1, 2, 4, ... <= furthest`; dimensions that RoPE leaves alone
-    add the product of their means. Then `normalise` takes off the mean of the head's entries and divides by
-    their deviation, and the largest of the group's query heads counts.
+    the mean over `d = 1, 2, 4, ... <= furthest`; dimensions that RoPE leaves alone add the product of their
+    means. Less the mean of the head's entries, over their deviation, the largest of the group counts.
 
     TriAttention: Efficient Long Reasoning with Trigonometric KV Compression, arXiv 2604.04921; as in its
     released code (github.com/WeianMao/triattention, each head of each layer by itself), which keeps all of
@@ -58,8 +54,8 @@ def triattention(
 
     Its file of statistics is a mapping: `metadata`, of which `rope_style` is read, and `stats`, where
     `layer07_head03` has `q_mean_real`, `q_mean_imag` (of `c`) and `q_abs_mean` (`m`), `[D / 2]` each. Its
-    script measures queries before a norm of queries (Qwen3), and larger by YaRN's factor, which `normalise`
-    takes off again.
+    script measures queries before a norm of queries (Qwen3), and larger by YaRN's factor, which the division
+    by the deviation takes off again.
 
     Args:
         evidence: the layer, with `rotary`; and with queries, where there is no file.
@@ -67,8 +63,6 @@ def triattention(
             them for others (`scripts/calibrate.py` there); None: centres of the queries that the evidence
             holds (at a later eviction those since the last).
         furthest: largest distance to come, at least 1.
-        over: `mean` or `max`, over distances.
-        normalise: whether query heads count alike.
 
     Returns:
         score in `rank`.
@@ -78,7 +72,6 @@ def triattention(
             another format, or of a model of another shape.
         FileNotFoundError: no such file.
     """
-    check_choice("triattention over", over, ("mean", "max"))
     if not isinstance(furthest, int) or furthest < 1:
         raise ValueError(f"triattention furthest is a distance of at least 1; got {furthest}.")
     rotary = evidence.rotary
@@ -98,15 +91,12 @@ def triattention(
     ahead_BN = evidence.positions_BT[:, -1:] + 1 + distances
     cos_B1NR, sin_B1NR = (table[:, None].to(keys_BHTD) for table in rotary.tables(ahead_BN))
     turned_BQND = turn(centre_BQD[:, :, None].expand(-1, -1, len(distances), -1), cos_B1NR, sin_B1NR)
-    if over == "mean":
-        turned_BQND = turned_BQND.mean(2, keepdim=True)
-    series_BHGNT = group_heads(turned_BQND, evidence.num_heads) @ keys_BHTD[:, :, None].transpose(-1, -2)
-    series_BHGT = series_BHGNT.amax(3)
+    turned_BHGD = group_heads(turned_BQND.mean(2), evidence.num_heads)
+    series_BHGT = turned_BHGD @ keys_BHTD.transpose(-1, -2)
     scatter_BQF = length_BQF - pair_lengths(centre_BQD, rotary)
     scatter_BHGF = group_heads(scatter_BQF, evidence.num_heads) * rotary.scaling
     values_BHGT = series_BHGT + scatter_BHGF @ pair_lengths(keys_BHTD, rotary).transpose(-1, -2)
-    if normalise:
-        values_BHGT = _standardised(values_BHGT, evidence.exists_BHT[:, :, None])
+    values_BHGT = _standardised(values_BHGT, evidence.exists_BHT[:, :, None])
     return masked_score(values_BHGT.amax(2), evidence.exists_BHT, "rank")
 
 

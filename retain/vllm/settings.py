@@ -39,7 +39,7 @@ class Settings:
         tokens_per_head: entries per KV head, in place of `keep_ratio`.
     """
 
-    policy: str = "fused"
+    policy: str = "learned"
     overrides: tuple[str, ...] = ()
     gates: str | None = None
     allow_other_weights: bool = False
@@ -78,7 +78,7 @@ def settings_from(additional_config: Any) -> Settings | None:
     if policy.learned and settings.gates is None:
         found.append("it takes gates: add 'gates', a folder or a hub id")
     if settings.gates is not None and not policy.learned:
-        found.append("it takes no gates: leave 'gates' out, or name a policy such as 'fused'")
+        found.append("it takes no gates: leave 'gates' out, or name a policy such as 'learned'")
     if found:
         raise ValueError(f"policy {settings.policy!r} cannot be served: {'; '.join(found)}.")
     return settings

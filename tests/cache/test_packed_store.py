@@ -7,7 +7,6 @@ from retain.cache.codec import GROUPS, Codec
 from retain.cache.layout import bytes_of
 from retain.cache.store import LOG_WEIGHT, RaggedStore
 from retain.kernels.codes import decode
-from retain.kernels.ragged_attention import ragged_attention
 from tests.close import assert_close
 from tests.refused import refused
 
@@ -96,10 +95,6 @@ def flat(store):
     return keys_ND, values_NV, positions_N
 
 
-def same(one, other):
-    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
 @every_form
 def test_what_is_held_is_what_loops_encode(name):
     store, (keys, values) = made(name)
@@ -112,71 +107,6 @@ def test_what_is_held_is_what_loops_encode(name):
     assert store.bytes_held == naive_bytes(store) <= bytes_of(store.storages())
     assert step > 0 and not torch.equal(got_values, values)
     assert store.bytes_held < 4 * (D + V) * sum(LENGTHS)
-
-
-@every_form
-def test_attention_is_that_over_what_is_decoded(name):
-    """What queries ask, over codes, is what they ask of decoded keys; an empty row gives nothing."""
-    store, _ = made(name)
-    queries = torch.randn(2, 2 * H, 3, D, generator=torch.Generator().manual_seed(4))
-    seen_RS = store.lengths_R[:, None].expand(-1, 3).contiguous()
-    where = {"scaling": 0.4, "pages": store.pages, "with_lse": True}
-    given = (store.offsets_R1, store.lengths_R, seen_RS)
-    got, got_lse = ragged_attention(queries, *store.codes, *given, **where)
-    keys, values, _ = flat(store)
-    for row, (keys_TD, values_TV) in enumerate(zip(keys.split(LENGTHS), values.split(LENGTHS), strict=True)):
-        b, heads = row // H, slice(2 * (row % H), 2 * (row % H) + 2)
-        if not len(keys_TD):
-            assert not got[b, heads].any() and bool((got_lse[b, heads] == -torch.inf).all())
-            continue
-        logits = queries[b, heads].double() @ keys_TD.double().T * 0.4
-        assert_close(got_lse[b, heads], logits.logsumexp(-1), ops=4)
-        assert_close(got[b, heads], logits.softmax(-1) @ values_TV.double(), ops=4)
-
-
-@pytest.mark.parametrize("how", ["filter_", "compact_"])
-@every_form
-def test_evictions_move_codes_and_drop_groups(name, how):
-    """An entry stays what it was encoded as; a group goes with the last entry that names it."""
-    score = torch.arange(sum(LENGTHS)).float()
-    store, _ = made(name, score=score)
-    draw = torch.Generator().manual_seed(1)
-    held = torch.arange(sum(LENGTHS))
-    before, rows = flat(store), store.rows_N()
-    for share in (0.8, 0.5, 0.1):
-        keep_N = torch.rand(len(held), generator=draw) < share
-        keep_N[:7] = False  # a whole group goes
-        getattr(store, how)(keep_N)
-        held = held[keep_N]
-        same(flat(store), [side[held] for side in before])
-        assert torch.equal(store.beside["score"][store.index_N()], score[held])
-        assert torch.equal(store.rows_N(), rows[held])
-        assert store.bytes_held == naive_bytes(store) <= bytes_of(store.storages())
-        left = {(int(rows[i]), int(before[2][i]) // 32) for i in held}
-        assert len(store.key_scales_G2D) == len(left)
-
-
-@every_form
-def test_sequences_are_chosen_and_repeated(name):
-    store, _ = made(name, score=torch.arange(sum(LENGTHS)).float())
-    before = flat(store)
-    first, second = torch.arange(7), torch.arange(7, 80)
-    chosen = store.select_batch(torch.tensor([1, 0, 1]))
-    order = torch.cat([second, first, second])
-    same(flat(chosen), [side[order] for side in before])
-    assert chosen.lengths_R.tolist() == [3, 70, 7, 0, 3, 70]
-    assert torch.equal(chosen.beside["score"][chosen.index_N()], order.float())
-    assert chosen.bytes_held == naive_bytes(chosen)
-    # The copies go their own way.
-    keep_N = torch.ones(len(order), dtype=torch.bool)
-    keep_N[:73] = False
-    chosen.compact_(keep_N)
-    same(flat(chosen), [side[order[73:]] for side in before])
-    same(flat(store), before)
-    alone = store.select_batch(torch.tensor([0]))
-    same(flat(alone), [side[first] for side in before])
-    assert len(alone.key_scales_G2D) == 1
-    assert chosen.bytes_held == naive_bytes(chosen)
 
 
 def test_decoded_numbers_are_rounded_to_the_models_precision_once():

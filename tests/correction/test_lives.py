@@ -95,7 +95,7 @@ def test_logits_are_those_of_a_masked_full_cache_that_merged(family, regime, how
 def run(model, policy, **settings):
     """A prompt's cache, with a correction or without."""
     ids, mask = tiny_batch((0, 7), 60)
-    gates = gates_of(model) if policy == "fused" else None
+    gates = gates_of(model) if policy == "learned" else None
     return Cache(model, policy, gates=gates, **{**SETTINGS, **settings}).prefill(ids, mask)
 
 
@@ -104,7 +104,7 @@ def held(cache):
     return [store.flat() for store in cache.state.stores]
 
 
-@pytest.mark.parametrize("policy", ["snapkv", "adakv", "lava", "fused"])
+@pytest.mark.parametrize("policy", ["snapkv", "adakv", "lava", "learned"])
 def test_the_same_entries_stay_with_the_same_keys(policy):
     model = attached("qwen3")
     plain, merged = run(model, policy), run(model, policy, correction=HOWS["merge"])
@@ -116,11 +116,11 @@ def test_the_same_entries_stay_with_the_same_keys(policy):
     assert plain.bytes_held() == merged.bytes_held() and plain.bytes_allocated() == merged.bytes_allocated()
 
 
-@pytest.mark.parametrize("policy", ["snapkv", "adakv", "lava", "cake", "layer_defensivekv", "fused"])
+@pytest.mark.parametrize("policy", ["snapkv", "adakv", "lava", "cake", "layer_defensivekv", "learned"])
 def test_to_evict_later_is_to_evict_at_once(policy):
     """Also where layers share: an entry is merged once, by the final sets, and not layer by layer."""
     model, correction = attached("qwen3"), HOWS["merge"]
-    gates = {"gates": gates_of(model)} if policy == "fused" else {}
+    gates = {"gates": gates_of(model)} if policy == "learned" else {}
     ids, mask = tiny_batch((0, 7), 60)
     whole = Cache(model, "recency", keep_ratio=0.5).prefill(ids, mask, evict=False, hold_evidence=True)
     later = whole.fork().evict(policy, correction=correction, **gates, **SETTINGS)

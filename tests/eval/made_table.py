@@ -10,10 +10,10 @@ RIGHT = {
     "random": {0.1: 0.2, 0.2: 0.3},
     "snapkv": {0.1: 0.4, 0.2: 0.6},
     "gate": {0.1: 0.7, 0.2: 0.6},
-    "fused": {0.1: 0.9, 0.2: 0.9},
+    "learned": {0.1: 0.9, 0.2: 0.9},
     "oracle": {0.1: 1.0, 0.2: 1.0},
 }
-GATED = ("gate", "fused")
+GATED = ("gate", "learned")
 ITEMS, ENTRIES = 20, 1000
 
 

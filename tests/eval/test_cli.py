@@ -101,8 +101,8 @@ def test_policies_lists_presets_with_what_they_need(capsys):
     assert [line.split()[0] for line in lines] == ["name", *(preset.name for preset in policies())]
     assert all(f"\n{column}: " in f"\n{legend}" for column in lines[0].split()[1:])
     assert max(map(len, shown.splitlines())) <= 110
-    (fused,) = [line for line in lines if line.startswith("fused ")]
-    assert "gates" in fused
+    (learned,) = [line for line in lines if line.startswith("learned ")]
+    assert "gates" in learned
     assert cli.main(["policies", "--help"]) == 0
     assert capsys.readouterr().out.startswith("usage: retain policies")
 
@@ -111,7 +111,7 @@ def test_policies_lists_presets_with_what_they_need(capsys):
     ("typed", "said"),
     [
         (["describ"], "did you mean 'describe'"),
-        (["policies", "fused"], "takes no arguments"),
+        (["policies", "learned"], "takes no arguments"),
         (["compare", "--config", "no/such.yaml"], "no/such.yaml"),
         (["describe", "no/such/model"], "no/such/model"),
     ],

@@ -159,7 +159,7 @@ def test_a_policy_that_cannot_do_what_is_asked_is_found_before_work_starts(gated
     save_small_gates(tmp_path / "rank", family="decay", F=8)
     summed = {
         "policies": ("sum",),
-        "variants": {"sum": ("fused", "fusion=sum")},
+        "variants": {"sum": ("learned", "fusion=sum")},
         "gates": str(tmp_path / "rank"),
     }
     assert re.search(

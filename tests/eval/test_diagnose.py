@@ -121,7 +121,7 @@ def test_divergence_and_losses_are_their_formulas():
 def read(request):
     """Readings of two documents with every kind of policy, and what was read of each document."""
     model = tiny_model("qwen3", seed=0)
-    policies = ("snapkv", "snapkv,protection.sinks=2", "defensivekv", "fused", "random", UNPROTECTED)
+    policies = ("snapkv", "snapkv,protection.sinks=2", "defensivekv", "learned", "random", UNPROTECTED)
     gates = retain.new_gates(model, "linear", seed=0)
     reads = list(diagnose(model, DOCUMENTS, policies, [0.7], question=request.param, steps=6, gates=gates))
     told = []
@@ -412,7 +412,10 @@ def test_what_stands_before_a_text(tokenizer, opening):
     [
         ({"--policies": "snapvk"}, r"unknown policy 'snapvk': did you mean 'snapkv'\?"),
         ({"--policies": "full"}, "at least one, each once, and not 'full'"),
-        ({"--policies": "fused"}, r"fused takes a gate's score and there is none: pass gates \(--gates\)"),
+        (
+            {"--policies": "learned"},
+            r"learned takes a gate's score and there is none: pass gates \(--gates\)",
+        ),
         ({"--policies": "kivi"}, "'kivi' has a precision, .* equal numbers of entries: take eval/compare.py"),
         ({"--keep-ratio": "1.5"}, r"above 0 and at most 1, got \[1.5\]"),
         ({"--model": "no/such"}, "'no/such' comes with no text: pass --text FILE or --task NAME"),

@@ -58,7 +58,7 @@ def test_contexts_of_unlike_lengths_are_measured_together_as_alone(gated, ragged
 @pytest.mark.parametrize("question", BOTH)
 def test_lines_are_those_of_a_cache_made_by_hand(gated, ragged, question):
     variants = {"joint": ("layer_defensivekv", "protection.sinks=0"), "merged": ("snapkv", "correction={}")}
-    policies = ("snapkv", "fused", "random", "defensivekv", "cake", "lava", *variants)
+    policies = ("snapkv", "learned", "random", "defensivekv", "cake", "lava", *variants)
     config = small(gated, policies=policies, variants=variants, tasks=(ragged,), question=(question,))
     loaded, contexts = load_checked(config)
     context = contexts[ragged][0]
@@ -100,7 +100,7 @@ def evicted_after_looking(model, policy, gates, seeds, whole, keep_ratio=0.5):
 @pytest.mark.parametrize("question", BOTH)
 def test_questions_on_one_context_are_asked_of_what_is_left_of_it(gated, shared, question):
     config = small(gated, tasks=(shared,), items_per_task=9, question=(question,), batch_items=1)
-    lines = lines_of(replace(config, policies=("snapkv", "fused")))
+    lines = lines_of(replace(config, policies=("snapkv", "learned")))
     assert len(lines) == 3 * 3 * 3 and len({line.context_id for line in lines}) == 3
     assert len({line.text for line in lines}) > 3
     seen = {line.item: line.entries_seen for line in lines if line.policy == "full"}
@@ -149,7 +149,7 @@ def test_answers_end_anywhere_in_a_batch_as_alone(gated, ragged):
 
 def test_budgets_in_tokens_and_protections_are_axes_of_the_grid(gated):
     names, kinds = ("random", "snapkv", "oracle"), ("own", "none", "wide")
-    protections = {"none": BARE, "wide": ("protection.suffix_tokens=35",)}
+    protections = {"none": BARE, "wide": ("protection.recent=35",)}
     config = small(gated, policies=names, tokens_per_head=(60,), protections=protections, items_per_task=1)
     lines = [line for line in lines_of(config) if line.task == "reference/lists"]
     found = {(line.policy, line.protection, line.budget) for line in lines}
@@ -164,10 +164,10 @@ def test_budgets_in_tokens_and_protections_are_axes_of_the_grid(gated):
 
 @pytest.mark.parametrize("when", ["chunk", "decode", "prefill+decode", "chunk+decode"])
 def test_a_cache_holds_what_the_budget_and_the_last_eviction_say(gated, ragged, when):
-    grid = {"policies": ("random", "h2o", "fused", "oracle"), "tokens_per_head": (60,), "when": (when,)}
+    grid = {"policies": ("random", "h2o", "learned", "oracle"), "tokens_per_head": (60,), "when": (when,)}
     config = small(gated, **grid, tasks=(ragged,), every=3, chunk_tokens=40, items_per_task=1)
     lines = lines_of(config)
-    assert {line.policy for line in lines} == {"full", "random", "h2o", "fused"}  # no control
+    assert {line.policy for line in lines} == {"full", "random", "h2o", "learned"}  # no control
     asked = len(load_checked(config)[1][ragged][0].encoded[0].question_ids)
     for line in lines:
         if line.policy == "full":
@@ -247,12 +247,12 @@ def test_policies_with_one_score_score_once(gated, shared, monkeypatch):
         "gate",
         "gate_bare",
         "oracle",
-        "fused",
+        "learned",
         "random",
     )
     config = small(gated, policies=names, variants=variants, tasks=(shared,), items_per_task=3)
     lines_of(replace(config, keep_ratios=(0.5, 0.6)))
-    assert sorted(made) == sorted(["snapkv", "other", "gate", "oracle", "fused", "random"] * 4)
+    assert sorted(made) == sorted(["snapkv", "other", "gate", "oracle", "learned", "random"] * 4)
 
 
 @pytest.mark.parametrize("known", [False, True])

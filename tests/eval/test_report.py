@@ -47,10 +47,10 @@ def test_the_answer_comes_first_in_words_then_the_scores(report):
     assert report.answer.splitlines()[2:6] == [
         "**Eviction once, behind the prompt; the question comes afterwards.** The full cache scores 90.0.",
         "",
-        "- With 10 % of the cache **fused** (90.0) is better than **snapkv** (40.0), the best policy without "
-        "training: +50.0 points [+33.6, +66.4]. Also better: **gate**.",
-        "- With 20 % of the cache **fused** (90.0) is better than **snapkv** (60.0), the best policy without "
-        "training: +30.0 points [+15.0, +46.8].",
+        "- With 10 % of the cache **learned** (90.0) is better than **snapkv** (40.0), the best policy "
+        "without training: +50.0 points [+33.6, +66.4]. Also better: **gate**.",
+        "- With 20 % of the cache **learned** (90.0) is better than **snapkv** (60.0), the best policy "
+        "without training: +30.0 points [+15.0, +46.8].",
     ]
     assert [line.split() for line in report.answer.splitlines() if line.startswith("| snapkv")] == [
         ["|", "snapkv", "|", "40.0", "±", "15.6", "|", "60.0", "±", "15.6", "|"]
@@ -90,9 +90,9 @@ def said(lines, **config) -> str:
 
 def test_the_words_of_each_verdict():
     text = said(rows(), baseline="gate")
-    assert "With 10 % of the cache **fused** (90.0) is better than **gate** (70.0): +20.0 points" in text
+    assert "With 10 % of the cache **learned** (90.0) is better than **gate** (70.0): +20.0 points" in text
     assert "Also worse: **random**, **snapkv**." in text
-    bare = [line for line in rows() if line["policy"] not in ("fused", "oracle")]
+    bare = [line for line in rows() if line["policy"] not in ("learned", "oracle")]
     text = said(bare, baseline="gate")
     assert "With 10 % of the cache **snapkv** (40.0) is worse than **gate** (70.0): -30.0 points" in text
     text = said(bare)
@@ -118,7 +118,7 @@ def test_the_words_of_each_verdict():
     text = said([line for line in rows() if line["policy"] in ("full", "oracle")])
     assert "With 10 % of the cache nothing but oracle was measured." in text
     other = {"policy": "keydiff", "gates": None}
-    text = said([line | other if line["policy"] == "fused" else line for line in rows()])
+    text = said([line | other if line["policy"] == "learned" else line for line in rows()])
     assert "With 20 % of the cache **gate** (60.0) is worse than **keydiff** (90.0), the best policy" in text
 
 
@@ -134,7 +134,7 @@ def test_a_run_that_has_grown_reports_what_its_newest_config_asks_for(tmp_path):
         *[{**line, "task": "niah/grid"} for line in full],
         *[{**line, "seed": 3} for line in full],
     ]
-    asked = {"policies": ["random", "snapkv", "gate", "fused", "oracle"], "tasks": ["facts", "niah_grid"]}
+    asked = {"policies": ["random", "snapkv", "gate", "learned", "oracle"], "tasks": ["facts", "niah_grid"]}
     asked |= {"keep_ratios": [0.1, 0.2], "when": ["prefill"], "question": ["unknown"], "seeds": [0]}
     grown = write_report(write(tmp_path / "grown", [*rows(), *old, *more], **asked))
     alone = write_report(write(tmp_path / "alone", rows(), **asked))
@@ -234,7 +234,7 @@ def test_names_in_words():
 def test_a_text_token_by_token():
     shown = [
         Shown("full cache", "58213", 4 * 2**20, (8, 8, 8), 8),
-        Shown("<b>fused</b>", UGLY, 2**19, (0, 2, 8), 8),
+        Shown("<b>learned</b>", UGLY, 2**19, (0, 2, 8), 8),
     ]
     html = page("A <title>", "Which number?", ["The ", "<i>number", ""], shown)
     read = Reader(html)
@@ -247,10 +247,10 @@ def test_a_text_token_by_token():
     assert not {"script", "b", "i"} & {*read.tags}
     assert "<i>number" in read.text and "Which number?" in read.text and "0.5" in read.text
     refused(
-        "fused has 1 counts for a text of 2 tokens",
+        "learned has 1 counts for a text of 2 tokens",
         page,
         "t",
         "q",
         ["a", "b"],
-        [Shown("fused", "", 0, (1,), 2)],
+        [Shown("learned", "", 0, (1,), 2)],
     )

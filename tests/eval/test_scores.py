@@ -60,15 +60,15 @@ def test_trained_policies_are_compared_with_the_best_other():
     made = comparisons(table(), margin=2.0, resamples=500)
     assert {(one.line, one.baseline, one.budget) for one in made} == {
         (line, "snapkv", budget)
-        for line in ("gate", "fused")
+        for line in ("gate", "learned")
         for budget in ("keep_ratio=0.1", "keep_ratio=0.2")
     }
     assert {one.result.family_size for one in made} == {4}
     assert {(one.line, one.budget[-3:]): one.result.verdict for one in made} == {
         ("gate", "0.1"): "better",
-        ("fused", "0.1"): "better",
+        ("learned", "0.1"): "better",
         ("gate", "0.2"): "inconclusive",
-        ("fused", "0.2"): "better",
+        ("learned", "0.2"): "better",
     }
     # As the statistics of arrays have it.
     frame = table()
@@ -82,9 +82,9 @@ def test_trained_policies_are_compared_with_the_best_other():
 
 
 def test_a_named_baseline_is_what_all_others_are_compared_with():
-    made = comparisons(table(), margin=2.0, resamples=500, baseline="fused")
+    made = comparisons(table(), margin=2.0, resamples=500, baseline="learned")
     assert {one.line for one in made} == {"random", "snapkv", "gate"} and {one.baseline for one in made} == {
-        "fused"
+        "learned"
     }
     refused(
         "baseline='h2o' was not measured. There are: full, random",
@@ -105,7 +105,7 @@ def test_each_time_of_eviction_is_a_family_and_without_gates_nothing_is_judged()
 
 def test_weights_of_heads_are_training_too():
     lines = [{**line, "policy": "duoattention"} if line["policy"] == "snapkv" else line for line in rows()]
-    assert trained_lines(table(lines)) == {"gate", "fused", "duoattention"}
+    assert trained_lines(table(lines)) == {"gate", "learned", "duoattention"}
 
 
 def test_a_protection_is_a_line_of_its_own():

@@ -260,7 +260,6 @@ class Naive:
             held_BL=(tuple(int(layer.exists_BHT.sum()) for layer in layers),),
             lengths_B=(prompt if reading else len(own),),
             intact_BT=torch.stack([layer.exists_BHT.all(1) for layer in layers]).all(0),
-            prompt_lengths_B=None if reading and len(own) < prompt else (prompt,),
         )
         valid_BT, pinned_BT = layers[0].valid_BT, None
         if self.pinned is not None:

@@ -19,7 +19,7 @@ from tests.refused import refused
 from tests.tiny import tiny_batch, tiny_model
 
 peft = pytest.importorskip("peft")
-POLICIES = ("criticalkv", "defensivekv", "fused", "vatp")
+POLICIES = ("criticalkv", "defensivekv", "learned", "vatp")
 MODULES = ["embed_tokens", "q_proj", "k_proj", "v_proj", "o_proj"]
 IDS, MASK = tiny_batch((0, 5), 120)
 
@@ -50,7 +50,7 @@ def merged(own):
 
 def kept(model, policy="criticalkv", **settings):
     gates = {}
-    if policy == "fused":
+    if policy == "learned":
         own = retain.new_gates(model, "linear")
         for parameter in own.parameters():
             nn.init.constant_(parameter, 0.1)

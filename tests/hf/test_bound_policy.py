@@ -34,7 +34,7 @@ def test_gates_of_a_larger_protected_window_are_refused(tmp_path):
     trained = {"fingerprint": fingerprint(model), "metadata": {"protected_window": 64}}
     folder = str(save_gates(gates, tmp_path / "gates", **trained))
     for given in (folder, load_gates(folder, model)):
-        for name, recent in (("gate", 32), ("fused", 8)):
+        for name, recent in (("gate", 32), ("learned", 8)):
             wanted = (
                 rf"protects the last {recent} entries, .* protected window of 64: .* at least 64. "
                 rf"Set protection.recent=64, .* smaller target.horizon .at most {recent}."

@@ -67,7 +67,7 @@ class NaiveCurve(Naive):
 
 
 @pytest.mark.parametrize("scope", ["head", "layer", "model"])
-@pytest.mark.parametrize("fused", [False, True], ids=["gate", "fused"])
+@pytest.mark.parametrize("fused", [False, True], ids=["gate", "learned"])
 def test_a_calibrated_gate_evicts_as_its_formula_says(fused, scope):
     both = {**RISK, "fusion": "sum"} if fused else {}
     model = exact_model()

@@ -54,7 +54,7 @@ def test_untrained_gates_of_every_family_in_one_call(family: str) -> None:
     assert all(torch.equal(a, b) for a, b in pairs[0])
     assert not all(torch.equal(a, b) for a, b in pairs[1])
     if gates.unit != "rank":
-        Cache(model, "fused", keep_ratio=0.5, gates=gates)
+        Cache(model, "learned", keep_ratio=0.5, gates=gates)
 
 
 def test_settings_of_untrained_gates_are_the_familys() -> None:

@@ -33,7 +33,7 @@ NOISE, DRAWS = 2e-5, 3
 PADS, TOKENS, NEW, EVERY = (0, 7), 45, 9, 4
 # name -> what is changed of the preset, so that all stages are on: protection is in every preset, and these
 # share their budget between heads or layers.
-POLICIES = {"fused": {"scope": "model"}, "defensivekv": {}, "layer_defensivekv": {}, "lava": {}}
+POLICIES = {"learned": {"scope": "model"}, "defensivekv": {}, "layer_defensivekv": {}, "lava": {}}
 # Whose observed score takes no value norm, and those that run on a device only, where a run is cheap.
 NO_NORM = ("adakv", "lava", "snapkv")
 # All their statistics of attention are of pooled windows, which are plain PyTorch.
@@ -44,7 +44,7 @@ BUDGET = {"keep_ratio": 0.4}
 MATRIX = [
     *((name, "llama", "prefill") for name in POLICIES),
     *((name, "qwen3", "prefill+decode") for name in POLICIES),
-    *((name, "gpt_oss", "prefill+decode") for name in ("fused", "lava")),
+    *((name, "gpt_oss", "prefill+decode") for name in ("learned", "lava")),
 ]
 
 
@@ -238,14 +238,14 @@ def test_kernels_keep_what_the_plain_path_keeps(name, family, regime, heads_file
     agree(tiny_model(family), case(name, heads_file), regime, "triton")
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("fused", torch.bfloat16)])
+@pytest.mark.parametrize(("name", "dtype"), [("learned", torch.bfloat16)])
 def test_both_paths_say_what_the_oracle_says(name, dtype, heads_file):
     both_paths(name, dtype, "cpu", "triton", heads_file)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["fused", "lava", *ON_A_GPU])
+@pytest.mark.parametrize("name", ["learned", "lava", *ON_A_GPU])
 def test_both_paths_say_what_the_oracle_says_on_a_gpu(name, dtype, heads_file):
     both_paths(name, dtype, "cuda", None, heads_file)
 

@@ -38,7 +38,7 @@ PROTECTION = {
 # Policy -> what it observes beside the gate: nothing, the last queries, all queries.
 OBSERVED = {
     "gate": {},
-    "fused": {"observed": "snapkv", "observed_settings": {"window": 4}},
+    "learned": {"observed": "snapkv", "observed_settings": {"window": 4}},
     "h2o": {"observed": "h2o", "learned": True, "fusion": "rank_blend"},
 }
 

@@ -131,7 +131,7 @@ def cache_of(model, name, heads_file, **settings) -> Cache:
 
 @torch.no_grad()
 @pytest.mark.parametrize("regime", ["prefill", "prefill+decode"])
-@pytest.mark.parametrize("name", ["fused", "defensivekv", "lava"])
+@pytest.mark.parametrize("name", ["learned", "defensivekv", "lava"])
 def test_a_step_waits_for_nothing(name, regime, heads_file):
     model = attached("qwen3")
     found = steps(model, cache_of(model, name, heads_file, regime=regime, every=4, slack=3), 9)

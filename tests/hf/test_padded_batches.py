@@ -13,7 +13,6 @@ import torch
 import retain
 from retain.hf.cache.cache import Cache
 from retain.hf.model.decoder import layout_of
-from retain.presets import rescoped
 from tests.close import MODEL, assert_close
 from tests.evictions import small
 from tests.hf.masked import masked_logits
@@ -113,7 +112,7 @@ def with_gaps(own, prompt=40):
     [
         ("snapkv", "prefill", None),
         ("h2o", "chunked+decode", None),
-        ("fused", "chunked+decode", 13),  # a chunk ends inside the gap
+        ("learned", "chunked+decode", 13),  # a chunk ends inside the gap
     ],
 )
 def test_a_batch_with_gaps_equals_solo_runs(name, regime, chunk, heads_file):
@@ -142,7 +141,7 @@ def test_what_is_held_whole_is_evicted_later_as_alone(heads_file):
         held = Cache(model, None).prefill(ids, mask, **whole)
         solo = [Cache(model, None).prefill(ids[b : b + 1, mask[b].bool()], **whole) for b in range(3)]
         for policy, gates in (("snapkv", None), ("gate", trained(model))):
-            policy = rescoped(small(policy, heads_file), "head")
+            policy = small(policy, heads_file)
             got = held.fork().evict(policy, gates=gates, **asked)
             first = Cache(model, policy, gates=gates, **asked).prefill(ids, mask)
             for b, alone in enumerate(solo):

@@ -88,7 +88,7 @@ def files_of(frame: Any) -> set[str]:
     return {name for name in found if name.startswith((OURS, KERNELS))}
 
 
-@pytest.mark.parametrize("policy", ["snapkv", "layer_defensivekv", "fused", "merge"])
+@pytest.mark.parametrize("policy", ["snapkv", "layer_defensivekv", "learned", "merge"])
 def test_a_hidden_state_reaches_a_keep_set_through_six_files(policy: str) -> None:
     model, (ids, mask) = attached("llama"), tiny_batch((0,), 60)
     cache, found = cache_of(model, policy), set()

@@ -106,7 +106,12 @@ POLICIES = {
     "adakv": {"observed_settings": {"window": 4}, "keep_ratio": 0.4, "pinned": [[(1, 3)], [], [(0, 2)]]},
     "gate": {"keep_ratio": 0.4, "gates": "own"},
     # A share of which is drawn: by seeds, which the file knows.
-    "fused": {"keep_ratio": 0.4, "gates": "own", "draw": {"share": 0.4}, "observed_settings": {"window": 4}},
+    "learned": {
+        "keep_ratio": 0.4,
+        "gates": "own",
+        "draw": {"share": 0.4},
+        "observed_settings": {"window": 4},
+    },
     "h2o:admission": {"threshold": 0.7, "pinned": [(2, 4)]},
 }
 SMALL = {"sinks": 2, "recent": 4, "minimum": 2, "prefix_fraction": 0.0, "suffix_fraction": 0.0}

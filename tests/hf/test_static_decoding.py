@@ -202,7 +202,7 @@ FEW_CHECKS = [
     (more_tokens_than_rooms_were_given, ()),
     (evictions_while_decoding, ("snapkv", 12)),
     (evictions_while_decoding, ("h2o", 8)),
-    (evictions_while_decoding, ("fused", 8)),
+    (evictions_while_decoding, ("learned", 8)),
     (a_crop_comes_back_to_the_graph, ("snapkv",)),
     (sequences_that_end_before_others, ()),
     (an_error_between_steps_leaves_a_whole_cache, ()),

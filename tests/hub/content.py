@@ -20,10 +20,6 @@ from retain.reference import load_tokenizer
 from tests.hub.server import Hub
 
 WORDS = ("the", "a", "river", "lantern", "old", "keeps", "seven", "ropes", "under", "bridge", "north", "of")
-# The curve of an artifact, for its card.
-CURVE = {"keep_ratio": [0.1, 0.2], "threshold": [0.75, 0.5], "mean": [0.125, 0.25]}
-# Hidden units of gates whose weights are larger than what a client reads at once (10 MiB).
-LARGE = 48000
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -72,13 +68,11 @@ def fill(hub: Hub, folder: Path) -> None:
     load_tokenizer().save_pretrained(folder / "tiny")
     for name, private in (("tiny", False), ("hidden", True)):
         hub.commit("models", f"owner/{name}", files(folder / "tiny"), private=private)
-    for seed, name in enumerate(("gates", "moved", "large", "torn")):
-        gates = retain.new_gates(model, seed=seed, **({"F": LARGE} if name == "large" else {}))
+    for seed, name in enumerate(("gates", "moved")):
+        gates = retain.new_gates(model, seed=seed)
         record = {"base_model": "owner/tiny", "target": {"horizon": 8}, "loss": {"terms": {"mse": 1.0}}}
         save_gates(gates, folder / name, fingerprint=fingerprint(model), metadata=record)
         hub.commit("models", f"owner/{name}", files(folder / name))
-    hub.cut((folder / "large" / "gates.safetensors").read_bytes(), after=11 * 2**20)
-    hub.cut((folder / "torn" / "gates.safetensors").read_bytes(), after=0, times=7)
     rows = texts(40)
     halves = {f"data/train-0000{n}-of-00002.parquet": parquet(rows[20 * n :][:20]) for n in range(2)}
     hub.commit("datasets", "owner/lines", {"train.jsonl": jsonl(rows)})

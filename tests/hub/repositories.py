@@ -7,9 +7,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-# Files of these kinds are large files on the hub, as its first `.gitattributes` says.
-LARGE = (".safetensors", ".parquet", ".bin", ".zip", ".arrow")
-LARGER = 10 * 2**20
 # Tokens -> who they are, and whether they may write.
 TOKENS = {"hf_owner": ("owner", True), "hf_reader": ("owner", False), "hf_other": ("other", True)}
 
@@ -26,29 +23,12 @@ class Blob:
     path: str
 
     @cached_property
-    def sha256(self) -> str:
-        return hashlib.sha256(self.data).hexdigest()
-
-    @property
-    def large(self) -> bool:
-        return self.path.endswith(LARGE) or len(self.data) > LARGER
-
-    @cached_property
     def oid(self) -> str:
-        """Git's id: of the content, or of the pointer that stands for a large file."""
-        content = self.data
-        if self.large:
-            size = len(self.data)
-            pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{self.sha256}\nsize {size}\n"
-            content = pointer.encode()
-        return git_id(content)
+        return git_id(self.data)
 
     def entry(self) -> dict[str, Any]:
         """As the listing of a tree has it."""
-        own = {"type": "file", "path": self.path, "oid": self.oid, "size": len(self.data)}
-        if self.large:
-            own["lfs"] = {"oid": self.sha256, "size": len(self.data), "pointerSize": 134}
-        return own
+        return {"type": "file", "path": self.path, "oid": self.oid, "size": len(self.data)}
 
 
 @dataclass(frozen=True)

@@ -64,17 +64,13 @@ class Handler(BaseHTTPRequestHandler):
         self.rfile.readline()
         return read
 
-    def _send(self, status: int, data: bytes, headers: Mapping[str, str], cut: int | None = None) -> None:
+    def _send(self, status: int, data: bytes, headers: Mapping[str, str]) -> None:
         self.send_response(status)
         for name, value in {"Content-Length": str(len(data)), **headers, **self.headers_more}.items():
             self.send_header(name, value)
         self.end_headers()
-        if self.command == "HEAD":
-            return
-        self.wfile.write(data if cut is None else data[:cut])
-        if cut is not None:
-            self.wfile.flush()
-            self.close_connection = True
+        if self.command != "HEAD":
+            self.wfile.write(data)
 
     # Who asks, and what for.
 
@@ -113,8 +109,6 @@ class Handler(BaseHTTPRequestHandler):
         return own.commits[sha]
 
     def _route(self, path: str) -> tuple[int, Any] | None:
-        if path.startswith("/large/"):
-            return self._large(path.removeprefix("/large/"))
         if (found := RESOLVE.match(path)) is not None:
             return self._file(
                 "datasets" if found[1] else "models", found[2], unquote(found[3]), unquote(found[4])
@@ -224,33 +218,18 @@ class Handler(BaseHTTPRequestHandler):
         blob = commit.files.get(path)
         if blob is None:
             raise Refused(404, "EntryNotFound", "Entry not found")
-        if not blob.large:
-            self._bytes(blob, blob.oid)
-            return
-        self.headers_more |= {"X-Linked-Etag": f'"{blob.sha256}"', "X-Linked-Size": str(len(blob.data))}
-        self._send(
-            302, b"", {"Location": f"{self.hub.elsewhere}/large/{blob.sha256}", "ETag": f'"{blob.oid}"'}
-        )
-
-    def _large(self, sha256: str) -> None:
-        blob = self.hub.blob(sha256)
-        if blob is None:
-            raise Refused(404, "EntryNotFound")
-        self._bytes(blob, blob.sha256)
-
-    def _bytes(self, blob: Blob, etag: str) -> None:
         data = blob.data
-        headers = {"ETag": f'"{etag}"', "Accept-Ranges": "bytes", "Content-Type": "application/octet-stream"}
+        headers = {
+            "ETag": f'"{blob.oid}"',
+            "Accept-Ranges": "bytes",
+            "Content-Type": "application/octet-stream",
+        }
         status, sent = 200, data
         if (found := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))) is not None:
             start, stop = int(found[1]), int(found[2] or len(data) - 1) + 1
             status, sent = (206, data[start:stop]) if start < len(data) else (416, b"")
             headers["Content-Range"] = f"bytes {start}-{start + len(sent) - 1}/{len(data)}"
-        cut = None
-        for own in self.hub.cuts:
-            if self.command == "GET" and own.data == data and own.times > 0:
-                own.times, cut = own.times - 1, own.after
-        self._send(status, sent, headers, cut)
+        self._send(status, sent, headers)
 
     # What is written.
 

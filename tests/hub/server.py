@@ -1,10 +1,9 @@
 """Serves repositories on the loopback address by the protocol of the Hugging Face hub.
 
 What `huggingface_hub`, `transformers` and `datasets` ask for is answered as the hub answers it: commits with
-full shas, branches and tags, git ids of blobs, sha256 and a redirect to another path for large files, ranges,
-pages with a `Link` header, error codes in `X-Error-Code`. Clients are asked to upload files inside the
-commit. The server speaks no xet and names no xet hash, so that a client with `hf_xet` installed downloads by
-plain HTTP.
+full shas, branches and tags, git ids of blobs, ranges, pages with a `Link` header, error codes in
+`X-Error-Code`. Clients are asked to upload files inside the commit. No file is a large one, and no xet hash
+is named, so that all is downloaded by plain HTTP.
 
     with Hub() as hub:
         sha = hub.commit("models", "owner/name", {"config.json": b"{}"})
@@ -13,20 +12,10 @@ plain HTTP.
 
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
 from http.server import ThreadingHTTPServer
 
 from tests.hub.repositories import Blob, Repository
 from tests.hub.requests import Handler
-
-
-@dataclass
-class Cut:
-    """Closes the connection after so many bytes of a file with this content, so many times."""
-
-    data: bytes
-    after: int
-    times: int
 
 
 class Hub:
@@ -39,7 +28,6 @@ class Hub:
     def __init__(self, *, page: int = 3):
         self.page = page
         self.repositories: dict[tuple[str, str], Repository] = {}
-        self.cuts: list[Cut] = []
         self.log: list[tuple[str, str, str]] = []  # method, path, range
         self.lock = threading.RLock()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Handler,), {"hub": self}))
@@ -49,11 +37,6 @@ class Hub:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self._server.server_address[1]}"
-
-    @property
-    def elsewhere(self) -> str:
-        """The same server by another host's name: large files lie on hosts that get no token."""
-        return self.url.replace("127.0.0.1", "localhost")
 
     def __enter__(self) -> "Hub":
         self._thread.start()
@@ -69,16 +52,3 @@ class Hub:
         with self.lock:
             own = self.repositories.setdefault((kind, name), Repository(kind, name, private))
             return own.add("main", {path: Blob(data, path) for path, data in files.items()}, "add files")
-
-    def blob(self, sha256: str) -> Blob | None:
-        """A large file by its content."""
-        for own in self.repositories.values():
-            for commit in own.commits.values():
-                for blob in commit.files.values():
-                    if blob.large and blob.sha256 == sha256:
-                        return blob
-        return None
-
-    def cut(self, data: bytes, *, after: int, times: int = 1) -> None:
-        """Breaks off the next connections that send a file with this content."""
-        self.cuts.append(Cut(data, after, times))

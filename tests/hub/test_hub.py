@@ -11,7 +11,6 @@ import yaml
 import retain
 from retain.models.named import load_named
 from tests.hub.client import same
-from tests.hub.content import CURVE
 from tests.hub.server import Hub
 from tests.refused import refused
 
@@ -20,70 +19,20 @@ ALL_TEXTS = [f"Text {number}." for number in range(40)]
 
 
 def test_pushed_gates_are_the_same_gates(online: dict[str, Any], hub: Hub) -> None:
-    found = online["pushed_gates"]
-    own = hub.repositories["models", "owner/pushed"]
-    first, again, branch = found["places"]
-    assert own.private and first == again == f"owner/pushed@{own.branches['main']}"
-    assert branch == f"owner/pushed@{own.branches['dev']}" and own.branches["dev"] != own.branches["main"]
-    assert found["same"] and len({*found["sha256"]}) == 1
-    assert found["kept"][0] == found["kept"][1] and len(found["kept"][0][0]) > 10
-    assert found["licences"] == ["apache-2.0", "mit"] and found["curve"] == CURVE
-    files = own.commits[own.branches["main"]].files
-    assert {*files} == {"gates.json", "gates.safetensors", "README.md"}
-    assert own.commits[own.branches["main"]].title == "first"
-
-
-def test_a_pushed_card_says_what_it_must(online: dict[str, Any], hub: Hub) -> None:
-    own = hub.repositories["models", "owner/pushed"]
-    text = own.commits[own.branches["main"]].files["README.md"].data.decode()
+    found, pushed = online["pushed_gates"], hub.repositories["models", "owner/pushed"]
+    assert pushed.private and found["same"] and found["license"] == "apache-2.0"
+    assert found["address"].endswith(f"/owner/pushed/commit/{pushed.branches['main']}")
+    commit = pushed.commits[pushed.branches["main"]]
+    assert {*commit.files} == {"gates.json", "gates.safetensors", "README.md"} and commit.title == "first"
+    text = commit.files["README.md"].data.decode()
     front = yaml.safe_load(text.split("---\n")[1])
     wanted = {"library_name": "retain", "base_model": "owner/tiny", "license": "apache-2.0"}
-    assert wanted.items() <= front.items() == online["pushed_gates"]["front"].items()
-    assert "gate-mlp" in front["tags"]
-    for line in (
-        "retain.load_gates('owner/pushed', model)",
-        "| `target.horizon` | `8` |",
-        "| `loss.terms.mse` | `1.0` |",
-        "| keep_ratio | threshold | mean |",
-        "| 0.1 | 0.75 | 0.125 |",
-        "- Licence: `apache-2.0`",
-        "by its fingerprint (`",
-    ):
-        assert line in text, line
+    assert wanted.items() <= front.items() and "retain.load_gates('owner/pushed', model)" in text
 
 
-def test_the_card_of_a_branch_loads_that_branch(online: dict[str, Any], hub: Hub) -> None:
-    own = hub.repositories["models", "owner/pushed"]
-    text = own.commits[own.branches["dev"]].files["README.md"].data.decode()
-    assert "retain.load_gates('owner/pushed@dev', model)" in text
-
-
-def test_a_push_without_permission_says_what_is_wanted(online: dict[str, Any], hub: Hub) -> None:
-    said = online["refused_pushes"]
-    assert said["public"].startswith(
-        "ValueError: private=True, and the repository 'owner/gates' is there and"
-    )
-    assert said["no model"].startswith("ValueError: these gates do not say which model they belong to")
-    others = {*said} - {"public", "no model"}
-    assert len(others) == 4
-    for name in others:
-        assert said[name].startswith("ValueError: the gates could not be pushed to ")
-        assert (LOG_IN in said[name]) == (name != "bad name")
-    assert said["bad name"].endswith("of yours, `owner/name`.")
-    assert "403 Forbidden" in said["reader"]
-    assert ("models", "owner/new") not in hub.repositories
-
-
-def test_a_download_goes_on_where_the_connection_broke_off(online: dict[str, Any], hub: Hub) -> None:
-    assert online["large_gates"] is True
-    assert [asked for asked in hub.log if asked[0] == "GET" and asked[2] == f"bytes={10 * 2**20}-"]
-
-
-def test_a_branch_is_followed_and_a_commit_stays(online: dict[str, Any], hub: Hub) -> None:
+def test_a_branch_is_followed_and_a_commit_stays(online: dict[str, Any]) -> None:
     found = online["moved_gates"]
     assert found["first"] and found["new"] and found["old"]
-    assert found["place"] == f"owner/moved@{hub.repositories['models', 'owner/moved'].branches['main']}"
-    assert found["sha"] not in found["place"]
 
 
 def test_gates_that_are_not_there_are_refused(online: dict[str, Any]) -> None:
@@ -95,8 +44,8 @@ def test_gates_that_are_not_there_are_refused(online: dict[str, Any]) -> None:
 
 
 def test_the_page_of_the_hub_runs(online: dict[str, Any], hub: Hub) -> None:
-    found, own = online["documented"], hub.repositories["models", "owner/documented"]
-    assert found["place"] == f"owner/documented@{own.branches['main']}" and own.private
+    found = online["documented"]
+    assert hub.repositories["models", "owner/documented"].private
     assert found["same"] and found["evicted"] > 0
 
 
@@ -140,11 +89,6 @@ def test_without_the_hub_its_cache_is_read(
     model, tokenizer = load_named("owner/tiny")
     assert type(model).__name__ == "LlamaForCausalLM" and tokenizer is not None
     began = time.perf_counter()
-    refused("Without the hub, gates are read from its cache", retain.load_gates, "owner/never")
+    refused("It is not in the hub's cache, and HF_HUB_OFFLINE is set", retain.load_gates, "owner/never")
     refused("model='owner/never' cannot be loaded", load_named, "owner/never")
     assert time.perf_counter() - began < 2 and len(hub.log) == asked
-
-
-def test_a_connection_that_breaks_off_again_and_again_is_an_error(online: dict[str, Any]) -> None:
-    torn = online["torn_gates"]
-    assert torn["said"].startswith("ValueError: there are no gates at 'owner/torn'") and torn["then"]

@@ -276,16 +276,6 @@ def test_checks_see_what_is_wrong(name, many, monkeypatch):
     assert "error" in cases.check(case, torch.float32, DEVICE)
 
 
-def test_rivals_run():
-    case = Case(entries=40, wanted=("max",))
-    kwargs = inputs(case, torch.float32, "cpu")
-    found = {name: call() for name, call in cases.rivals(case, kwargs).items()}
-    assert set(found) == {"chunks of rows", "sdpa"}
-    assert_close(found["chunks of rows"], dense(**kwargs)["max"])
-    assert found["sdpa"].shape == kwargs["queries_BQSD"].shape
-    assert cases.cost(case, torch.float32).flops == 2 * 4 * 64 * (40 * 41 // 2)
-
-
 @pytest.mark.parametrize(
     ("change", "text"),
     [

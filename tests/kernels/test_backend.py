@@ -153,30 +153,6 @@ def test_a_forced_kernel_that_cannot_run_raises(monkeypatch):
             backend.path_for("op", ONE)
 
 
-def test_an_unknown_path_is_refused():
-    with (
-        pytest.raises(ValueError, match="a path is 'triton' or 'reference'; got 'cuda'"),
-        backend.using("cuda"),
-    ):
-        pass
-
-
-def test_what_kernels_are_told_of_a_precision(monkeypatch):
-    assert backend.dot_precision(torch.float32) == "ieee", "never tf32"
-    assert {backend.dot_precision(dtype) for dtype in (torch.float16, torch.bfloat16)} == {"tf32"}
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert backend.interpreting() and backend.upcast(torch.bfloat16)
-    assert not backend.upcast(torch.float16) and not backend.upcast(torch.float32)
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
-    assert not backend.interpreting() and not backend.upcast(torch.bfloat16)
-
-
-def test_a_block_covers_a_width():
-    assert [backend.block_of(width) for width in (1, 16, 17, 32, 33, 64, 80, 128, 129, 256)] == [
-        *(16, 16, 32, 32, 64, 64, 128, 128, 256, 256)
-    ]
-
-
 BLOCKED = """
 import sys
 

@@ -1,5 +1,4 @@
 import gc
-import itertools
 import re
 import sys
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ import torch
 
 from retain.kernels import backend, bench, measure, provenance
 from retain.kernels.bench import COPY, MATMUL, Measured, main, table, verdict
-from retain.kernels.measure import Claim, Cost, Spread, extra_bytes, spread_of, wrong
+from retain.kernels.measure import Claim, Cost, Spread, extra_bytes, wrong
 
 CPU = torch.device("cpu")
 
@@ -118,35 +117,6 @@ def test_a_wrong_op_gets_no_speed_and_the_others_do(ops, capsys, monkeypatch):
     assert good.count("| ms |") == 2
 
 
-def test_everything_is_called_once_a_round_in_an_order_that_changes(ops, monkeypatch):
-    op, order, ms = ops("doubling"), [], itertools.count(1)
-
-    class Counting:
-        def __init__(self, device):
-            pass
-
-        def milliseconds(self, run):
-            order.append(run)
-            return float(next(ms))
-
-    monkeypatch.setattr(bench, "Clock", Counting)
-    monkeypatch.setattr(bench, "ROUNDS", (20, 20))
-    found = bench.measure("doubling", op, Case(5), torch.float32, CPU)
-    names = ["doubling", "sum with itself", COPY, MATMUL]
-    assert list(found.ms) == names and found.rounds == 20
-    order = order[2:]  # the ceilings were warmed up
-    rounds = [order[start : start + 4] for start in range(0, len(order), 4)]
-    assert len(rounds) == 20 and all(set(turn) == set(rounds[0]) for turn in rounds)
-    # Each call comes behind each other one, and first, at some time.
-    assert len({tuple(turn) for turn in rounds}) > 8
-    assert len({pair for turn in rounds for pair in itertools.pairwise(turn)}) == 12
-    # What a call took is noted under its own name.
-    own = rounds[0][int(found.ms["doubling"][0]) - 3]  # the clock's first two answers were the warm-up's
-    answers = [3.0 + 4 * number + turn.index(own) for number, turn in enumerate(rounds)]
-    assert found.ms["doubling"] == answers
-    assert len(op.calls) == 3, "warmed up twice, looked at once for its memory; the clock did not run it"
-
-
 def made_up(**more):
     settings = {
         "ms": {
@@ -192,12 +162,6 @@ def test_ratios_and_shares_are_taken_within_rounds():
 )
 def test_a_claim_is_held_or_not(claim, said):
     assert re.search(said, verdict(claim, "shape", made_up(not_run={"gone": "OutOfMemoryError"})))
-
-
-def test_a_claim_about_another_shape_says_nothing_and_one_without_a_bound_is_ours_to_mend():
-    assert verdict(Claim("c", "rival", at_most=1.0, case="other"), "shape", made_up()) is None
-    with pytest.raises(AssertionError, match="the claim 'c' has no bound"):
-        verdict(Claim("c", "rival"), "shape", made_up())
 
 
 def test_memory_is_what_was_held_beyond_inputs_and_outputs():
@@ -248,10 +212,6 @@ def test_on_cuda_time_and_memory_are_the_devices():
     short, long = (clock.milliseconds(lambda n=n: [big @ big for _ in range(n)]) for n in (1, 20))
     assert 5 * short < long
     assert extra_bytes(lambda: (big * 2).sum(), device) == pytest.approx(big.nbytes, rel=0.01)
-
-
-def test_percentiles():
-    assert spread_of([5.0, 1.0, 3.0, 2.0, 4.0]) == Spread(3.0, 1.8, 4.2)
 
 
 @pytest.mark.parametrize("arguments", [["--device", "cuda"], ["--threads", "0"], ["--op", "atention_stats"]])

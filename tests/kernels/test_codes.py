@@ -94,30 +94,6 @@ def test_numbers_near_the_largest_of_float16_are_held_and_larger_ones_refused(bi
             encode(torch.tensor([[0.0, bad]]), bits, 2)
 
 
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("groups", [None, torch.zeros(0, dtype=torch.int64)], ids=["own", "shared"])
-def test_no_entries_are_no_codes(bits, groups):
-    codes = encode(torch.zeros(0, 20), bits, 8 if groups is None else 1, groups)
-    assert misfits(codes) == [] and codes.shape == (0, 20)
-    assert decode(codes, torch.float32).shape == (0, 20)
-
-
-def test_a_group_that_no_entry_has_does_no_harm():
-    x_ND = numbers(4, 6)
-    codes = encode(x_ND, 8, 1, torch.tensor([0, 3, 3, 0]))
-    assert codes.scales_G2N.shape == (4, 2, 6) and bool(codes.scales_G2N.isfinite().all())
-    assert float((decode(codes, torch.float32) - x_ND).abs().max()) <= 0.1
-
-
-@pytest.mark.parametrize("together", [True, False], ids=["shared", "own"])
-def test_a_part_is_those_entries(together):
-    x_ND = numbers(12, 10)
-    codes = encode(x_ND, 4, 1 if together else 8, group_of(12, together))
-    part = codes.part(slice(3, 9))
-    assert torch.equal(decode(part, torch.float32), decode(codes, torch.float32)[3:9])
-    assert part.codes_CW.data_ptr() == codes.codes_CW[3:].data_ptr()
-
-
 def test_what_does_not_fit_together_is_named():
     codes = encode(numbers(6, 10), 4, 4, torch.zeros(6, dtype=torch.int64))
     for change, text in [

@@ -6,19 +6,16 @@ import torch
 
 from retain.kernels import backend
 from retain.kernels.build import ARCHS, Tile
-from retain.kernels.gated_attention import _path, cases, gated_attention, reference
+from retain.kernels.gated_attention import cases, gated_attention, reference
 from retain.kernels.gated_attention.cases import (
     CASES,
     DIFFERENTIABLE,
-    SPEED,
     Case,
     check,
-    cost,
     gradients,
     inputs,
     plain,
     run,
-    seen_pairs,
 )
 from retain.kernels.gated_attention.tiles import tile
 from retain.kernels.measure import cast, extra_bytes
@@ -155,37 +152,6 @@ def test_every_tile_gives_the_same(name, tiles, monkeypatch):
     assert len(used) == 4
 
 
-def test_long_contexts_take_the_kernel():
-    """Offsets of sequences and heads are no reason against it, nor are the shapes that are timed."""
-    for case in (Case(heads=8, group=4, entries=4096, width=128), *SPEED["cuda"].values()):
-        B, H, T, D = case.batch, case.heads, case.entries, case.width
-        with backend.using("triton"):
-            for last in (False, True):
-                shapes = [(B, H * case.group, case.asked, D), (B, H, T, D), (B, H, T, D)]
-                tensors = [laid_out(shape, strides_of(shape, last)) for shape in shapes]
-                assert _path(*tensors) == "triton"
-    with backend.using("triton"), pytest.raises(ValueError, match="a tile's 128 entries lie over"):
-        _path(*(laid_out((1, 1, 2, 16), (2, 2, 2**24, 1)) for _ in range(3)))
-
-
-def strides_of(shape, last):
-    B, heads, length, D = shape
-    return (heads * length * D, D, heads * D, 1) if last else (heads * length * D, length * D, D, 1)
-
-
-def laid_out(shape, strides):
-    """A tensor of no memory, which says that it lies on `DEVICE`."""
-    return Laid(torch.empty_strided(shape, strides, dtype=torch.bfloat16, device="meta"))
-
-
-class Laid:
-    """The attributes of a tensor that its path depends on."""
-
-    def __init__(self, tensor):
-        self.shape, self.stride, self.dtype = tensor.shape, tensor.stride, tensor.dtype
-        self.device, self.is_cuda = torch.device(DEVICE), DEVICE == "cuda"
-
-
 @pytest.mark.parametrize(
     "huge", [{"window": 2**31 - 1}, {"protected": 2**31 - 1}, {"protected": 2**40}], ids=str
 )
@@ -240,35 +206,6 @@ def test_the_window_that_is_protected_holds_so_many_queries(path):
 
 
 @pytest.mark.parametrize("path", ["reference", "triton"])
-def test_one_entry_alone_is_copied(path):
-    case = Case(entries=1)
-    kwargs = inputs(case, torch.float32, DEVICE)
-    with backend.using(path):
-        out, d_queries, d_keys, d_values, d_gate = run(case, kwargs)
-    assert torch.equal(out, kwargs["values_BHTD"].repeat_interleave(2, 1))
-    # What cancels here are sums of 64 products.
-    assert max(float(one.abs().max()) for one in (d_queries, d_keys)) < 1e-4
-    assert d_values.any() and not d_gate.any()
-
-
-@pytest.mark.parametrize("path", ["reference", "triton"])
-def test_decay_is_added_and_not_multiplied(path):
-    """One key of logit 2 at distance 3, decay log(0.5): 2 + 3 log 0.5, and not 2 * 0.5 ** 3."""
-    keys = torch.zeros(1, 1, 4, 16, device=DEVICE)
-    keys[0, 0, 0, 0] = 1.0
-    queries = torch.zeros(1, 1, 1, 16, device=DEVICE)
-    queries[..., 0] = 2.0
-    values = torch.zeros(1, 1, 4, 16, device=DEVICE)
-    values[0, 0, 0, 0] = 1.0
-    decay = torch.zeros(1, 1, 4, device=DEVICE)
-    decay[0, 0, 0] = math.log(0.5)
-    with backend.using(path):
-        out = gated_attention(queries, keys, values, None, decay, scaling=1.0)
-    weight = math.exp(2 + 3 * math.log(0.5))
-    assert float(out[0, 0, 0, 0]) == pytest.approx(weight / (weight + 3), rel=1e-6)
-
-
-@pytest.mark.parametrize("path", ["reference", "triton"])
 def test_only_gates_are_asked_for(path):
     """A frozen first layer: nothing but the gate needs a gradient, and it is the same."""
     case = CASES["gate and decay"]
@@ -286,26 +223,6 @@ def test_only_gates_are_asked_for(path):
         )
     assert torch.equal(found[0], wanted[0]) and torch.equal(found[1], wanted[1])
     assert found[0].shape == d_gate.shape and found[1].shape == d_decay.shape
-
-
-SMALL = {
-    "all of it": Case(
-        batch=2, entries=6, width=3, decay=True, protected=2, window=4, pads=(2,), soft_cap=2.0, sinks=True
-    ),
-    "the last queries": Case(entries=6, queries=3, width=2, group=3, heads=1, protected=1),
-    "decay alone": Case(entries=5, width=2, gate=False, decay=True, protected=0),
-}
-
-
-@pytest.mark.parametrize("name", SMALL)
-def test_gradcheck(name):
-    kwargs = doubled(inputs(SMALL[name], torch.float32, "cpu"))
-    names = [given for given in DIFFERENTIABLE if kwargs[given] is not None]
-
-    def attention(*tensors):
-        return gated_attention(**{**kwargs, **dict(zip(names, tensors, strict=True))})
-
-    assert torch.autograd.gradcheck(attention, [kwargs[given] for given in names])
 
 
 @pytest.mark.parametrize("name", ["strided", "everything", "the last queries", "decay"])
@@ -385,19 +302,3 @@ def test_what_does_not_fit_is_said(given, said):
     settings = {"scaling": 1.0} | {name: value for name, value in given.items() if name not in tensors}
     with pytest.raises(ValueError, match=said):
         gated_attention(*{**tensors, **{n: g for n, g in given.items() if n in tensors}}.values(), **settings)
-
-
-def test_the_least_work_counts_what_is_seen():
-    case = Case(batch=2, heads=3, group=2, entries=10, queries=4, width=16, window=3)
-    assert seen_pairs(case) == 12 and seen_pairs(Case(entries=10)) == 55
-    assert cost(case, torch.float32).flops == 14 * 2 * 6 * 16 * 12
-    assert all(set(SPEED) == {"cpu", "cuda"} and shapes for shapes in SPEED.values())
-
-
-def test_cases_hide_the_share_that_they_say():
-    hidden = {name: case for name, case in CASES.items() if case.hidden}
-    assert hidden
-    for name, case in hidden.items():
-        gate = inputs(case, torch.float32, DEVICE)["log_gate_BHT"]
-        share = float(torch.isinf(gate).float().mean())
-        assert abs(share - case.hidden) < 0.15, name

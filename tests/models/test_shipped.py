@@ -33,9 +33,9 @@ def test_a_cache_finds_the_gates_of_its_model_and_says_so(shipping):
     shipping(model)
     ids, mask = tiny_batch((0,), 60)
     with retain.attach(model):
-        found = retain.Cache(model, policy="fused", keep_ratio=0.5, short="raise").prefill(ids, mask)
+        found = retain.Cache(model, policy="learned", keep_ratio=0.5, short="raise").prefill(ids, mask)
         given = retain.Cache(
-            model, policy="fused", keep_ratio=0.5, short="raise", gates=retain.load_gates("tiny", model)
+            model, policy="learned", keep_ratio=0.5, short="raise", gates=retain.load_gates("tiny", model)
         ).prefill(ids, mask)
     assert found.report().gates == "tiny (they ship with retain)"
     assert "gates: tiny (they ship with retain)" in str(found.report())

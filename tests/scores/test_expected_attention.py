@@ -8,7 +8,7 @@ from retain.attention.rotary import Rotary
 from retain.scores import expected_attention
 from retain.scores.expected_attention import quadratic
 from tests.close import MODEL
-from tests.naive import assert_heads_close, naive_norm, random_evidence, special_layer
+from tests.naive import assert_heads_close, random_evidence, special_layer
 
 FREQUENCIES = torch.tensor([0.9, 0.05])
 SCALING = 1.1
@@ -32,7 +32,7 @@ def _rotation(position, width):
     return matrix
 
 
-def _naive(evidence, *, future, sinks, covariance, value_norm, epsilon):
+def _naive(evidence, *, future, sinks, value_norm):
     B, H, T, D = evidence.keys_BHTD.shape
     G, S = evidence.group, evidence.num_queries
     keys, values = evidence.keys_BHTD.double(), evidence.values_BHTD.double()
@@ -62,8 +62,7 @@ def _naive(evidence, *, future, sinks, covariance, value_norm, epsilon):
                 z = {}
                 for i in [i for i in after if i in read]:
                     z[i] = evidence.scaling * float(keys[b, h, i] @ mean)
-                    if covariance:
-                        z[i] += evidence.scaling**2 / 2 * float(keys[b, h, i] @ cov @ keys[b, h, i])
+                    z[i] += evidence.scaling**2 / 2 * float(keys[b, h, i] @ cov @ keys[b, h, i])
                     if evidence.log_weight_BHT is not None:
                         z[i] += float(evidence.log_weight_BHT[b, h, i])
                 normaliser = sum(math.exp(x) for x in z.values())
@@ -73,10 +72,8 @@ def _naive(evidence, *, future, sinks, covariance, value_norm, epsilon):
                     a = math.exp(z[i]) / normaliser
                     projected = values[b, h, i] @ evidence.output_weight_QDE[q].double()
                     total[i] += {
-                        None: a,
-                        "plain": (a + epsilon) * float(values[b, h, i].norm()),
-                        "output": (a + epsilon) * math.sqrt(sum(float(x) ** 2 for x in projected)),
-                        "output_l1": (a + epsilon) * naive_norm(evidence, b, q, i),
+                        "plain": a * float(values[b, h, i].norm()),
+                        "output": a * math.sqrt(sum(float(x) ** 2 for x in projected)),
                     }[value_norm]
             for i in own:
                 best = total[i] if i in total else max(total.values())
@@ -84,7 +81,7 @@ def _naive(evidence, *, future, sinks, covariance, value_norm, epsilon):
     return naive
 
 
-SETTINGS = {"future": 7, "sinks": 3, "covariance": True, "value_norm": "plain", "epsilon": 0.0}
+SETTINGS = {"future": 7, "sinks": 3, "value_norm": "plain"}
 
 
 def assert_formula(evidence, **changes):
@@ -95,13 +92,11 @@ def assert_formula(evidence, **changes):
     return score
 
 
-@pytest.mark.parametrize("covariance", [True, False])
-@pytest.mark.parametrize("value_norm", ["plain", "output", "output_l1", None])
-@pytest.mark.parametrize("epsilon", [0.0, 0.02])
+@pytest.mark.parametrize("value_norm", ["plain", "output"])
 @pytest.mark.parametrize("layer", [None, "sinks"])
-def test_expected_attention_is_its_formula(covariance, value_norm, epsilon, layer):
+def test_expected_attention_is_its_formula(value_norm, layer):
     evidence = special_layer(_evidence(), layer)
-    assert_formula(evidence, covariance=covariance, value_norm=value_norm, epsilon=epsilon)
+    assert_formula(evidence, value_norm=value_norm)
 
 
 @pytest.mark.parametrize("layer", [None, "sinks"])
@@ -133,7 +128,7 @@ def test_expected_attention_over_shapes(shape, changes):
 @pytest.mark.parametrize("future", [1, 7])
 def test_in_a_sliding_window_only_what_is_read_again_scores(window, future):
     evidence = replace(_evidence(pads=(0, 4, 9), num_tokens=17, num_queries=6), window=window)
-    score = assert_formula(evidence, future=future, epsilon=0.02)
+    score = assert_formula(evidence, future=future)
     gone = (torch.arange(17) <= 17 - window) & evidence.valid_BT[:, None]
     assert (score == 0).sum() == 2 * gone.sum()
 
@@ -156,6 +151,6 @@ def test_what_it_cannot_do_is_refused():
         match=r"sequence 1 of 2 has 10 tokens, .* last 14 .* first 10 are left out as sinks.*fewer sinks",
     ):
         expected_attention(evidence, sinks=10)
-    for settings in ({"future": 0}, {"sinks": -1}, {"epsilon": -0.1}, {"epsilon": float("nan")}):
+    for settings in ({"future": 0}, {"sinks": -1}):
         with pytest.raises(ValueError, match="wants future of at least 1 position.*got future="):
             expected_attention(evidence, **settings)

@@ -34,7 +34,6 @@ from tests.naive import (
     SHAPES,
     assert_heads_close,
     existing,
-    mean,
     mixed,
     naive_attention,
     naive_gumbel,
@@ -234,21 +233,20 @@ def test_lazy_eviction_wants_statistics_with_gaps():
 
 
 @pytest.mark.parametrize("group", [1, 4, 8])
-@pytest.mark.parametrize("anchor", ["normalised", "raw"])
-def test_keydiff(anchor, group):
+def test_keydiff(group):
     evidence = random_evidence(pads=(0, 4, 9), num_tokens=17, group=group)
     keys = evidence.keys_BHTD.tolist()
 
     def number(b, h, i):
         own = [keys[b][h][k] for k in existing(evidence, b)]
-        lengths = [math.hypot(*key) if anchor == "normalised" else 1.0 for key in own]
+        lengths = [math.hypot(*key) for key in own]
         middle = [
             sum(x / n for x, n in zip(column, lengths, strict=True)) for column in zip(*own, strict=True)
         ]
         product = sum(x * m for x, m in zip(keys[b][h][i], middle, strict=True))
         return -product / (math.hypot(*keys[b][h][i]) * math.hypot(*middle))
 
-    assert_heads_close(keydiff(evidence, anchor=anchor).values_BHT, naive_scores(evidence, number))
+    assert_heads_close(keydiff(evidence).values_BHT, naive_scores(evidence, number))
 
 
 def test_a_key_of_no_direction_is_neither_like_nor_unlike():
@@ -282,12 +280,11 @@ def spread_in_next(block, following):
     return [math.exp(x) / total for x in spread]
 
 
-@pytest.mark.parametrize("compete", ["block", "score"])
 @pytest.mark.parametrize(("lag", "sinks"), [(2, 0), (3, 4), (5, 1), (8, 0), (9, 0), (40, 2)])
-def test_lagkv_compares_each_block_with_the_next(compete, lag, sinks):
+def test_lagkv_compares_each_block_with_the_next(lag, sinks):
     """17 entries: two whole blocks of 8, or one of 9 and no comparison; the short sequence has fewer."""
     evidence = random_evidence(pads=(0, 4, 9), num_tokens=17, group=2)
-    got = lagkv(evidence, lag=lag, sinks=sinks, compete=compete).values_BHT
+    got = lagkv(evidence, lag=lag, sinks=sinks).values_BHT
     naive = torch.full(got.shape, float("-inf"), dtype=torch.float64)
     for b, h in itertools.product(range(3), range(2)):
         own = existing(evidence, b)
@@ -300,8 +297,7 @@ def test_lagkv_compares_each_block_with_the_next(compete, lag, sinks):
                 for states in (evidence.keys_BHTD.double(), evidence.values_BHTD.double())
             )
             score = [(k + v) / 2 for k, v in zip(of_keys, of_values, strict=True)]
-            if compete == "block":
-                score = [sum(other < one for other in score) / lag for one in score]
+            score = [sum(other < one for other in score) / lag for one in score]
             naive[b, h, block] = torch.tensor(score, dtype=torch.float64)
     assert_heads_close(got, naive)
     assert (got == 1).any() and ((got == 2).any() == (sinks > 0))
@@ -311,12 +307,12 @@ def test_a_channel_that_does_not_vary_says_nothing_in_lagkv():
     evidence = random_evidence(pads=(0,), num_tokens=12, num_heads=1)
     evidence.keys_BHTD[0, 0, 4:8, 0] = 0.5  # of the block that the first is compared with
     evidence.values_BHTD[0, 0, 4:8] = 0.5
-    score = lagkv(evidence, lag=4, sinks=0, compete="score").values_BHT[0, 0]
+    score = lagkv(evidence, lag=4, sinks=0).values_BHT[0, 0]
     of_keys = spread_in_next(*(evidence.keys_BHTD[0, 0, a : a + 4, 1:].double().tolist() for a in (0, 4)))
-    assert_close(score[:4], (torch.tensor(of_keys).double() + 0.25) / 2)
+    assert torch.equal(score[:4], torch.tensor(of_keys).argsort().argsort() / 4)
 
 
-def naive_quest(evidence, page_size, group):
+def naive_quest(evidence, page_size):
     T, G = evidence.num_seen, evidence.group
     keys, queries = evidence.keys_BHTD.tolist(), evidence.queries_BQSD[:, :, -1].tolist()
     own = [existing(evidence, b) for b in range(len(queries))]
@@ -331,7 +327,7 @@ def naive_quest(evidence, page_size, group):
         if evidence.log_weight_BHT is not None:
             added = max(float(evidence.log_weight_BHT[b, h, k]) for k in own[b][place : place + page_size])
             bounds = [bound + added / evidence.scaling for bound in bounds]
-        return max(bounds) if group == "max" else mean(bounds)
+        return max(bounds)
 
     naive = naive_scores(evidence, bound)
     for b, h in itertools.product(range(len(own)), range(evidence.num_heads)):
@@ -344,13 +340,12 @@ def naive_quest(evidence, page_size, group):
 
 @pytest.mark.parametrize("heads", [1, 4, 8])
 @pytest.mark.parametrize("page_size", [1, 3, 16, 40])
-@pytest.mark.parametrize("group", ["max", "mean"])
-def test_quest_reads_the_last_query_only(heads, page_size, group):
+def test_quest_reads_the_last_query_only(heads, page_size):
     evidence = random_evidence(pads=(0, 4, 17), num_tokens=35, group=heads)
-    score = quest(evidence, page_size=page_size, group=group).values_BHT
-    assert_heads_close(score, naive_quest(evidence, page_size, group))
+    score = quest(evidence, page_size=page_size).values_BHT
+    assert_heads_close(score, naive_quest(evidence, page_size))
     last = replace(evidence, queries_BQSD=evidence.queries_BQSD[:, :, -1:])
-    assert torch.equal(quest(last, page_size=page_size, group=group).values_BHT, score)
+    assert torch.equal(quest(last, page_size=page_size).values_BHT, score)
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 16])
@@ -359,14 +354,14 @@ def test_what_is_added_to_logits_counts_in_quest(page_size):
     weights = torch.rand(evidence.exists_BHT.shape, generator=torch.Generator().manual_seed(1)) * 3
     added = replace(evidence, log_weight_BHT=weights)
     score = quest(added, page_size=page_size).values_BHT
-    assert_heads_close(score, naive_quest(added, page_size, "max"))
+    assert_heads_close(score, naive_quest(added, page_size))
     assert not torch.equal(score, quest(evidence, page_size=page_size).values_BHT)
 
 
 @pytest.mark.parametrize("window", [1, 2, 9, 35, 36])
 def test_in_quest_what_a_sliding_window_has_left_comes_last(window):
     evidence = random_evidence(pads=(0, 4, 17), num_tokens=35, group=4, window=window)
-    assert_heads_close(quest(evidence, page_size=4).values_BHT, naive_quest(evidence, 4, "max"))
+    assert_heads_close(quest(evidence, page_size=4).values_BHT, naive_quest(evidence, 4))
 
 
 @pytest.mark.parametrize("seeds", [None, [0, 1], [-5, 2**63 + 17]])

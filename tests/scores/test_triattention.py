@@ -32,10 +32,8 @@ def pairs(vector, F):
     return [complex(vector[f], vector[F + f]) for f in range(F)]
 
 
-@pytest.mark.parametrize("over", ["mean", "max"])
-@pytest.mark.parametrize("normalise", [True, False])
 @pytest.mark.parametrize(("scaling", "furthest"), [(1.0, 9), (1.3, 64), (1.0, 1)])
-def test_the_series_of_the_centre_and_the_length_of_what_scatters(over, normalise, scaling, furthest):
+def test_the_series_of_the_centre_and_the_length_of_what_scatters(scaling, furthest):
     """Six dimensions, of which RoPE turns four."""
     rotary = Rotary(torch.tensor([0.7, 0.1]), scaling)
     evidence = random_evidence((0, 3), head_width=6, rotary=rotary, dtype=torch.float64)
@@ -62,16 +60,14 @@ def test_the_series_of_the_centre_and_the_length_of_what_scatters(over, normalis
                 found.append(total)
             scatter = zip(lengths, pairs(centre, F), pairs(key, F), strict=True)
             beside = sum((m - abs(c)) * abs(k) * scaling**2 for m, c, k in scatter)
-            numbers[i] = beside + (max(found) if over == "max" else sum(found) / len(found))
-        if normalise:
-            mean = sum(numbers.values()) / len(numbers)
-            deviation = math.sqrt(sum((x - mean) ** 2 for x in numbers.values()) / len(numbers))
-            numbers = {i: (x - mean) / deviation for i, x in numbers.items()}
-        return numbers
+            numbers[i] = beside + sum(found) / len(found)
+        mean = sum(numbers.values()) / len(numbers)
+        deviation = math.sqrt(sum((x - mean) ** 2 for x in numbers.values()) / len(numbers))
+        return {i: (x - mean) / deviation for i, x in numbers.items()}
 
     heads = {(b, q): series(b, q) for b, q in itertools.product(range(2), range(4))}
     naive = naive_scores(evidence, lambda b, h, i: max(heads[b, q][i] for q in query_heads(evidence, h)))
-    got = triattention(evidence, over=over, normalise=normalise, furthest=furthest)
+    got = triattention(evidence, furthest=furthest)
     assert_heads_close(got.values_BHT, naive, ops=4)
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from retain.gates import build_gates
 from retain.gates.artifact import read_metadata, save_gates
-from retain.gates.card import card_text
+from retain.gates.card import card_of
 from retain.train.distill import distill
 from retain.train.run import curves
 from retain.train.run.card import TITLES, main, write_card
@@ -74,12 +74,14 @@ def save_artifact(folder: Path, metadata: dict[str, Any]) -> None:
 
 
 def test_the_card_says_what_was_made_how_and_how_well() -> None:
-    text = card_text(
-        METADATA,
-        RECORDS,
-        command="accelerate launch train/distill.py",
-        pictures={CURVES: TITLES[CURVES]},
-        place="g",
+    text = str(
+        card_of(
+            METADATA,
+            RECORDS,
+            command="accelerate launch train/distill.py",
+            pictures={CURVES: TITLES[CURVES]},
+            place="g",
+        )
     )
     assert front_matter(text) == {
         **{"library_name": "retain", "base_model": "owner/model", "base_model_relation": "adapter"},
@@ -99,15 +101,13 @@ def test_the_card_says_what_was_made_how_and_how_well() -> None:
         "`shared`, fitted to 8 held-out documents and reported on 7 others; scores in units of `rank` "
         "before, `risk` after.",
         "| 0.1 | 0.250 | 0.260 | 0.510 | 0.270 | 0.520 |",
-        "```bash\naccelerate launch train/distill.py\n```",
+        "````bash\naccelerate launch train/distill.py\n````",
         "4 steps, 2 process(es), 123,456 tokens, 61 seconds of training.",
         "(curves.png)",
         "revision `abc123`",
         "retain.load_gates('g', model)",
         "- Trained on contexts of at most 4,096 tokens",
         "retain.load('owner/model', revision='abc123')",
-        "| keep_ratio | threshold |",
-        "| 0.1 | 0.5 |",
         "- Licence: `apache-2.0`; the base model has its own.",
     ):
         assert line in text, line
@@ -147,7 +147,7 @@ def test_a_run_writes_what_the_card_reads(make_config: Callable[..., Any]) -> No
 
 
 def test_what_was_not_measured_is_not_in_the_card() -> None:
-    text = card_text({"base_model": "/a/folder", "family": "linear", "layers": {}}, [])
+    text = str(card_of({"base_model": "/a/folder", "family": "linear", "layers": {}}, []))
     assert front_matter(text)["tags"][-1] == "gate-linear"
     assert "base_model" not in front_matter(text) and "datasets" not in front_matter(text)
     for word in ("overlap |", "Calibration", "```bash", "Commit", "curves.png", "None"):
@@ -162,12 +162,12 @@ def test_contents_cannot_break_the_card() -> None:
         "license": "other: [x]",
         "provenance": {**METADATA["provenance"], "platform": "# no heading | <b>here</b>"},
     }
-    text = card_text(nasty, [], command="a ``` b")
+    text = str(card_of(nasty, [], command="a ``` b"))
     assert front_matter(text)["license"] == "other: [x]"
     text = text.replace("\\`", "")  # an escaped one opens nothing
     prose = re.sub(r"(?<!`)(`+)(?!`).*?(?<!`)\1(?!`)", "", text, flags=re.S)  # what is code cannot be markup
     assert "<script>" not in prose and "<b>" not in prose and "\n# heading" not in text
-    assert text.count("\n# ") == 1 and "\\# no heading \\| &lt;b&gt;here" in text
+    assert text.count("\n# ") == 1 and "# no heading \\| &lt;b&gt;here" in text
     for row in [line for line in text.splitlines() if line.startswith("| `path`")]:
         assert len(re.findall(r"(?<!\\)\|", row)) == 3
     assert "````bash\na ``` b\n````" in text

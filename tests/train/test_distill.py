@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,6 +20,7 @@ from retain.gates import GATES
 from retain.hf.intercept.observe import observe
 from retain.policy import load_policy
 from retain.train import local_stage as local
+from retain.train.arguments import distill_parser, recipe_of
 from retain.train.distill import distill, main
 from retain.train.recipe import DistillConfig, check
 from retain.train.run.checkpoint import latest, read_log
@@ -215,7 +217,7 @@ def test_shipped_configs_build(path: Path) -> None:
     check(config, 1)
     assert config.output.startswith("runs/")
     # What is trained for the default policy can be used by it; published families are compared alone.
-    policy = load_policy("gate" if path.parent.name == "families" else "fused")
+    policy = load_policy("gate" if path.parent.name == "families" else "learned")
     assert config.target.horizon <= policy.protection.recent
     head = path.read_text().splitlines()[:3]
     launch = "accelerate launch --quiet --config_file configs/accelerate/one_process.yaml train/distill.py"
@@ -258,7 +260,7 @@ def test_the_gates_that_are_trained_are_those_that_are_compared() -> None:
         yaml.safe_load((ROOT / "configs" / "compare" / f"{name}.yaml").read_text())
         for name in ("reference", "demo")
     )
-    assert config.model == f"reference:{config.seed}" and demo["seeds"] == [config.seed]
+    assert config.model == f"reference:{config.seed}" and demo.get("seeds", [0]) == [config.seed]
     assert config.output == compared["gates"].format(seed=config.seed)
     assert f"output={demo['gates']} overwrite=true" in (ROOT / "Makefile").read_text()
 
@@ -295,3 +297,41 @@ def test_processes_that_would_train_alone_are_refused(
         ValueError, match="started 2 processes, and accelerate sees 1: .*ACCELERATE_USE_CPU=true"
     ):
         distill(make_config())
+
+
+@pytest.mark.parametrize(
+    ("words", "path", "changes"),
+    [
+        (["m", "d.jsonl", "seed=3", "--dry-run", "chunk=9"], "laptop.yaml", ["seed=3", "chunk=9"]),
+        (["o/m", "o/data"], "laptop.yaml", ["data.source=hub"]),
+        (["o/m", "folder"], "laptop.yaml", ["data.source=parquet", "data.streaming=false"]),
+        (["reference:0", "reference"], None, ['model="reference:0"', 'output="runs/reference-0"']),
+        (["--config", "c.yaml", "seed=3"], "c.yaml", ["seed=3"]),
+    ],
+)
+def test_a_model_and_data_are_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], path: str | None, changes: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "a.parquet").write_bytes(b"PAR1")
+    found, overrides = recipe_of(distill_parser().parse_args(words))
+    assert (found and found.name) == path and {*changes} <= {*overrides}
+    if path != "c.yaml":
+        config = load(found, DistillConfig, overrides)
+        check(config, 1)
+
+
+def test_help_lists_every_key_with_type_default_and_meaning(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    said = capsys.readouterr().out
+    lines = [line for line in said.partition("keys (")[2].splitlines()[1:] if line]
+    assert len(lines) > 80 and all(re.match(r"  [\w.]+ \(.+; .+\): \S.*\.$", line) for line in lines)
+    assert "  training.lr (float >= 1e-30; 0.005): Peak learning rate of AdamW." in lines
+
+
+@pytest.mark.parametrize("words", [[], ["model"], ["m", "d", "e"], ["m", "d", "--config", "c.yaml"]])
+def test_a_request_without_a_recipe_is_refused(words: list[str]) -> None:
+    with pytest.raises(SystemExit, match=r"wanted --config YAML, or MODEL and DATA; got"):
+        main(words)

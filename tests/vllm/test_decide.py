@@ -26,7 +26,7 @@ SERVED = tuple(
     and not load_policy(name).learned
     and not problems(load_policy(name), ("vllm",))
 )
-SERVED += ("gate", "fused")
+SERVED += ("gate", "learned")
 
 
 def made(name: str, length: int, *overrides: str, num_layers: int = 3):
@@ -119,7 +119,7 @@ def test_a_policy_that_keeps_everything_frees_nothing():
     assert Rules(load_policy("full"), 4, (2, 2), 24).kept(400, Budget(keep_ratio=0.5)) == 100
 
 
-@pytest.mark.parametrize("name", ["snapkv", "fused"])
+@pytest.mark.parametrize("name", ["snapkv", "learned"])
 def test_the_number_of_pages_follows_from_length_and_budget_alone(name):
     rules, _, _ = made(name, 20)
     for length in (1, PAGE - 1, PAGE, PAGE + 1, 299, 304, 999):

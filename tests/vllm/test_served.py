@@ -33,8 +33,8 @@ POLICIES: dict[str, dict[str, Any]] = {
     "linear-layer": {"policy": "gate", "gates": "linear", "overrides": ["scope=layer"]},
     "decay-model": {"policy": "gate", "gates": "decay", "overrides": ["scope=model"]},
     "qkv-layer": {"policy": "gate", "gates": "qkv-before", "overrides": ["scope=layer"]},
-    "fused-linear": {"policy": "fused", "gates": "linear"},
-    "fused-mlp": {"policy": "fused", "gates": "mlp"},
+    "learned-linear": {"policy": "learned", "gates": "linear"},
+    "learned-mlp": {"policy": "learned", "gates": "mlp"},
 }
 MODES: dict[str, dict[str, Any]] = {
     "chunked": {"max_num_batched_tokens": 128},
@@ -127,7 +127,7 @@ def test_tokens_and_entries_are_those_of_the_cache(oracle, engines, reference, n
 
 
 @pytest.mark.parametrize(
-    "name", ["snapkv", "random", "adakv", "linear", "decay-model", "qkv-after", "fused-mlp"]
+    "name", ["snapkv", "random", "adakv", "linear", "decay-model", "qkv-after", "learned-mlp"]
 )
 def test_answers_are_computed_anew_from_the_full_prompt(oracle, engines, reference, new_gates, name):
     """Requests that lose their blocks while they answer.
@@ -149,7 +149,9 @@ def test_answers_are_computed_anew_from_the_full_prompt(oracle, engines, referen
     check_all(run, oracle, cases, f"{name} preempted")
 
 
-@pytest.mark.parametrize("name", ["snapkv", "random", "criticalkv", "linear", "decay", "adakv", "fused-mlp"])
+@pytest.mark.parametrize(
+    "name", ["snapkv", "random", "criticalkv", "linear", "decay", "adakv", "learned-mlp"]
+)
 def test_each_rank_keeps_entries_of_its_heads(oracle, engines, reference, new_gates, name):
     """Tensor parallelism over two processes: heads that share a budget share their rank's part of it."""
     retain = settings_of(name, reference, new_gates)
@@ -307,7 +309,7 @@ def models(oracle, tmp_path_factory) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("impl", ["vllm", "transformers"])
-@pytest.mark.parametrize("policy", ["snapkv", "fused-mlp", "criticalkv"])
+@pytest.mark.parametrize("policy", ["snapkv", "learned-mlp", "criticalkv"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_models_of_other_shapes(oracle, engines, models, new_gates, shape, policy, impl):
     model = models[shape]
@@ -328,7 +330,7 @@ def test_models_of_other_shapes(oracle, engines, models, new_gates, shape, polic
     [
         ({"policy": "snapvk", "keep_ratio": 0.2}, {}, "did you mean.*snapkv"),
         ({"policy": "h2o", "keep_ratio": 0.2}, {}, "take 'snapkv'"),
-        ({"policy": "fused", "keep_ratio": 0.2}, {}, "add 'gates'"),
+        ({"policy": "learned", "keep_ratio": 0.2}, {}, "add 'gates'"),
         (SNAPKV, {"kv_cache_dtype": "fp8"}, "quantises its cache .kv_cache_dtype 'fp8'.: take 'auto'"),
         (SNAPKV, {"pipeline_parallel_size": 2}, "pipeline and context"),
         (

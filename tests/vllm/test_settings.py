@@ -19,7 +19,7 @@ def test_every_setting():
     assert settings == Settings(**fields)
     assert settings.load_policy().observed_settings["window"] == 16
     assert settings.budget.keep_ratio == 0.3
-    both = settings_from({"retain": {"policy": "fused", "gates": "there", "tokens_per_head": 64}})
+    both = settings_from({"retain": {"policy": "learned", "gates": "there", "tokens_per_head": 64}})
     assert both.gates == "there" and both.budget.tokens_per_head == 64
 
 
@@ -35,7 +35,7 @@ def test_every_setting():
         ({"policy": "snapkv", "keep_ratio": "much"}, "keep_ratio"),
         ({"policy": "snapkv", "keep_ratio": 0.2, "tokens_per_head": 9}, "keep_ratio|one"),
         ({"policy": "snapkv", "keep_ratio": 0.2, "overrides": ["observed_settings.windo=3"]}, "windo"),
-        ({"policy": "fused", "keep_ratio": 0.2}, "'fused' cannot be served.*takes gates: add 'gates'"),
+        ({"policy": "learned", "keep_ratio": 0.2}, "'learned' cannot be served.*takes gates: add 'gates'"),
         ({"keep_ratio": 0.2}, "takes gates: add 'gates'"),
         ({"policy": "snapkv", "gates": "g", "keep_ratio": 0.2}, "takes no gates: leave 'gates' out"),
         (

@@ -171,7 +171,9 @@ def test_heads_and_entries_are_those_of_plain_loops(name, seed, ties, ratio, pag
     check_by_hand(policy, layers, made_scores(layers, seed, ties=ties), ratio, page)
 
 
-@pytest.mark.parametrize("name", ["fused", "duoattention", "layer_defensivekv", "pyramidkv", "lava", "cake"])
+@pytest.mark.parametrize(
+    "name", ["learned", "duoattention", "layer_defensivekv", "pyramidkv", "lava", "cake"]
+)
 @settings(deadline=None, max_examples=4)
 @given(st.integers(0, 10**6), st.sampled_from([0.6, 0.8]), st.sampled_from(SIZES))
 def test_presets_are_those_of_plain_loops(heads_file, name, seed, ratio, page):

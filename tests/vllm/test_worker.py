@@ -26,7 +26,7 @@ BUDGET = Budget(keep_ratio=0.3)
 
 def make_steps(name: str = "snapkv", layout: Layout = LAYOUT) -> Steps:
     """An empty memory with a worker: 2 query heads a KV head, windows of 5 queries."""
-    overrides = [*SMALL, "observed_settings.window=5"] if name in ("snapkv", "adakv", "fused") else SMALL
+    overrides = [*SMALL, "observed_settings.window=5"] if name in ("snapkv", "adakv", "learned") else SMALL
     policy = load_policy(name, overrides)
     heads_L = (layout.num_heads,) * layout.num_layers
     layers = [
@@ -95,7 +95,7 @@ def forget(steps: Steps) -> None:
     assert len(steps.pool) == len(set(steps.pool)) == steps.layout.num_blocks - 1
 
 
-@pytest.mark.parametrize("name", ["snapkv", "adakv", "random", "fused"])
+@pytest.mark.parametrize("name", ["snapkv", "adakv", "random", "learned"])
 @pytest.mark.parametrize("length", [39, 40, 41])
 @pytest.mark.parametrize("chunks", [(50,), (7,) * 10, (36, 3, 1), (38, 1, 1, 1), (1,) * 45])
 def test_heads_read_what_stays_of_a_prompt_and_then_its_answer(name, length, chunks):
@@ -142,7 +142,7 @@ def test_a_prompt_whose_end_comes_with_its_answer_is_evicted_from_alone():
 def test_any_order_of_steps_preemptions_and_aborts(seed):
     """Evicted, being read and untouched requests in one step, in an order that changes."""
     draw, begun = random.Random(seed), 0
-    steps = make_steps(draw.choice(["snapkv", "knorm", "fused"]))
+    steps = make_steps(draw.choice(["snapkv", "knorm", "learned"]))
     for _ in range(40):
         if len(steps.requests) < 3 and draw.random() < 0.6:
             begun += 1
@@ -170,7 +170,7 @@ def test_any_order_of_steps_preemptions_and_aborts(seed):
     forget(steps)
 
 
-@pytest.mark.parametrize("name", ["snapkv", "adakv", "fused"])
+@pytest.mark.parametrize("name", ["snapkv", "adakv", "learned"])
 def test_a_request_that_cannot_be_scored_keeps_its_last_entries_and_stops_no_other(name, caplog):
     steps = make_steps(name)
     for request_id, length in (("bad", 41), ("good", 38)):

@@ -15,11 +15,10 @@ from typing import Annotated, Any, Literal
 import torch
 from jaxtyping import Bool, Float, Float32
 from pydantic import Field
-from pydantic.dataclasses import dataclass as checked
 from torch import Tensor, nn
 
 from retain.budget.largest_remainder import exact
-from retain.config import STRICT, ProperShare
+from retain.config import ProperShare
 from retain.evidence import Evidence
 from retain.gates import GateSet
 from retain.gates.base import UNITS
@@ -28,6 +27,7 @@ from retain.gates.calibrate import Calibrator
 from retain.ranking import order_entries, rank_entries
 from retain.train.calibration.isotonic import fit_shared, space_of
 from retain.train.objectives.case import keyed_generator
+from retain.train.settings import section
 
 # Of a document: layer -> one number for each entry that counts, `[H, counted]`.
 Rows = Mapping[int, Tensor]
@@ -38,25 +38,22 @@ MOST_ENTRIES = 4096
 ENTRIES = 0xCA11
 
 
-@checked(frozen=True, config=STRICT)
+@section
 class CalibrationSettings:
-    """Settings of the calibration after training.
-
-    Args:
-        kind: `shared`: one monotone curve, with four numbers a head; `none`: scores stay as gates give them.
-        knots: of the curve.
-        curve: whether thresholds are stored for keep_ratios.
-        keep_ratios: at which the report is made.
-    """
+    """Settings of the calibration after training."""
 
     kind: Literal["none", "shared"] = "shared"
+    """`shared`: one monotone curve, with four numbers a head; `none`: scores stay as gates give them."""
     knots: Annotated[int, Field(ge=2, le=1024)] = 16
+    """Of the curve."""
     curve: bool = True
+    """Whether thresholds are stored for keep_ratios."""
     keep_ratios: tuple[ProperShare, ...] = (0.05, 0.1, 0.2, 0.3, 0.5)
+    """At which the report is made."""
 
     def __post_init__(self) -> None:
         if not self.keep_ratios:
-            raise ValueError("calibration: keep_ratios is empty: name one at least.")
+            raise ValueError("keep_ratios is empty: name one at least.")
 
     @property
     def wanted(self) -> bool:

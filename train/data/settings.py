@@ -3,7 +3,7 @@
 import math
 import string
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -11,6 +11,7 @@ from pydantic import Field
 from retain.config import Count, Positive, ProperShare, Tokens, Whole
 from retain.registry import suggest
 from retain.train.rules import broken, refuse
+from retain.train.settings import section
 
 ROLES = ("text", "context", "question", "answer", "messages", "tools", "context_ids", "appendix_ids")
 # How a row can be read: the column that holds the context, and those that may go with it.
@@ -24,62 +25,59 @@ FORMS: dict[str, tuple[str, ...]] = {
 MOST_GENERATED = 100
 
 
-@dataclass(frozen=True)
+@section
 class DataSettings:
-    """The source of documents, their split and their lengths.
-
-    Args:
-        source: `reference` (generated, seen families only), `jsonl`, `parquet` or `text` (local files), or
-            `hub` (a data set by name).
-        path: a local file, a folder or a pattern such as `data/**/*.jsonl`; or the hub data set's name.
-        subset: configuration of the hub data set.
-        split: split of the hub data set.
-        revision: of the hub data set; state it, and the artifact records it.
-        columns: which column holds `text`, or `context` + `question` + `answer`, or `messages` (+
-            `tools`), or `context_ids` (+ `appendix_ids`): `{text: body}`. Empty: columns have these names.
-        separator: `text` files: "" splits at blank lines; null: a file is a document.
-        streaming: read documents as they are needed, for data that does not fit into memory.
-        shuffle_rows: streaming: rows that are shuffled among themselves and held in memory.
-        documents: how many to train on (`reference`: generated; else at most, the first that there are;
-            0 = all). Streaming reads as many as the steps need, and wants 0.
-        held_out: how many held-out documents are looked at, for the overlap that is reported.
-        held_out_share: share of all contexts, by their hash, that is never trained on. If fewer than
-            `held_out` fall into it, the `held_out` of the smallest hash are held out (not of a stream).
-        min_tokens: `reference`: shortest context; else: shorter ones are refused or skipped.
-        max_tokens: longest context.
-        lengths: mixed lengths: text is cut to one of these, drawn for each document by its hash; empty:
-            `max_tokens` for all.
-        length_weights: how often each of `lengths` is drawn; empty: alike.
-        short: a context that is too short is an `error`, or is left out (`skip`).
-        long: a context longer than `max_tokens` is `cut`, left out (`skip`) or an `error`; a conversation is
-            never cut.
-        appendix: how a question and its answer are written after the context.
-        max_appendix_tokens: longest appendix; longer ones are cut (0 = any).
-        pack_tokens: most tokens of the documents that share a forward pass (0 = any; `training.micro_batch`
-            bounds their number); a longer document has its own.
-    """
+    """The source of documents, their split and their lengths."""
 
     source: Literal["reference", "jsonl", "parquet", "text", "hub"] = "reference"
+    """`reference` (generated, seen families only), `jsonl`, `parquet` or `text` (local files), or `hub` (a
+    data set by name)."""
     path: str | None = None
+    """A local file, a folder or a pattern such as `data/**/*.jsonl`; or the hub data set's name."""
     subset: str | None = None
+    """Configuration of the hub data set."""
     split: str = "train"
+    """Split of the hub data set."""
     revision: str | None = None
+    """Of the hub data set; state it, and the artifact records it."""
     columns: dict[str, str] = field(default_factory=dict)
+    """Which column holds `text`, or `context` + `question` + `answer`, or `messages` (+ `tools`), or
+    `context_ids` (+ `appendix_ids`): `{text: body}`. Empty: columns have these names."""
     separator: Literal[""] | None = None
+    """`text` files: "" splits at blank lines; null: a file is a document."""
     streaming: bool = False
+    """Read documents as they are needed, for data that does not fit into memory."""
     shuffle_rows: Count = 1024
+    """Streaming: rows that are shuffled among themselves and held in memory."""
     documents: Annotated[int, Field(ge=0, le=10**6)] = 1600
+    """How many to train on (`reference`: generated; else at most, the first that there are; 0 = all).
+    Streaming reads as many as the steps need, and wants 0."""
     held_out: Annotated[int, Field(ge=0, le=10**6)] = 32
+    """How many held-out documents are looked at, for the overlap that is reported."""
     held_out_share: ProperShare = 0.05
+    """Share of all contexts, by their hash, that is never trained on. If fewer than `held_out` fall into it,
+    the `held_out` of the smallest hash are held out (not of a stream)."""
     min_tokens: Tokens = 256
+    """`reference`: shortest context; else: shorter ones are refused or skipped."""
     max_tokens: Tokens = 768
+    """Longest context."""
     lengths: tuple[Tokens, ...] = ()
+    """Mixed lengths: text is cut to one of these, drawn for each document by its hash; empty: `max_tokens`
+    for all."""
     length_weights: tuple[Positive, ...] = ()
+    """How often each of `lengths` is drawn; empty: alike."""
     short: Literal["error", "skip"] = "error"
+    """A context that is too short is an `error`, or is left out (`skip`)."""
     long: Literal["cut", "skip", "error"] = "cut"
+    """A context longer than `max_tokens` is `cut`, left out (`skip`) or an `error`; a conversation is never
+    cut."""
     appendix: str = "\n{question}\n{answer}"
+    """How a question and its answer are written after the context."""
     max_appendix_tokens: Annotated[int, Field(ge=0, le=2**24)] = 0
+    """Longest appendix; longer ones are cut (0 = any)."""
     pack_tokens: Whole = 0
+    """Most tokens of the documents that share a forward pass (0 = any; `training.micro_batch` bounds their
+    number); a longer document has its own."""
 
     @property
     def documents_needed(self) -> float:

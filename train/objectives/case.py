@@ -10,40 +10,38 @@ from torch import Tensor
 
 from retain.config import NotNegative, Positive, PositiveShare, ProperShare, Whole
 from retain.gates import Gate
+from retain.train.settings import section
 
 
-@dataclass(frozen=True)
+@section
 class LossSettings:
-    """The terms and what they need.
-
-    Args:
-        terms: name in `TERMS` -> weight; 0 reports a term and does not train on it.
-        huber_delta: where the Huber loss turns linear, in the gate's unit (nats of log-risk).
-        smooth_l1_beta: the same of Locret's SmoothL1, in mass or risk.
-        keep_ratios: budgets whose boundary is trained.
-        band: width of the band on either side of a boundary, as a share of the entries.
-        pairs: pairs per head, budget and document.
-        temperature: difference in the gate's unit at which a pair counts as told apart, or an entry as kept.
-        margin: of the hinge, in the gate's unit.
-        listwise: how a prediction becomes a distribution: `sum` (divided by its sum) or `softmax` (of the
-            gate's output over `temperature`).
-        layer_output: `exact` (attention is run with the soft keep-mask) or `bound` (linear in it).
-        output_norm: of the residual stream, for `layer_output: exact`.
-        output_queries: queries of a document, and of each branch, that `layer_output` looks at; 0: all.
-    """
+    """The terms and what they need."""
 
     terms: dict[str, NotNegative] = field(default_factory=lambda: {"mse": 1.0, "pairwise": 0.5})
+    """Name in `TERMS` -> weight; 0 reports a term and does not train on it."""
     huber_delta: Positive = 1.0
+    """Where the Huber loss turns linear, in the gate's unit (nats of log-risk)."""
     smooth_l1_beta: Positive = 1.0
+    """The same of Locret's SmoothL1, in mass or risk."""
     keep_ratios: tuple[ProperShare, ...] = (0.1, 0.2, 0.4)
+    """Budgets whose boundary is trained."""
     band: PositiveShare = 0.15
+    """Width of the band on either side of a boundary, as a share of the entries."""
     pairs: Annotated[int, Field(ge=0, le=2**16)] = 64
+    """Pairs per head, budget and document."""
     temperature: Positive = 1.0
+    """Difference in the gate's unit at which a pair counts as told apart, or an entry as kept."""
     margin: NotNegative = 0.01
+    """Of the hinge, in the gate's unit."""
     listwise: Literal["sum", "softmax"] = "sum"
+    """How a prediction becomes a distribution: `sum` (divided by its sum) or `softmax` (of the gate's output
+    over `temperature`)."""
     layer_output: Literal["exact", "bound"] = "exact"
+    """`exact` (attention is run with the soft keep-mask) or `bound` (linear in it)."""
     output_norm: Literal["l1", "l2"] = "l2"
+    """Of the residual stream, for `layer_output: exact`."""
     output_queries: Whole = 64
+    """Queries of a document, and of each branch, that `layer_output` looks at; 0: all."""
 
 
 @dataclass(frozen=True)

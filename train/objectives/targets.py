@@ -21,51 +21,47 @@ from retain.train.data.document import Reading
 from retain.train.objectives.case import keyed_generator
 from retain.train.objectives.losses import head_overlaps
 from retain.train.rules import refuse, unknown
+from retain.train.settings import section
 from retain.train.teacher import Frozen, View, walk
 
 Granularity = Literal["head", "layer", "token"]
 
 
-@dataclass(frozen=True)
+@section
 class TargetSettings:
-    """Which future the gates learn.
-
-    Args:
-        sources: weight of each kind of query: `own` (the context's later tokens), `appendix` (question and
-            answer), `repeat` (the context once more, after a prompt that asks for it), `continuation` (what
-            the model writes greedily after the context).
-        aggregate: of the queries' attention: `max`, `mean`, `block_max` (the largest of the means over blocks
-            of queries) or `mass` (the sum).
-        block: queries of a block, for `block_max`.
-        weight: of the attention paid: `none`, `value_norm` (times the norm of the projected value), or
-            `value_norm_over_hidden` (that over the norm of the query's attention input).
-        granularity: `head` (each KV head its own), `layer` (the mean over heads, for all heads of a layer) or
-            `token` (the mean over heads and layers, for all).
-        horizon: distance in tokens from which an own query counts; the recent window that is protected at
-            inference.
-        floor: added to the target before the logarithm, as a share of the head's mean; below it all targets
-            are alike.
-        chunk: queries at a time; bounds the memory, changes no number. None: as many as are quick, in bounded
-            memory.
-        repeat_prompt: what asks for the context once more (KVzip's words).
-        repeat_next_prompt: the same for every chunk but the first, followed by the last tokens of the chunk
-            before (KVzip's).
-        repeat_chunk: tokens of the context that are repeated at once.
-        continuation_tokens: how many the model writes at most.
-    """
+    """Which future the gates learn."""
 
     sources: dict[str, Positive] = field(default_factory=lambda: {"own": 1.0, "appendix": 1.0})
+    """Weight of each kind of query: `own` (the context's later tokens), `appendix` (question and answer),
+    `repeat` (the context once more, after a prompt that asks for it), `continuation` (what the model writes
+    greedily after the context)."""
     aggregate: Literal["max", "mean", "block_max", "mass"] = "max"
+    """Of the queries' attention: `max`, `mean`, `block_max` (the largest of the means over blocks of queries)
+    or `mass` (the sum)."""
     block: Count = 128
+    """Queries of a block, for `block_max`."""
     weight: Literal["none", "value_norm", "value_norm_over_hidden"] = "value_norm"
+    """Of the attention paid: `none`, `value_norm` (times the norm of the projected value), or
+    `value_norm_over_hidden` (that over the norm of the query's attention input)."""
     granularity: Granularity = "head"
+    """`head` (each KV head its own), `layer` (the mean over heads, for all heads of a layer) or `token` (the
+    mean over heads and layers, for all)."""
     horizon: Tokens = 8
+    """Distance in tokens from which an own query counts; the recent window that is protected at inference."""
     floor: Positive = 2e-3
+    """Added to the target before the logarithm, as a share of the head's mean; below it all targets are
+    alike."""
     chunk: Count | None = None
+    """Queries at a time; bounds the memory, changes no number. None: as many as are quick, in bounded
+    memory."""
     repeat_prompt: str = "\n\nRepeat the previous context exactly."
+    """What asks for the context once more (KVzip's words)."""
     repeat_next_prompt: str = "\n\nRepeat the part of the previous context exactly, starting with"
+    """The same for every chunk but the first, followed by the last tokens of the chunk before (KVzip's)."""
     repeat_chunk: Tokens = 2048
+    """Tokens of the context that are repeated at once."""
     continuation_tokens: Tokens = 64
+    """How many the model writes at most."""
 
 
 def check_targets(settings: TargetSettings) -> None:

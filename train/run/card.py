@@ -12,9 +12,10 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from retain.gates.artifact import read_metadata, write_beside
-from retain.gates.card import CARD, card_text, overlap_of_heads
+from retain.gates.artifact import read_metadata
+from retain.gates.card import CARD, card_of, overlap_of_heads
 from retain.process.command import command
+from retain.process.disk import write_beside
 from retain.train.run.checkpoint import read_log
 from retain.train.run.curves import CURVES, HEADS, draw_all
 
@@ -38,9 +39,9 @@ def write_card(folder: Path | str, *, command: str = "", say: Callable[[str], No
     if reason is not None:
         say(reason)
     titles = {name: TITLES[name] for name in pictures}
-    text = card_text(metadata, records, command=command, pictures=titles, place=str(folder))
+    card = card_of(metadata, records, command=command, pictures=titles, place=str(folder))
     path = folder / CARD
-    os.replace(write_beside(path, text.encode()), path)
+    os.replace(write_beside(path, f"{card}\n".encode()), path)
     return path
 
 

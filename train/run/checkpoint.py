@@ -36,8 +36,9 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
 from retain.config import leaves, read_mapping
-from retain.gates.artifact import METADATA_FILE, write_beside
+from retain.gates.artifact import METADATA_FILE
 from retain.process import disk
+from retain.process.disk import write_beside
 from retain.process.lock import take_lock
 from retain.train.data.corpus import AnyCorpus
 from retain.train.run.parallel import Accelerator, Synchroniser, gather_object, on_main_process

@@ -113,7 +113,7 @@ def bind_policy(
     if gates is not None and not chosen.learned:
         problems.append(
             f"gates would not be read: policy {chosen.name!r} takes none. Leave them out, or name a policy "
-            "that takes gates, such as 'fused' or 'gate'."
+            "that takes gates, such as 'learned' or 'gate'."
         )
     if problems:
         raise ValueError("\n".join(problems))

@@ -261,7 +261,7 @@ class Engine(Interceptor):
             for row, new in zip(state.held_BL(), new_B, strict=True)
         )
         intact_BT = torch.cat([intact_tokens(state.ragged, past).to(new_BS.device), new_BS], dim=1)
-        stock = Stock(held_BL, tuple(history.lengths_B), intact_BT, tuple(state.prompt_B or ()))
+        stock = Stock(held_BL, tuple(history.lengths_B), intact_BT)
         arriving = Arriving(history.valid_BT, state.element_size, stock)
         state.bound_policy.begin(state.batch_context(history.valid_BT), arriving, joint=True)
 
@@ -540,7 +540,6 @@ class Engine(Interceptor):
             # A ratio is one of what was seen, or of the whole prompt while that is being read.
             lengths_B=tuple(history.lengths_B if whole else state.known(history.valid_BT).sum(-1).tolist()),
             intact_BT=intact_tokens(layers, history),
-            prompt_lengths_B=None if state.prompt_B is None else tuple(state.prompt_B),
         )
         call = Arriving(history.valid_BT, state.element_size, stock)
         wanted = self._queries_from(history)

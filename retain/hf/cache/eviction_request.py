@@ -332,7 +332,7 @@ class ByPolicy:
     @property
     def crosses_layers(self) -> bool:
         """Whether what a layer keeps depends on other layers."""
-        return self.plan.shares.split.crosses_layers
+        return self.plan.shares.crosses_layers
 
     @property
     def held_whole(self) -> Sequence[int]:

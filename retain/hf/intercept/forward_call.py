@@ -28,7 +28,7 @@ def shown(value: Any) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One forward.
+    """Holds what one forward was given.
 
     Args:
         is_prefill: the first tokens of the cache.
@@ -146,7 +146,7 @@ def read_call(
 def _disorder(
     valid_BS: Bool[Tensor, "B S"], positions_BS: Int[Tensor, "B S"], last_B: Int[Tensor, " B"] | None
 ) -> tuple[Tensor, Tensor]:
-    """Whether positions do not increase among the new tokens, and from the last one seen."""
+    """Returns whether positions do not increase among the new tokens, and from the last one seen."""
     before_BS = positions_BS.masked_fill(~valid_BS, -1).cummax(-1).values
     disorder = ((positions_BS[:, 1:] <= before_BS[:, :-1]) & valid_BS[:, 1:]).any()
     if last_B is None:

@@ -127,7 +127,7 @@ def hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """What travels from an attention module's hook to the attention function.
+    """Travels from an attention module's hook to the attention function.
 
     Args:
         interceptor: whose attention it is.
@@ -158,13 +158,13 @@ class Interceptor:
 
     @property
     def is_static(self) -> bool:
-        """Whether decoding steps are one graph: hooks pass the layers of the cache on as they are
+        """True while decoding steps are one graph: hooks pass the layers of the cache on as they are
         (`Layer.static`), and nothing else is heard of a forward."""
         return False
 
     @property
     def reads_stream(self) -> bool:
-        """Whether decoder layers are asked for their residual stream."""
+        """True if decoder layers are asked for their residual stream."""
         return False
 
     @property

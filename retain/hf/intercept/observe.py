@@ -21,7 +21,7 @@ def observe(
     *,
     wanted: Collection[str] = (),
 ) -> list[Evidence]:
-    """What every layer shows over a whole sequence: one forward of the frozen decoder, without its head.
+    """Records every layer over a whole sequence: one forward of the frozen decoder, without its head.
 
     Nothing is evicted and nothing stays on the model. Memory: queries, keys, values and attention inputs of
     all layers that evict.
@@ -51,7 +51,7 @@ def observe_ahead(
     input_ids: Int[Tensor, "B T"],
     attention_mask: Int[Tensor, "B T"] | None = None,
 ) -> list[Evidence]:
-    """The same over a whole prompt, with the queries of the lookahead tokens of gates that have some."""
+    """Records a whole prompt in the same way, with the queries of the gates' lookahead tokens."""
     with attach(model):
         cache = Cache(model, policy=None)
         cache.prefill(input_ids, attention_mask, evict=False, hold_evidence=True)

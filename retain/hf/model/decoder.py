@@ -140,7 +140,7 @@ def _window_width(base: Any, layer: nn.Module, kind: Kind) -> int:
 
 
 def _spec(base: Any, idx: int, layer: nn.Module, kind: Kind, where: str, on_meta: bool = False) -> LayerSpec:
-    """One layer that evicts, every part of it checked."""
+    """Describes one layer that evicts, and checks every part of it."""
     config = base.config
     name = FAMILIES.get(config.model_type, REGULAR).attention
     attention: Any = getattr(layer, name, None)

@@ -111,7 +111,7 @@ def family_of(model_type: str, attention: nn.Module) -> Family:
 
 @dataclass(frozen=True)
 class Kind:
-    """What one layer of a model attends to.
+    """Describes what one layer of a model attends to.
 
     Args:
         name: `full_attention`, `sliding_attention`, `linear_attention`, ..., as transformers says.

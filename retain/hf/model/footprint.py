@@ -29,7 +29,7 @@ class Footprint:
 
 
 def footprint(layout: Layout, tokens: int, *, policy: Policy, keep_ratio: float) -> Footprint:
-    """What a cache of `tokens` tokens takes.
+    """Computes the bytes of a cache of `tokens` tokens.
 
     A window of W tokens leaves W - 1 entries that a later query can see. Where layers that evict have one, no
     more than these are kept, however large the budget.

@@ -132,7 +132,7 @@ def new_gates(model: nn.Module, family: str = "mlp", *, seed: int = 0, **setting
 
     Examples:
         >>> gates = retain.new_gates(model, family="mlp")  # doctest: +SKIP
-        >>> cache = retain.Cache(model, policy="fused", keep_ratio=0.2, gates=gates)  # doctest: +SKIP
+        >>> cache = retain.Cache(model, policy="learned", keep_ratio=0.2, gates=gates)  # doctest: +SKIP
     """
     if lookup(family, GATES, what="gate family").extension is not None:
         known = [one for one in inspect.signature(lookahead_gates).parameters if one not in ("model", "seed")]

@@ -26,7 +26,7 @@ FREQUENCIES, FACTOR = ("original_inv_freq", "inv_freq"), "attention_scaling"
 
 
 def fingerprint(model: nn.Module) -> dict[str, str | int]:
-    """Who a model is: its dimensions, and a hash over them and a sample of every weight of its decoder.
+    """Identifies a model by its dimensions and a hash over them and a sample of every weight of its decoder.
 
     Weights go by the names of checkpoints, from the decoder on, persistent buffers among them, without the
     output head, which no key or value depends on. Samples of plain numbers are rounded to bfloat16, so that
@@ -149,8 +149,8 @@ def _sample(tensor: Tensor) -> bytes:
 
 
 def _adapters(base: nn.Module) -> Iterator[tuple[str | bytes, ...]]:
-    """What each active adapter brings, without its name: paths, scales and samples of its weights. Merged
-    ones are in the weights already."""
+    """Yields what each active adapter brings, without its name: paths, scales and samples of its weights.
+    Merged ones are in the weights already."""
     for path, module in _wrappers(base):
         if module.disable_adapters:
             continue

@@ -20,7 +20,7 @@ from retain.hf.model.projection import dense_weight, plain_weight, stored
 
 @dataclass(frozen=True, eq=False)
 class LayerSpec:
-    """One attention layer of a model, whose entries may be evicted.
+    """Describes an attention layer whose entries may be evicted.
 
     Args:
         family: what the attention module calls its parts.
@@ -70,7 +70,7 @@ class LayerSpec:
         return dense_weight(self.output, self.compute_dtype).unflatten(0, (self.num_heads, -1))
 
     def output_weight_if(self, read: bool) -> Float[Tensor, "Q D E"]:
-        """The same for those who look at it; for others NaN, without memory: to make it may cost a matrix."""
+        """The same if it is read; else NaN without memory, since to make it may cost a matrix."""
         if read:
             return self.output_weight_QDE
         nan = torch.full((), float("nan"), device=self.device, dtype=self.dtype)
@@ -78,7 +78,7 @@ class LayerSpec:
 
     @property
     def sinks_Q(self) -> Float[Tensor, " Q"] | None:
-        """One extra logit per query head that takes part in the softmax; None without."""
+        """The extra logit of each query head in the softmax; None without."""
         sinks = None if self.family.sinks is None else getattr(self.module, self.family.sinks)
         return None if sinks is None else sinks.detach()
 
@@ -104,7 +104,7 @@ class LayerSpec:
 
     @property
     def device(self) -> torch.device:
-        """Where the layer's output projection is, and its entries will be."""
+        """Device of the layer's output projection, and of its entries."""
         return stored(self.output)[0].device
 
     @property
@@ -116,7 +116,7 @@ class LayerSpec:
 
 @dataclass(frozen=True, eq=False)
 class LeftAlone:
-    """One layer whose state is left to transformers.
+    """Describes a layer whose state is left to transformers.
 
     Args:
         kind: `sliding_attention`, `linear_attention`, ..., as transformers calls it.

@@ -125,7 +125,7 @@ def select_batch(layer: Any, idx: Int[Tensor, " N"]) -> None:
 
 
 def concat(layers: list[Any]) -> Any:
-    """One layer with the sequences of several, which have all seen equally many tokens."""
+    """Makes one layer with the sequences of several, which have all seen equally many tokens."""
     whole = fork(layers[0])
     parts = [tensors_of(layer) for layer in layers]
     for name in parts[0]:
@@ -134,7 +134,7 @@ def concat(layers: list[Any]) -> Any:
 
 
 def can_crop(layer: Any, num_tokens: int) -> bool:
-    """Whether the last `num_tokens` tokens can be forgotten, as if they had never come.
+    """Returns whether the last `num_tokens` tokens can be forgotten, as if they had never come.
 
     A layer with a window can while nothing has left the window: what has left is lost. A recurrent state has
     all of its tokens in one, and cannot forget any.
@@ -158,7 +158,7 @@ def crop(layer: Any, num_tokens: int) -> None:
 
 
 def state(layer: Any) -> dict[str, Tensor]:
-    """What a layer holds, for saving: its tensors, and `cumulative_length` where it counts tokens."""
+    """Returns what a layer holds, for saving: its tensors, and `cumulative_length` where it counts tokens."""
     saved = {name: tensor.contiguous() for name, tensor in tensors_of(layer).items()}
     if saved and hasattr(layer, COUNT):
         saved[COUNT] = torch.tensor(int(getattr(layer, COUNT)))

@@ -110,7 +110,7 @@ def dense_weight(module: nn.Module, dtype: torch.dtype) -> Float[Tensor, "inputs
 
 
 def _probe(module: nn.Module, dtype: torch.dtype) -> Tensor:
-    """What the module makes of one made-up row."""
+    """Returns the module's output for one made-up row."""
     width = input_width(module) or 0
     row = torch.arange(1, 1 + width, device=stored(module)[0].device, dtype=torch.float32)
     try:
@@ -126,7 +126,7 @@ def _probe(module: nn.Module, dtype: torch.dtype) -> Tensor:
 
 
 def _asked(module: nn.Module, dtype: torch.dtype) -> Tensor:
-    """What the module makes of each row of the identity, less what it makes of zeros."""
+    """Returns the module's output for each row of the identity, less that for zeros."""
     width = input_width(module)
     assert width is not None, "describe() checked it"
     zeros = torch.zeros(1, width, dtype=dtype, device=stored(module)[0].device)

@@ -61,7 +61,7 @@ def published_gates(
 
 
 def _released_at(path_or_hub_id: str | os.PathLike[str], revision: str | None) -> Path:
-    """Where a release lies, fetched if it has to be, with weights in it that are read."""
+    """Returns the path of a release, fetched if it has to be, with safetensors in it."""
     path = Path(path_or_hub_id)
     if not path.exists():
         path = _download(os.fspath(path_or_hub_id), revision)

@@ -72,7 +72,7 @@ class _KeyProbe:
 
 @torch.no_grad()
 def _turns_keys(spec: LayerSpec, rotary: Rotary, halves: bool) -> bool:
-    """Whether the layer's keys are those of position 0, turned by this embedding."""
+    """Returns whether the layer's keys are those of position 0, turned by this embedding."""
     device, dtype = spec.device, spec.dtype
     at = torch.tensor([[0, 1, 4, 19]], device=rotary.inverse_frequencies_F.device)
     tokens = torch.arange(4 * spec.hidden_size, device=device).float()
