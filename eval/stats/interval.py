@@ -2,8 +2,8 @@
 
 Both policies answered the same items, so the unit is the difference per item. A task is a stratum, and the
 estimate is the *macro* mean, the mean over tasks of each task's mean difference. Every interval is
-conditional on the seeds at hand. A stratum of one item says nothing about its spread: such a comparison has no interval
-("undefined", from -inf to +inf), unless the policies agree on every item.
+conditional on the seeds at hand. A stratum of one item says nothing about its spread: such a comparison has
+no interval ("undefined", from -inf to +inf), unless the policies agree on every item.
 """
 
 import math
