@@ -7,11 +7,9 @@
   of "the difference is at least the margin" (`retain.eval.stats.bound.p_within`) is below alpha;
 - inconclusive: everything else, equal scores on too few items too.
 
-So no word says more than the interval printed with it, and a large family makes words rarer, never bolder.
 The difference p values are one Holm family and those of equivalence another, each at alpha; the two null
-hypotheses of one comparison (no difference; a difference of at least the margin) exclude each other. TOST is
-no part of it: where rare items lose everything and the others next to nothing, most runs of fifty items hold
-no such item, and t says "equivalent" of them.
+hypotheses of one comparison exclude each other. TOST is no part of it: where rare items lose everything and
+the others next to nothing, most runs of fifty items hold no such item, and t says "equivalent" of them.
 """
 
 import math

@@ -13,7 +13,6 @@ over its budgets, are one Holm family.
 """
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 from numpy import ndarray
@@ -43,12 +42,6 @@ class Compared:
     line: str
     baseline: str
     result: Comparison
-
-
-@cache
-def trained_presets() -> frozenset[str]:
-    """Presets that need something trained or measured beforehand: gates, weights of heads."""
-    return frozenset(one.name for one in policies() if {"gates", "weights"} & one.needs)
 
 
 def checked(frame: "DataFrame") -> "DataFrame":
@@ -150,6 +143,6 @@ def comparisons(
 
 
 def trained_lines(frame: "DataFrame") -> set[str]:
-    """Lines whose policy takes gates, or something else that was measured beforehand."""
-    taught = frame["gates"].notna() | frame["policy"].isin(trained_presets())
-    return set(frame.loc[taught, "line"])
+    """Lines whose policy takes gates, or weights of heads, which are measured beforehand."""
+    presets = [one.name for one in policies() if {"gates", "weights"} & one.needs]
+    return set(frame.loc[frame["gates"].notna() | frame["policy"].isin(presets), "line"])
