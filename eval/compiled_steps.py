@@ -1,7 +1,7 @@
 """Times decoded tokens as written and compiled, beside transformers' caches of as many entries.
 
     python -m retain.eval.compiled_steps --model random --layers 32 --width 64 --heads 8 --kv-heads 4
-        --intermediate 64 --tokens 600 --policies snapkv,fused,merge --keep-ratios 0.2 --gates random
+        --intermediate 64 --tokens 600 --policies snapkv,learned,merge --keep-ratios 0.2 --gates random
 
 Options are those of `retain.eval.speed`. Behind one prompt each cache decodes `rounds` times so many `steps`,
 in turn, in one process. On a CPU the processor's time counts, so that other work on the machine does not; on
@@ -83,7 +83,7 @@ def runs_of(setting: Setting, model: Any, compiled: Compile) -> dict[str, Callab
     for name in (FULL, *setting.policies):
         policy, learned = None if name == FULL else name, gates if name in takes_gates else None
         for way in ("compiled",) if setting.on_gpu else ("as written", "compiled"):
-            how = {} if policy is None else {"keep_ratio": ratio}
+            how: dict[str, Any] = {} if policy is None else {"keep_ratio": ratio}
             cache = retain.Cache(model, policy, gates=learned, **how).prefill(ids_BT)
             if way == "compiled":
                 cache.engine.generation.room = most
@@ -112,8 +112,8 @@ def measure(setting: Setting, compiled: Compile) -> list[str]:
         ratios = " ".join(f"{median[name] / median[rival]:8.3f}" for rival in rivals)
         lines.append(f"{name:26} {found['median']:8.2f}  {found['p20']:.2f} .. {found['p80']:.2f} {ratios}")
     for what, rival, bound in DEVICE if setting.on_gpu else HOST:
-        own = [name for name in median if name.endswith(f", {what or 'as written'}") or name == what]
-        for name in (one for one in own if not one.startswith(FULL)):
+        whose = [one for one in median if one.endswith(f", {what or 'as written'}") or one == what]
+        for name in (one for one in whose if not one.startswith(FULL)):
             ratio = median[name] / median[rival]
             held = "held" if ratio <= bound else "**NOT held**"
             lines.append(f"{held}: {name} takes {ratio:.3f} of {rival}, at most {bound:.3g}")

@@ -200,7 +200,11 @@ class Engine(Interceptor):
             if store.free < 1:
                 store.make_room_(1)
             if store.step_rows is None:
-                how = {"scaling": layer.scaling, "soft_cap": layer.soft_cap, "window": spec.window}
+                how: dict[str, Any] = {
+                    "scaling": layer.scaling,
+                    "soft_cap": layer.soft_cap,
+                    "window": spec.window,
+                }
                 store.step_rows = step_rows_of(store, **how, sinks=spec.sinks_Q is not None)
             if store.step_rows is None:
                 return None
@@ -575,7 +579,7 @@ class Engine(Interceptor):
                 output_weight=state.bound_policy.reads_output,
             )
             step.look(evidence, columns.token_BT)
-            where.append(columns.where())
+            where.append(columns.entries)
             del evidence, columns  # one layer's copy at a time
         keeps = step.finish()
         with state.changing():
