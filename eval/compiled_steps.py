@@ -86,7 +86,7 @@ def runs_of(setting: Setting, model: Any, compiled: Compile) -> dict[str, Callab
     for name in (FULL, *setting.policies):
         policy, learned = None if name == FULL else name, gates if name in takes_gates else None
         for way in ("compiled",) if setting.on_gpu else ("as written", "compiled"):
-            how = {} if policy is None else {"keep_ratio": ratio}
+            how: dict[str, Any] = {} if policy is None else {"keep_ratio": ratio}
             cache = retain.Cache(model, policy, gates=learned, **how).prefill(ids_BT)
             if way == "compiled":
                 cache.engine.generation.room = most
@@ -129,8 +129,8 @@ def measure(setting: Setting, compiled: Compile) -> list[str]:
         ratios = " ".join(f"{median[name] / median[rival]:8.3f}" for rival in rivals)
         lines.append(f"{name:26} {found['median']:8.2f}  {found['p20']:.2f} .. {found['p80']:.2f} {ratios}")
     for what, rival, bound in DEVICE if setting.on_gpu else HOST:
-        own = [name for name in median if name.endswith(f", {what or 'as written'}") or name == what]
-        for name in (one for one in own if not one.startswith(FULL)):
+        whose = [one for one in median if one.endswith(f", {what or 'as written'}") or one == what]
+        for name in (one for one in whose if not one.startswith(FULL)):
             ratio = median[name] / median[rival]
             held = "held" if ratio <= bound else "**NOT held**"
             lines.append(f"{held}: {name} takes {ratio:.3f} of {rival}, at most {bound:.3g}")

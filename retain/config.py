@@ -285,8 +285,8 @@ def _said(error: Any, data: Any, cls: Any, where: str) -> str:
     if kind == "unexpected_keyword_argument":
         sections = _sections(getattr(cls, "KINDS", cls), keys[:-1])
         known = {field.name: None for section in sections for field in fields(section)}
-        hint = hint_of(name) or suggest(str(keys[-1]), known) or f"; known keys: {', '.join(known)}"
-        return f"unknown key {name!r}{own}{hint}"
+        hint = hint_of(name) or suggest(str(keys[-1]), known) or f"{own}; known keys: {', '.join(known)}"
+        return f"unknown key {name!r}{hint}"
     context, said, hint = error.get("ctx", {}), error["msg"], ""
     expected = context.get("expected", "")
     if kind == "union_tag_invalid":  # named by the function that tells the members apart

@@ -27,7 +27,7 @@ def naive(evidence, start, stop):
     ids=str,
 )
 @pytest.mark.parametrize(("start", "stop"), [(0, 6), (2, 4), (5, 6)])
-@pytest.mark.parametrize(("S", "pad"), [(6, 5), (6, 0), (9, 0), (9, 5)])
+@pytest.mark.parametrize(("S", "pad"), [(6, 5), (6, 0), (9, 5)])
 def test_attention_probs_are_the_formula(settings, start, stop, S, pad):
     evidence = make(S=S, pad=pad, **settings)
     probs = attention_probs(evidence, start, stop)
@@ -145,27 +145,16 @@ def _with_all_fields():
 @pytest.mark.parametrize("idx", [slice(1, 3), torch.tensor([2, 0])], ids=str)
 def test_some_of_the_sequences_keep_every_field(idx):
     evidence = _with_all_fields()
-    view = evidence.select_batch(slice(0, 1))
-    assert view.keys_BHTD.data_ptr() == evidence.keys_BHTD.data_ptr()
+    assert evidence.select_batch(slice(0, 1)).keys_BHTD.data_ptr() == evidence.keys_BHTD.data_ptr()
     chosen = vars(evidence.select_batch(idx))
-    shared = {
-        "layer_idx",
-        "output_weight_QDE",
-        "scaling",
-        "soft_cap",
-        "window",
-        "sinks_Q",
-        "rotary",
-        "first_head",
-    }
     for name, value in vars(evidence).items():
         if isinstance(value, RunningStatistics):
             assert torch.equal(chosen[name].mass_BHT, value.mass_BHT[idx])
             assert torch.equal(chosen[name].last_access_BHT, value.last_access_BHT[idx])
-        elif name in shared:
-            assert chosen[name] is value
-        else:
+        elif isinstance(value, torch.Tensor) and "B" in name.rpartition("_")[2]:
             assert torch.equal(chosen[name], value[idx]), name
+        else:
+            assert chosen[name] is value
 
 
 def test_the_first_entries_keep_every_field():

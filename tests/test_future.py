@@ -8,77 +8,14 @@ from functools import partial
 import pytest
 import torch
 
+from retain.attention.chunked import truncate
 from retain.future import AGGREGATES, WEIGHTS, future_risk, future_use
 from tests.close import assert_close
 from tests.memory import Watch
 from tests.naive import naive_attention, naive_norm, random_evidence
+from tests.refused import refused
 
 T, DOCUMENT = 16, 11
-
-
-def _evidence(*, mid_pad: bool = False, **settings):
-    """Two sequences of 11 document slots and 5 appended; the second has 3 pads before it (and one before "
-    "its appendix)."""
-    evidence = random_evidence(pads=(0, 3), num_tokens=T, **settings)
-    if mid_pad:
-        evidence.valid_BT[1, DOCUMENT] = False
-    return evidence
-
-
-def _naive(evidence, document, horizon, sources):
-    attention = naive_attention(evidence)
-    B, Q = attention.shape[:2]
-    G = Q // evidence.num_heads
-    reach = T if evidence.window is None else evidence.window
-    risk = torch.zeros(B, evidence.num_heads, document, dtype=torch.float64)
-    reached = torch.zeros(B, evidence.num_heads, document, dtype=torch.bool)
-    for b in range(B):
-        for i in range(document):
-            for j in range(i, evidence.num_seen):
-                own, far = j < document, j - i >= horizon
-                counts = ("own" in sources and own and far) or ("appendix" in sources and not own)
-                if not (counts and evidence.valid_BT[b, i] and evidence.valid_BT[b, j] and j - i < reach):
-                    continue
-                reached[b, :, i] = True
-                for q in range(Q):
-                    paid = float(attention[b, q, j, i]) * naive_norm(evidence, b, q, i)
-                    risk[b, q // G, i] = max(float(risk[b, q // G, i]), paid)
-    return risk, reached
-
-
-SPECIAL = [
-    *({"group": 1}, {"group": 3}, {"window": 6}, {"soft_cap": 2.0}, {"mid_pad": True}),
-    {"dtype": torch.bfloat16},
-]
-
-
-@pytest.mark.parametrize("sources", [("own",), ("appendix",), ("own", "appendix")])
-@pytest.mark.parametrize(
-    ("horizon", "chunk", "settings"),
-    [
-        *((horizon, chunk, {}) for horizon in (0, 1, 4, 10, 11, T) for chunk in (1, 3, 128)),
-        *((4, 5, settings) for settings in SPECIAL),
-    ],
-    ids=str,
-)
-def test_future_risk_is_its_definition(sources, horizon, chunk, settings):
-    evidence = _evidence(**settings)
-    risk, reached = future_risk(
-        evidence, document_tokens=DOCUMENT, horizon=horizon, sources=sources, chunk=chunk
-    )
-    wanted, wanted_reached = _naive(evidence, DOCUMENT, horizon, sources)
-    assert risk.dtype == torch.float32
-    assert torch.equal(reached, wanted_reached)
-    assert_close(risk, wanted)
-
-
-def test_the_appendix_needs_only_its_own_queries():
-    full = _evidence()
-    last = replace(full, queries_BQSD=full.queries_BQSD[:, :, DOCUMENT:])
-    a, b = (future_risk(e, document_tokens=DOCUMENT, sources=("appendix",))[0] for e in (full, last))
-    assert torch.equal(a, b)
-    with pytest.raises(ValueError, match="need the last 16 queries, the evidence holds 5"):
-        future_risk(last, document_tokens=DOCUMENT)
 
 
 def _parts(**settings):
@@ -141,6 +78,39 @@ def _naive_use(document, branches, sources, aggregate, weight, horizon, block):
         elif by_source:
             use[b, h, i] = sum(by_source.values()) / sum(sources[name] for name in by_source)
     return use, reached
+
+
+SPECIAL = [*({"group": 3}, {"window": 6}, {"soft_cap": 2.0}, {"mid_pad": True}), {"dtype": torch.bfloat16}]
+
+
+@pytest.mark.parametrize("sources", [("own",), ("appendix",), ("own", "appendix")])
+@pytest.mark.parametrize(
+    ("horizon", "chunk", "settings"),
+    [
+        *((horizon, chunk, {}) for horizon in (0, 4, 10, 11, T) for chunk in (1, 128)),
+        *((4, 5, settings) for settings in SPECIAL),
+    ],
+    ids=str,
+)
+def test_future_risk_is_its_definition(sources, horizon, chunk, settings):
+    """Two sequences of 11 document slots and 5 appended; the second has 3 pads before it (and one before its
+    appendix)."""
+    mid_pad = settings.get("mid_pad", False)
+    shape = {name: value for name, value in settings.items() if name != "mid_pad"}
+    evidence = random_evidence(pads=(0, 3), num_tokens=T, **shape)
+    evidence.valid_BT[1, DOCUMENT] &= not mid_pad
+    how = {"document_tokens": DOCUMENT, "horizon": horizon, "sources": sources}
+    risk, reached = future_risk(evidence, chunk=chunk, **how)
+    last = replace(evidence, queries_BQSD=evidence.queries_BQSD[:, :, DOCUMENT:])
+    of = dict.fromkeys(sources, 1.0), "max", "value_norm", horizon, 1
+    wanted, wanted_reached = _naive_use(truncate(evidence, DOCUMENT), [("appendix", last)], *of)
+    assert risk.dtype == torch.float32
+    assert torch.equal(reached, wanted_reached)
+    assert_close(risk, wanted)
+    if sources == ("appendix",):  # which needs only its own queries
+        assert torch.equal(future_risk(last, **how)[0], future_risk(evidence, **how)[0])
+    else:
+        refused("need the last 16 queries, the evidence holds 5", future_risk, last, **how)
 
 
 SOURCE_SETS = {
@@ -215,22 +185,20 @@ REFUSED = [
 
 @pytest.mark.parametrize(("settings", "message"), REFUSED, ids=str)
 def test_a_future_that_makes_no_sense_is_refused(settings, message):
-    of_use = {"aggregate", "weight", "block"} & set(settings) or isinstance(settings.get("sources"), dict)
-    with pytest.raises(ValueError, match=message):
-        if of_use:
-            document, branches = _parts()
-            future_use(document, branches, **{"sources": {"own": 1.0}, **settings})
-        else:
-            future_risk(_evidence(), **{"document_tokens": DOCUMENT, **settings})
+    if "aggregate" in settings or isinstance(settings.get("sources"), dict):
+        refused(message, future_use, *_parts(), **{"sources": {"own": 1.0}, **settings})
+    else:
+        evidence = random_evidence(pads=(0, 3), num_tokens=T)
+        refused(message, future_risk, evidence, **{"document_tokens": DOCUMENT, **settings})
 
 
 def test_evidence_that_holds_too_little_is_refused():
-    document, branches = _parts()
+    document, _ = _parts()
     few = replace(document, queries_BQSD=document.queries_BQSD[:, :, -3:])
-    with pytest.raises(ValueError, match="needs a query for each of the document's 11 entries, .* holds 3"):
-        future_use(few, sources={"own": 1.0})
-    with pytest.raises(ValueError, match="'appendix' holds 11 queries over 11 entries, of which 11"):
-        future_use(document, [("appendix", document)], sources={"appendix": 1.0})
-    with pytest.raises(ValueError, match="looks at the attention input, and the evidence has none"):
-        bare = replace(document, hidden_BTE=None)
-        future_use(bare, sources={"own": 1.0}, weight="value_norm_over_hidden")
+    said = "needs a query for each of the document's 11 entries, .* holds 3"
+    refused(said, future_use, few, sources={"own": 1.0})
+    said = "'appendix' holds 11 queries over 11 entries, of which 11"
+    refused(said, future_use, document, [("appendix", document)], sources={"appendix": 1.0})
+    bare, how = replace(document, hidden_BTE=None), {"weight": "value_norm_over_hidden"}
+    said = "looks at the attention input, and the evidence has none"
+    refused(said, future_use, bare, sources={"own": 1.0}, **how)

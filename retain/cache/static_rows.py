@@ -58,6 +58,10 @@ class Pool:
         return [one for one in vars(self).values() if one is not None]
 
 
+# Columns of a pool, and where the rooms of a store begin and end there.
+Placed = tuple[dict[str, Tensor], Int[Tensor, " R1"]]
+
+
 @dataclass(eq=False)
 class StaticRows:
     """The rows of one layer in a pool, and the attention over them.
@@ -131,18 +135,16 @@ class StaticRows:
 
 
 @normal_tensors()
-def pool_of(
-    stores: Sequence[RaggedStore], room: int, weighted: bool
-) -> tuple[dict[str, Tensor], list[Int[Tensor, " R1"]]]:
+def pool_of(stores: Sequence[RaggedStore], room: int, weighted: bool) -> list[Placed]:
     """Lay stores out in one pool, column by column, so that no more than one column of all exists twice.
 
     Args:
-        stores: of all layers, of one device and kind; they go on as views of the pool.
+        stores: of one device and kind; they go on as views of the pool.
         room: tokens to come, for each row.
         weighted: something is added to the logits of some entries.
 
     Returns:
-        the pool's columns, and for each store where its rooms begin and end there.
+        for each store, the pool's columns, and where its rooms begin and end there.
     """
     first, layouts = stores[0], [Layout.of(store.lengths_R, room) for store in stores]
     sizes = [PAGE * layout.pages.num_pages for layout in layouts]
@@ -157,27 +159,33 @@ def pool_of(
             store.move_(name, columns[name][start : start + size], layout)
     for store, layout in zip(stores, layouts, strict=True):
         store.adopt_(layout, columns)
-    return columns, [store.offsets_R1 + start for store, start in zip(stores, starts[:-1], strict=True)]
+    return [(columns, store.offsets_R1 + start) for store, start in zip(stores, starts[:-1], strict=True)]
+
+
+def pools_of(stores: Sequence[RaggedStore], room: int, weighted: bool, together: int) -> list[Placed]:
+    """The same in several pools, of so many layers each."""
+    parts = [stores[first : first + together] for first in range(0, len(stores), together)]
+    return [placed for own in parts for placed in pool_of(own, room, weighted)]
 
 
 @normal_tensors()
-def packed_of(stores: Sequence[RaggedStore], room: int, weighted: bool) -> list[list[Tensor]]:
-    """Lay stores of codes out in one pool, with places for all tokens to come, so that its size stays as they
+def packed_of(stores: Sequence[RaggedStore], room: int, weighted: bool, together: int) -> list[list[Tensor]]:
+    """Lay stores of codes out in pools, with places for all tokens to come, so that its size stays as they
     are packed; and the scales of their keys in tables of one size.
 
     Args:
-        stores, room, weighted: as for `pool_of`.
+        stores, room, weighted, together: as for `pools_of`.
 
     Returns:
         of each store, as `retain.kernels.decode_step` takes them.
     """
-    columns, offsets = pool_of(stores, room, weighted)
+    places = pools_of(stores, room, weighted, together)
     more = stores[0].num_rows * -(-room // GROUP)
-    scales = [store.key_scales_G2D for store in stores]
+    scales = [store.key_scales_G2D for store in stores if store.key_scales_G2D is not None]
     most = rounded(max(FEWEST, max(map(len, scales)) + more))
     table = scales[0].new_zeros(len(stores), most, *scales[0].shape[1:])
     found = []
-    for store, own_G2D, own, offsets_R1 in zip(stores, scales, table, offsets, strict=True):
+    for store, own_G2D, own, (columns, offsets_R1) in zip(stores, scales, table, places, strict=True):
         own[: len(own_G2D)] = own_G2D
         store.key_scales_G2D = own[: len(own_G2D)]
         parts = [columns[name] for name in ("keys", "values", "positions", VALUE_SCALES, GROUPS)]

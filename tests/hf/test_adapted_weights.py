@@ -11,10 +11,8 @@ from torch import nn
 import retain
 from retain.hf.cache.cache import Cache
 from retain.hf.model.decoder import describe
-from retain.hf.model.projection import _DENSE, dense_weight
 from retain.hf.version_names import CACHE
 from tests.close import assert_close
-from tests.hf.test_projection import Int8Linear
 from tests.refused import refused
 from tests.tiny import tiny_batch, tiny_model
 
@@ -116,15 +114,6 @@ def test_the_state_at_the_time_of_the_eviction_counts():
         assert_close(spec.output_weight_QDE, describe(tiny_model("llama"))[0].output_weight_QDE)
 
 
-def test_an_adapter_on_a_quantised_module_is_part_of_it():
-    linear = nn.Linear(48, 40)
-    packed = Int8Linear(linear.requires_grad_(False))
-    own = peft.tuners.lora.Linear(nn.Linear(48, 40), "default", lora(init_lora_weights=False), r=4)
-    own.base_layer = packed
-    delta = own.get_delta_weight("default")
-    assert_close(dense_weight(own, torch.float32).T, packed.dense() + delta)
-
-
 def test_a_module_saved_beside_the_model_is_read_where_it_is_active():
     own = wrapped(target_modules=["q_proj"], modules_to_save=["o_proj"])
     spec = describe(own)[1]
@@ -133,16 +122,6 @@ def test_a_module_saved_beside_the_model_is_read_where_it_is_active():
     assert_close(spec.output_weight_QDE, want)
     with own.disable_adapter():
         assert_close(spec.output_weight_QDE, describe(tiny_model("llama"))[1].output_weight_QDE)
-
-
-def test_policies_that_do_not_look_at_it_have_no_matrix_made():
-    own = wrapped()
-    outputs = [spec.output for spec in describe(own)]
-    for policy in ("snapkv", "vatp", "tova"):
-        kept(own, policy, regime="chunked+decode", every=2)
-    assert not any(module in _DENSE for module in outputs)
-    kept(own, "criticalkv")
-    assert all(module in _DENSE for module in outputs)
 
 
 def test_sequences_with_adapters_of_their_own_have_no_one_weight():

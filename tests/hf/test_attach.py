@@ -50,21 +50,6 @@ def test_undo_leaves_no_trace(family, attn):
     assert everything_about(model) == before
 
 
-def test_other_caches_generate_as_before_beside_ours():
-    """What is refused with our cache is none of our business with another."""
-    model, (ids, mask) = tiny_model("qwen3"), tiny_batch((0, 3))
-    settings = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 3, "do_sample": False}
-    others = {"prefill_chunk_size": 16}, {"use_cache": False}, {"cache_implementation": "dynamic"}
-    want = [model.generate(**settings, **how) for how in others]
-    with attach(model):
-        cache = Cache(model, policy=None)
-        assert torch.equal(model.generate(**settings, **{CACHE: cache}), want[0])
-        assert all(
-            torch.equal(model.generate(**settings, **how), a) for how, a in zip(others, want, strict=True)
-        )
-    assert "generate" not in vars(model)
-
-
 @pytest.mark.parametrize(("family", "attn"), WAYS)
 def test_inert_for_other_caches_and_for_none(family, attn):
     model = tiny_model(family, attn=attn)

@@ -1,8 +1,6 @@
 """Gates that look at more than the attention input, or whose score ages: what a cache shows them, in every
 regime, and what is refused before anything is read."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -16,7 +14,7 @@ from retain.scores import Score
 from tests.close import assert_close
 from tests.evictions import policy_of
 from tests.hf.naive_regimes import Naive
-from tests.hf.regime_runs import FEW, agree, assert_same_stores, exact_model, life, life_of, lived
+from tests.hf.regime_runs import FEW, agree, exact_model, life, life_of, lived
 from tests.refused import refused
 from tests.tiny import FAMILIES, SHIFTED, tiny_batch, tiny_model
 
@@ -182,32 +180,6 @@ def test_what_ages_is_scored_at_the_time_of_each_eviction(scope):
     given = {"gates": gates_of(model, "decay", {"F": 16}), "naive": NaiveAges}
     agree(model, policy(scope=scope), life(3), **given, keep_ratio=0.3)
     agree(model, policy(scope=scope), life(3), **given, regime="decode", tokens_per_head=9)
-
-
-def test_ages_differ_from_what_was_noted():
-    """An entry that decays slowly outlives one that decays fast, and only for so long."""
-    model = exact_model()
-    gates = gates_of(model, "decay", {"F": 16})
-    shown = observe(model, *tiny_batch((0, 3)))[1]
-    noted, score = gates.noted(shown), gates.score(shown)
-    assert score.unit == "rank" and bool((noted <= 0).all())
-    assert torch.equal(score.values_BHT[:, :, -1], torch.zeros(2, 2))
-    again = gates.score(replace(shown, learned_BHT=noted, hidden_BTE=None))
-    assert torch.equal(again.values_BHT, score.values_BHT)
-    real = noted.masked_fill(~shown.valid_BT[:, None], float("-inf"))
-    assert not torch.equal(real.argsort(-1), score.values_BHT.argsort(-1))
-
-
-def test_a_held_evidence_has_the_stream_for_its_own_gates():
-    model = tiny_model("llama")
-    gates = gates_of(model, "dms")
-    ids, mask = tiny_batch((0, 5), 60)
-    with retain.attach(model):
-        held = Cache(model, policy(), gates=gates, keep_ratio=0.4)
-        held.prefill(ids, mask, evict=False, hold_evidence=True)
-        held.evict()
-        once = Cache(model, policy(), gates=gates, keep_ratio=0.4).prefill(ids, mask)
-    assert_same_stores(held, once)
 
 
 def test_units_that_do_not_fit_are_refused_when_the_cache_is_made():

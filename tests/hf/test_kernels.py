@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import retain
-from retain.hf.cache import eviction_request as request
+from retain import eviction as request
 from retain.hf.cache.cache import Cache
 from retain.hf.version_names import CACHE
 from retain.kernels import backend

@@ -9,7 +9,6 @@ import torch
 import retain
 from retain.gates import GateSet, inputs_of
 from retain.gates.artifact import save_gates
-from retain.hf.cache.batch_context import BatchContext
 from retain.hf.cache.bound_policy import bind_policy
 from retain.hf.cache.cache import Cache
 from retain.hf.intercept.lookahead_pass import look_ahead, lookahead_gates
@@ -81,7 +80,7 @@ def test_generate_keeps_what_decide_keeps_and_frees_the_rest(family: str, policy
     gates, (input_ids, mask) = trained(model), tiny_batch(*BATCHES[family])
     settings = {"gates": gates, "overrides": {**PROTECTION, **OBSERVED[policy]}}
     rule = bind_policy(model, policy, layers=describe(model), budget={"keep_ratio": 0.4}, **settings)
-    wanted = rule.decide(observe_ahead(model, gates, input_ids, mask), BatchContext()).finish()
+    wanted = rule.decide(observe_ahead(model, gates, input_ids, mask)).finish()
     before, weights = (
         everything_about(model),
         {name: tensor.clone() for name, tensor in model.state_dict().items()},

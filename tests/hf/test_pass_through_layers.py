@@ -46,19 +46,6 @@ def equal(one, other):
     return all(torch.equal(one[name], other[name]) for name in one)
 
 
-@every_family
-def test_the_layer_is_the_one_that_transformers_makes(family):
-    cache, alone = filled(family)
-    assert list(alone) == [0, 2]
-    for idx, left in alone.items():
-        one, two = empty_layer(left), empty_layer(left)
-        assert type(one) is type(cache.layers[idx]) and one is not two
-        assert not tensors_of(one) and held_bytes(one) == allocated_bytes(one) == 0
-        assert getattr(one, "sliding_window", None) == left.window
-        held = sum(tensor.numel() * 4 for tensor in tensors_of(cache.layers[idx]).values())
-        assert held_bytes(cache.layers[idx]) == held > 0
-
-
 def test_the_state_of_another_kind_of_layer_is_refused():
     sliding, linear = (layout_of(tiny_model(name)).alone[0] for name in ("gemma3", "qwen3_5"))
     saved = state(filled("gemma3")[0].layers[0])

@@ -145,20 +145,6 @@ def test_the_module_is_left_as_it_was():
     assert not hasattr(describe(model)[0].module, "rotary_emb")
 
 
-def test_infinite_scores_are_the_ends_of_the_range():
-    def forced(keys):
-        score = keys[..., 0].double()
-        score[..., 0], score[..., 1] = float("inf"), float("-inf")
-        return score
-
-    model, layers = _observed("llama")
-    score = press_score(model, Returns(forced))(layers[0]).values_BHT
-    for row, pad in enumerate(PADS):
-        assert (rank_entries(score)[row, :, pad] == 0).all()
-        assert (score[row, :, pad + 1] == torch.finfo(torch.float32).min).all()
-    assert torch.equal(score > float("-inf"), layers[0].valid_BT[:, None].expand_as(score))
-
-
 class Returns:
     """A press that returns what a function makes of the keys."""
 

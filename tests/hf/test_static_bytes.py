@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from retain.hf.cache.cache import Cache
 from retain.hf.version_names import CACHE
 from tests.hf.test_peak import model, without_cache
 from tests.hf.test_static_decoding import PACKED, cache_of
@@ -14,7 +15,7 @@ LAYER = 2 * TOKENS * 2 * 64 * 2 * 4  # sequences x tokens x heads x width x (key
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("policy", ["snapkv", "layer_defensivekv", "merge", "packed_merged"])
+@pytest.mark.parametrize("policy", ["full", "snapkv", "layer_defensivekv", "merge", "packed_merged"])
 def test_a_pool_takes_a_quarter_more_than_its_entries_at_most(policy):
     """Allocated are the kept entries and places for the tokens to come, by 1.25, and tables; and a prefill
     peaks at the budget and two full layers, the pool included."""
@@ -22,7 +23,7 @@ def test_a_pool_takes_a_quarter_more_than_its_entries_at_most(policy):
     alone = without_cache(one, ids, mask)
     with Watch() as watch:
         bits = {"precision": {"bits": 4, "recent": 32}} if policy in PACKED else {}
-        cache = cache_of(one, policy, keep_ratio=0.2, **bits)
+        cache = Cache(one, None) if policy == "full" else cache_of(one, policy, keep_ratio=0.2, **bits)
         with cache.engine.generating(None, mask, NEW):
             one(ids, attention_mask=mask, logits_to_keep=1, **{CACHE: cache})
             assert cache.engine.is_static

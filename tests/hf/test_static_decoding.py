@@ -68,7 +68,7 @@ def assert_accounts(cache: Cache) -> None:
     """What is allocated is what storages take, each once."""
     report = cache.report()
     assert report.decoded is not None and report.decoded.endswith("tokens in one graph")
-    columns = [own for store in cache.state.stores for own in store.plain.storages()]
+    columns = [own for store in cache.state.stores for part in store.parts for own in part.storages()]
     storages = {own.untyped_storage().data_ptr(): own.untyped_storage().nbytes() for own in columns}
     assert report.total.bytes_allocated == sum(storages.values())
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from retain.attention.chunked import truncate
-from retain.attention.received import advance, advance_with_gaps
+from retain.attention.received import advance_with_gaps
 from retain.attention.rotary import Rotary
 from retain.evidence import RunningStatistics
 from retain.scores import (
@@ -150,16 +150,6 @@ def test_indifferent_queries_access_everything_they_see():
     queries = torch.full_like(evidence.queries_BQSD, 1.7)
     score = lru(replace(evidence, queries_BQSD=queries, keys_BHTD=keys)).values_BHT
     assert (score[0] == 300).all() and (score[1, :, 6:] == 294).all()
-
-
-def test_running_statistics_of_lru_win_over_queries_and_padding_is_not_counted():
-    evidence = random_evidence(pads=(0, 4), num_tokens=14)
-    want, running = lru(evidence).values_BHT, advance(evidence)
-    short = replace(evidence, queries_BQSD=evidence.queries_BQSD[:, :, -3:], running=running)
-    assert torch.equal(lru(short).values_BHT, want)
-    # Places go beyond the entries held, once some are evicted.
-    far = replace(running, last_access_BHT=running.last_access_BHT + 2**20)
-    assert torch.equal(lru(replace(short, running=far)).values_BHT, want + 2**20)
 
 
 @pytest.mark.parametrize("tau", [1.0, 1.7])

@@ -7,14 +7,12 @@ before anything is allocated for it.
 
 import operator
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from retain.budget.statement import Stock
 from retain.gates.base import INPUTS
 from retain.hf.intercept.forward_call import MASK_VALUES, shown
 from retain.protection import pinned_mask, spans_by_sequence
@@ -22,39 +20,6 @@ from retain.registry import lookup
 
 # Most free entries per row that may be asked for: all of them are allocated.
 MOST_SLACK = 2**20
-
-
-@dataclass(frozen=True, eq=False)
-class BatchContext:
-    """What a batch brings to a rule besides its evidence.
-
-    Args:
-        seeds_B: for scores that draw numbers.
-        pinned_BT: entries that the caller wants kept.
-    """
-
-    seeds_B: Sequence[int] | None = None
-    pinned_BT: Bool[Tensor, "B T"] | None = None
-
-    def select_batch(self, rows: list[int]) -> "BatchContext":
-        """Of some of the sequences."""
-        seeds = None if self.seeds_B is None else [self.seeds_B[row] for row in rows]
-        return BatchContext(seeds, None if self.pinned_BT is None else self.pinned_BT[rows])
-
-
-@dataclass(frozen=True, eq=False)
-class Arriving:
-    """What is known of a batch before a layer is scored.
-
-    Args:
-        valid_BT: False on padding.
-        element_size: bytes of a number of the model's weights, and so, most likely, of its keys.
-        stock: what there is to choose from, where that is not simply all of the tokens.
-    """
-
-    valid_BT: Bool[Tensor, "B T"]
-    element_size: int
-    stock: Stock | None = None
 
 
 def whole(value: Any, name: str, wanted: str, least: int, most: int | None = None) -> int:

@@ -13,9 +13,9 @@ from torch import nn
 from retain import config
 from retain.budget.statement import Budget
 from retain.capability import BEFORE_ROPE, Use, refuse
+from retain.eviction import BoundPolicy, Scorer
 from retain.gate_fit import check_gates
 from retain.head_weights import check_weights
-from retain.hf.cache.eviction_request import BoundPolicy, Scorer
 from retain.hf.model.decoder import rotary_of
 from retain.hf.model.gates import gates_for, own_gates
 from retain.hf.model.layout import LayerSpec
@@ -127,7 +127,8 @@ def bind_policy(
     rope: tuple[Use, ...] = ("unknown_rope",) if before and rotary_of(model) is None else ()
     refuse(chosen, rope, gates=gates, scorer=scorer)
     _check_files(chosen, layers)
-    of_policy = chosen, keep, gates, scorer, tuple(layers), short_tokens
+    sizes = tuple((layer.num_kv_heads, layer.entry_width) for layer in layers)
+    of_policy = chosen, keep, gates, scorer, sizes, short_tokens
     return BoundPolicy(chosen.name, *of_policy, precision=chosen.precision)
 
 

@@ -25,7 +25,6 @@ from retain.correction.merge import Merge
 from retain.evidence import Evidence
 from retain.hf.cache import saving
 from retain.hf.cache.batch_context import (
-    BatchContext,
     check_wanted,
     pinned_of,
     prompt_from,
@@ -302,7 +301,7 @@ class Cache(ReportingCache):
         if bound.looks_ahead:
             with torch.no_grad(), attach(self.model):
                 evidence = look_ahead(self.model, bound.gates, self.engine.read_only(), self.evidence)
-        eviction = bound.decide(evidence, BatchContext(chosen, pinned_BT))
+        eviction = bound.decide(evidence, chosen, pinned_BT)
         kept = [None] * len(self.evidence) if eviction is None else eviction.finish()
         del evidence
         state.held_whole = [] if eviction is None else [*eviction.held_whole]

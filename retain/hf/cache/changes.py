@@ -12,7 +12,7 @@ from retain.cache.layout import normal_tensors
 from retain.cache.store import LOG_WEIGHT
 from retain.correction.cuts import MERGED, cut_, forget_notes_
 from retain.correction.merge import Merge
-from retain.hf.cache.eviction_request import BoundPolicy
+from retain.eviction import BoundPolicy
 from retain.hf.cache.layer import Recent
 from retain.hf.cache.regime import Regime
 from retain.hf.cache.state import History, State

@@ -21,10 +21,10 @@ from retain.budget.statement import Stock
 from retain.cache.attend import attend_store
 from retain.cache.step_rows import StepRows, step_rows_of
 from retain.correction.cuts import cut_
+from retain.eviction import Eviction
 from retain.evidence import Evidence
-from retain.hf.cache.batch_context import Arriving, pins_of, seeds_of
+from retain.hf.cache.batch_context import pins_of, seeds_of
 from retain.hf.cache.changes import count_eviction, drop, end_prompt, shrink
-from retain.hf.cache.eviction_request import Eviction
 from retain.hf.cache.generation import Generation, check_ids
 from retain.hf.cache.later_evidence import (
     beside_of,
@@ -73,7 +73,7 @@ class Engine(Interceptor):
         """Forget what is of one forward."""
         self._next: History | None = None  # what will have been seen once the call is over, if somebody asked
         self._eviction: Eviction | None = None
-        self.columns: list[Evidence] = []  # of a prompt behind which lookahead tokens are still to ask
+        self._unscored: list[Evidence] = []  # of a prompt behind which lookahead tokens are still to ask
         self._waiting: list[dict[str, Tensor] | None] = []  # of layers that are cut with the others
         self._expected: int | None = None  # the layer whose attention is about to run
         self.is_quick = False
@@ -200,7 +200,11 @@ class Engine(Interceptor):
             if store.free < 1:
                 store.make_room_(1)
             if store.step_rows is None:
-                how = {"scaling": layer.scaling, "soft_cap": layer.soft_cap, "window": spec.window}
+                how: dict[str, Any] = {
+                    "scaling": layer.scaling,
+                    "soft_cap": layer.soft_cap,
+                    "window": spec.window,
+                }
                 store.step_rows = step_rows_of(store, **how, sinks=spec.sinks_Q is not None)
             if store.step_rows is None:
                 return None
@@ -223,7 +227,7 @@ class Engine(Interceptor):
     def _begin_prompt(self, call: Call) -> None:
         """Start the eviction of a first prompt, or at least find what is wrong with it before it is read."""
         state, bound = self.state, self.state.bound_policy
-        state.batch_context(call.mask_BT)  # refuses pinned spans that are none
+        state.arriving(call.mask_BT)  # refuses pinned spans that are none
         if not self.evict_at_prefill:
             return
         stock = stock_in_reach(state.specs, call.mask_BT, call.positions_BS)
@@ -242,9 +246,7 @@ class Engine(Interceptor):
 
     def _planned(self, valid_BT: Tensor, stock: Stock | None = None) -> Eviction | None:
         """An eviction layer by layer of these tokens; refuses what cannot be."""
-        state = self.state
-        arriving = Arriving(valid_BT, state.element_size, stock)
-        return state.bound_policy.begin(state.batch_context(valid_BT), arriving)
+        return self.state.bound_policy.begin(self.state.arriving(valid_BT, stock))
 
     def _check_turn(self, call: Call) -> None:
         """Find a budget that cannot hold what is protected before a later turn is read."""
@@ -262,8 +264,7 @@ class Engine(Interceptor):
         )
         intact_BT = torch.cat([intact_tokens(state.ragged, past).to(new_BS.device), new_BS], dim=1)
         stock = Stock(held_BL, tuple(history.lengths_B), intact_BT)
-        arriving = Arriving(history.valid_BT, state.element_size, stock)
-        state.bound_policy.begin(state.batch_context(history.valid_BT), arriving, joint=True)
+        state.bound_policy.begin(state.arriving(history.valid_BT, stock), joint=True)
 
     def check_ids(self, ids: Any, attention_mask: Any, inputs_embeds: Any = None) -> None:
         check_ids(self.state, ids, attention_mask, inputs_embeds)
@@ -396,7 +397,7 @@ class Engine(Interceptor):
             # Keys may not be in the weights' precision; then other sequences may be decided on.
             self._eviction.measure(evidence.keys_BHTD.element_size())
         if self._eviction is not None and state.bound_policy.looks_ahead and self._eviction.rows:
-            self.columns.append(remembered(evidence, state.bound_policy))
+            self._unscored.append(remembered(evidence, state.bound_policy))
             return
         self._cut(layer, evidence)
 
@@ -423,7 +424,7 @@ class Engine(Interceptor):
         call = state.call
         assert call is not None
         self._check_ran()
-        if self.columns:
+        if self._unscored:
             self._evict_ahead()
         if self._waiting:
             self._cut_waiting(call)
@@ -474,7 +475,7 @@ class Engine(Interceptor):
     def _evict_ahead(self) -> None:
         """Cut all layers, which hold the first prompt whole, by what lookahead tokens ask behind it."""
         gates = self.state.bound_policy.gates
-        held, self.columns = look_ahead(self.model, gates, self.read_only(), self.columns), []
+        held, self._unscored = look_ahead(self.model, gates, self.read_only(), self._unscored), []
         self._cut_ahead(held)
 
     @without_autocast
@@ -541,15 +542,14 @@ class Engine(Interceptor):
             lengths_B=tuple(history.lengths_B if whole else state.known(history.valid_BT).sum(-1).tolist()),
             intact_BT=intact_tokens(layers, history),
         )
-        call = Arriving(history.valid_BT, state.element_size, stock)
         wanted = self._queries_from(history)
         first = wanted
         if state.bound_policy.wants.queries != 0:
             first = max(wanted, history.num_seen - layers[0].recent.num_queries)
         spared = without_queries(history, first, state.bound_policy.wants.queries) if first > wanted else []
         try:
-            batch = state.batch_context(history.valid_BT)
-            step = state.bound_policy.begin(batch, call, joint=True, spared=spared)
+            arriving = state.arriving(history.valid_BT, stock)
+            step = state.bound_policy.begin(arriving, joint=True, spared=spared)
         except ValueError as error:
             # A short sequence, say, has grown too long to be held whole.
             self.refused = error
@@ -579,7 +579,7 @@ class Engine(Interceptor):
                 output_weight=state.bound_policy.reads_output,
             )
             step.look(evidence, columns.token_BT)
-            where.append(columns.where())
+            where.append(columns.entries)
             del evidence, columns  # one layer's copy at a time
         keeps = step.finish()
         with state.changing():

@@ -17,8 +17,8 @@ from retain.budget.statement import Stock
 from retain.cache.dense_view import DenseView, align_last, dense_view, last_tokens
 from retain.cache.layer_store import Store
 from retain.cache.store import LOG_WEIGHT, tail_index_RS
+from retain.eviction import BoundPolicy
 from retain.evidence import Evidence, RunningStatistics, in_reach
-from retain.hf.cache.eviction_request import BoundPolicy
 from retain.hf.cache.layer import Layer, joined
 from retain.hf.cache.state import History
 from retain.hf.model.layout import LayerSpec
@@ -173,7 +173,7 @@ def note_(
         running = bound.counted(evidence).running
         assert running is not None
         for name, side_BHT in _beside_of(running).items():
-            store.write_beside_(name, columns.per_entry(side_BHT))
+            store.write_beside_(name, columns.entries.select(side_BHT))
     layer.recent.hidden, layer.recent.stream = [], []
 
 

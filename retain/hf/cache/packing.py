@@ -2,7 +2,7 @@
 once enough were decoded.
 """
 
-from retain.hf.cache.eviction_request import Eviction
+from retain.eviction import Eviction
 from retain.hf.cache.state import State
 from retain.hf.intercept.forward_call import Call
 from retain.precision import GROUP

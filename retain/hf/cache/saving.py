@@ -29,8 +29,8 @@ from retain.cache.file_format import (
     within,
     write_file,
 )
+from retain.eviction import BoundPolicy
 from retain.hf.cache.batch_context import pinned_of, pins_of, seeds_from
-from retain.hf.cache.eviction_request import BoundPolicy
 from retain.hf.cache.layer import Recent, joined
 from retain.hf.cache.state import History
 from retain.hf.model import pass_through_layers

@@ -14,14 +14,14 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from retain.budget.statement import Stock
 from retain.cache.dense_view import last_tokens
 from retain.cache.layer_store import Store
 from retain.cache.store import RaggedStore
 from retain.correction.cuts import correct_
 from retain.correction.merge import Merge
+from retain.eviction import Arriving, BoundPolicy
 from retain.evidence import Evidence, in_reach
-from retain.hf.cache.batch_context import BatchContext
-from retain.hf.cache.eviction_request import BoundPolicy
 from retain.hf.cache.layer import Layer
 from retain.hf.cache.regime import Regime
 from retain.hf.intercept.forward_call import Call
@@ -336,12 +336,13 @@ class State:
         held = torch.stack([count.to(counts[0].device) for count in counts], dim=1)
         return tuple(tuple(row) for row in held.tolist())
 
-    def batch_context(self, valid_BT: Bool[Tensor, "B T"]) -> BatchContext:
-        """Seeds, and pinned spans, which count each sequence's own tokens of the first prompt."""
+    def arriving(self, valid_BT: Bool[Tensor, "B T"], stock: Stock | None = None) -> Arriving:
+        """What is known of these tokens before a layer is scored; pinned spans count each sequence's own
+        tokens of the first prompt."""
         pinned_BT = None
         if self.pinned is not None:
             pinned_BT = pinned_mask(self.pinned, self.known(valid_BT))[:, : valid_BT.shape[1]]
-        return BatchContext(self.seeds, pinned_BT)
+        return Arriving(valid_BT, self.element_size, stock, self.seeds, pinned_BT)
 
     def known(self, valid_BT: Bool[Tensor, "B T"]) -> Bool[Tensor, "B whole"]:
         """Padding of the tokens seen and of those that are announced."""

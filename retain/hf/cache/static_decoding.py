@@ -13,7 +13,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from retain.cache.layout import normal_tensors
-from retain.cache.static_rows import Pool, StaticRows, packed_of, pool_of, rounded
+from retain.cache.static_rows import Pool, StaticRows, packed_of, pools_of, rounded
 from retain.cache.store import LOG_WEIGHT, RaggedStore
 from retain.hf.cache.layer import MOST_UNNOTED, Layer
 from retain.hf.cache.state import State
@@ -24,6 +24,8 @@ from retain.precision import GROUP
 
 # Tokens to come for which rows are given places at once, at most.
 MOST_ROOM = 1024
+# Layers of a pool: a column of them is two full layers at most.
+TOGETHER = 4
 
 
 def refused(state: State) -> str | None:
@@ -64,6 +66,15 @@ def steps_unseen(state: State, most: int) -> int:
     elif state.bound_policy.precision is not None:
         most = min(most, GROUP - 1 - (state.num_seen - state.packed_at))
     return most
+
+
+def _together(state: State) -> int:
+    """Layers that share a pool, of which a column exists twice while it is filled: a few, so that this is two
+    full layers at most; all, where what a layer keeps depends on others, since then only their sum repeats.
+    """
+    policy = state.bound_policy.policy
+    alike = state.bound_policy.keeps_all or policy is not None and not policy.crosses_layers
+    return TOGETHER if alike else len(state.layers)
 
 
 def _windowed(layer: Any, state: State) -> RaggedStore:
@@ -131,22 +142,29 @@ class StaticDecoding:
             build.load()
         room = max(1, min(room, MOST_ROOM))
         with state.changing():
-            columns, offsets = pool_of(stores, self._until_written(room), weighted)
-            packed: list[Any] = packed_of(coded, room, weighted) if coded[0] is not None else []
+            together = _together(state)
+            places = pools_of(stores, self._until_written(room), weighted, together)
+            packed: list[Any] = packed_of(coded, room, weighted, together) if coded[0] is not None else []
         with normal_tensors():
             clock_1, seen_1 = torch.zeros(2, 1, dtype=torch.int64, device=stores[0].device)
             last_B = torch.zeros(state.batch_size, dtype=torch.int64, device=stores[0].device)
-        entries = columns["keys"], columns["values"], columns["positions"]
-        self.pool = Pool(*entries, clock_1, seen_1, last_B, columns.get(LOG_WEIGHT))
+        pools = {
+            id(own): Pool(
+                own["keys"], own["values"], own["positions"], clock_1, seen_1, last_B, own.get(LOG_WEIGHT)
+            )
+            for own, _ in places
+        }
+        self.pool = pools[id(places[0][0])]
         specs: dict[int, tuple[float | None, int | None]]
         specs = {spec.layer_idx: (spec.scaling, spec.window) for spec in state.specs}
         specs |= {idx: (None, layer.sliding_window) for idx, layer in self.windowed.items()}
         self.stores = dict(zip(specs, stores, strict=True))
         self.columns = [_columns_of(store) for store in state.stores]
         self.rows: dict[int, StaticRows] = {}
-        for (idx, (scaling, window)), offsets_R1 in zip(specs.items(), offsets, strict=True):
+        for (idx, (scaling, window)), (columns, offsets_R1) in zip(specs.items(), places, strict=True):
             base_R = self.stores[idx].lengths_R.clone()
-            self.rows[idx] = StaticRows(self.pool, offsets_R1, base_R, idx == 0, scaling, window)
+            pool = pools[id(columns)]
+            self.rows[idx] = StaticRows(pool, offsets_R1, base_R, idx == 0, scaling, window)
         for spec, own, part in zip(state.specs, packed, coded, strict=False):
             rows = self.rows[spec.layer_idx]
             rows.packed, rows.bits, rows.span = own, part.codec.bits, part.codec.span
@@ -212,7 +230,7 @@ class StaticDecoding:
         return not self.windowed and same and all(store.free for store in self.stores.values())
 
     def _tensors(self) -> list[Tensor]:
-        return [*self.pool.tensors(), *(tensor for rows in self.rows.values() for tensor in rows.tensors())]
+        return [tensor for rows in self.rows.values() for tensor in (*rows.pool.tensors(), *rows.tensors())]
 
     def is_full(self, sampled: int) -> bool:
         """Whether the next step is not one of the graph, once a `generate` has sampled so many tokens, of

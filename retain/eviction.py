@@ -1,4 +1,4 @@
-"""A policy that is bound to a model, and one eviction by it: what it looks at, and keep masks.
+"""Decides which entries stay: a policy that is bound to a model, and one eviction by it.
 
 Layers are shown one after another. While a model first reads, each is decided on as it comes, and lower ones
 shrink; where layers must be decided on together (a later eviction, when heads hold different numbers of
@@ -18,14 +18,12 @@ from torch import Tensor
 
 from retain.budget.allocation import Candidates
 from retain.budget.cascade import Cascade
-from retain.budget.statement import Budget, LayerShape
+from retain.budget.statement import Budget, LayerShape, Stock
 from retain.capability import Use, refuse
 from retain.correction.merge import Merge
 from retain.evidence import Evidence
 from retain.gate_fit import unit_of
 from retain.gates import GateSet
-from retain.hf.cache.batch_context import Arriving, BatchContext
-from retain.hf.model.layout import LayerSpec
 from retain.kernels.backend import without_autocast
 from retain.policy import Plan, candidates_of, keep_masks, plan_of, score_entries, stock_of
 from retain.precision import Precision
@@ -37,6 +35,25 @@ from retain.scores.value_norm import value_norms
 Keep = Bool[Tensor, "B H T"]
 # A scorer that is no score of ours (`retain.hf.intercept.press`), or stands in for one.
 Scorer = Callable[[Evidence], Score]
+
+
+@dataclass(frozen=True, eq=False)
+class Arriving:
+    """What is known of a batch before a layer is scored.
+
+    Args:
+        valid_BT: False on padding.
+        element_size: bytes of a number of the model's weights, and so, most likely, of its keys.
+        stock: what there is to choose from, where that is not simply all of the tokens.
+        seeds_B: for scores that draw numbers.
+        pinned_BT: entries that the caller wants kept.
+    """
+
+    valid_BT: Bool[Tensor, "B T"]
+    element_size: int
+    stock: Stock | None = None
+    seeds_B: Sequence[int] | None = None
+    pinned_BT: Bool[Tensor, "B T"] | None = None
 
 
 @dataclass(frozen=True)
@@ -76,7 +93,7 @@ class BoundPolicy:
         budget: of the policy: what may be kept.
         gates: that score entries, if the policy takes a gate's score.
         scorer: stands in for the policy's own score.
-        layers: those that evict.
+        layers: KV heads, and numbers of an entry, of each layer that evicts.
         short_tokens: a sequence of at most so many tokens is held whole where its budget, or the sequence
             itself, is too short for the policy; 0: that is an error.
         function: of one layer's evidence.
@@ -88,7 +105,7 @@ class BoundPolicy:
     budget: Budget | None = None
     gates: Any = None
     scorer: Scorer | None = None
-    layers: tuple[LayerSpec, ...] = ()
+    layers: tuple[tuple[int, int], ...] = ()
     short_tokens: int = 0
     function: Callable[[Evidence], Keep] | None = None
     precision: Precision | None = None
@@ -195,7 +212,7 @@ class BoundPolicy:
             return evidence
         return SCORES[policy.observed].counted(evidence, policy.observed_settings)
 
-    def score(self, evidence: Evidence, batch: BatchContext) -> Score:
+    def score(self, evidence: Evidence, seeds_B: Sequence[int] | None) -> Score:
         """The policy's score of one layer."""
         assert self.policy is not None
         learned = None
@@ -204,21 +221,19 @@ class BoundPolicy:
         elif self.learned:
             learned = self.gates.score(evidence)
         observed = None if self.scorer is None else self.scorer(evidence)
-        return score_entries(self.policy, evidence, learned=learned, observed=observed, seeds_B=batch.seeds_B)
+        return score_entries(self.policy, evidence, learned=learned, observed=observed, seeds_B=seeds_B)
 
-    def plan(self, call: Arriving, batch: BatchContext) -> Plan:
+    def plan(self, call: Arriving) -> Plan:
         """What is known before any layer is scored, and what can be found to be wrong by then."""
         assert self.policy is not None and self.budget is not None
         size = call.element_size
-        shapes = [
-            LayerShape(own.num_kv_heads, own.entry_width * size, element_size=size) for own in self.layers
-        ]
-        given = self.policy, self.budget, call.valid_BT, shapes, batch.pinned_BT
+        shapes = [LayerShape(heads, width * size, element_size=size) for heads, width in self.layers]
+        given = self.policy, self.budget, call.valid_BT, shapes, call.pinned_BT
         plan = plan_of(*given, stock=call.stock, short_tokens=self.short_tokens)
         lengths_B, short = call.valid_BT.sum(-1).tolist(), []
         for row, (covered, length) in enumerate(zip(plan.covers_B, lengths_B, strict=True)):
             if not covered and length < self.window:
-                if plan.shares.totals.lengths_B[row] <= self.short_tokens:
+                if plan.totals.lengths_B[row] <= self.short_tokens:
                     short.append(row)
                     continue
                 raise ValueError(
@@ -230,25 +245,30 @@ class BoundPolicy:
         return plan.hold_whole(short, call.valid_BT) if short else plan
 
     def begin(
-        self, batch: BatchContext, call: Arriving, *, joint: bool = False, spared: Collection[int] = ()
+        self, call: Arriving, *, joint: bool = False, spared: Collection[int] = ()
     ) -> "Eviction | None":
         """Start an eviction, and refuse what cannot be; None keeps everything.
 
         Args:
-            batch: seeds and pins of the batch.
-            call: padding of all tokens seen, and what there is to choose from.
+            call: padding of all tokens seen, what there is to choose from, seeds and pins.
             joint: decide on all layers in the end, rather than on each as it comes.
             spared: sequences from which nothing goes this time.
         """
         if self.function is not None:
             return ByFunction(self.function, joint)
-        return None if self.policy is None else ByPolicy(self, batch, call, joint=joint, spared=spared)
+        return None if self.policy is None else ByPolicy(self, call, joint=joint, spared=spared)
 
     @without_autocast
-    def decide(self, evidence: Sequence[Evidence], batch: BatchContext) -> "Eviction | None":
+    def decide(
+        self,
+        evidence: Sequence[Evidence],
+        seeds_B: Sequence[int] | None = None,
+        pinned_BT: Bool[Tensor, "B T"] | None = None,
+    ) -> "Eviction | None":
         """An eviction that has seen all layers, of evidence that shows everything; None keeps it."""
         first, size = evidence[0], evidence[0].keys_BHTD.element_size()
-        eviction = self.begin(batch, Arriving(first.valid_BT, size, stock_of(evidence)), joint=True)
+        call = Arriving(first.valid_BT, size, stock_of(evidence), seeds_B, pinned_BT)
+        eviction = self.begin(call, joint=True)
         if eviction is not None:
             for layer in evidence:
                 eviction.look(layer)
@@ -301,24 +321,23 @@ class ByPolicy:
     def __init__(
         self,
         bound: BoundPolicy,
-        batch: BatchContext,
         call: Arriving,
         *,
         joint: bool = False,
         spared: Collection[int] = (),
     ):
-        self.bound, self.batch, self.asked_jointly, self.spared = bound, batch, joint, spared
+        self.bound, self.asked_jointly, self.spared = bound, joint, spared
         self.lower: Sequence[Tensor | None] = ()
         self.candidates: list[Candidates] = []
         self.whole: list[Keep] = []
         self._plan(call)
 
     def _plan(self, call: Arriving) -> None:
-        self.call, self.plan, self.num_looked = call, self.bound.plan(call, self.batch), 0
+        self.call, self.plan, self.num_looked = call, self.bound.plan(call), 0
         covers_B, correction = self.plan.covers_B, self.bound.correction
         self.rows = [row for row, covered in enumerate(covers_B) if not covered and row not in self.spared]
         self.part = self.plan if len(self.rows) == len(covers_B) else self.plan.select_batch(self.rows)
-        self.cascade = Cascade(self.part.shares)
+        self.cascade = Cascade(self.part)
         # A correction wants the final sets: cut again and again while layers come, an entry would be merged
         # into one that goes later, and from there into one that is unlike it.
         corrects = correction is not None and self.crosses_layers and bool(self.rows)
@@ -332,12 +351,12 @@ class ByPolicy:
     @property
     def crosses_layers(self) -> bool:
         """Whether what a layer keeps depends on other layers."""
-        return self.plan.shares.crosses_layers
+        return self.plan.crosses_layers
 
     @property
     def held_whole(self) -> Sequence[int]:
         """Short sequences that are held whole, by number."""
-        return self.plan.shares.totals.whole
+        return self.plan.totals.whole
 
     def measure(self, element_size: int) -> None:
         """Plan anew where keys come in another precision than weights are in (autocast), as long as no layer
@@ -365,14 +384,17 @@ class ByPolicy:
             self.whole.append(whole_BHT)
         if not self.rows:
             return None if self.joint else whole_BHT
-        part, batch = _part(self.rows, evidence, self.batch)
+        part, seeds = evidence, self.call.seeds_B
+        if len(self.rows) < len(whole_BHT):
+            part = evidence.select_batch(torch.tensor(self.rows, device=evidence.valid_BT.device))
+            seeds = None if seeds is None else [seeds[row] for row in self.rows]
         protected_BT = place_BT = None
         if token_BT is not None:
             device = part.valid_BT.device
             tokens_BT = token_BT.to(device)[torch.tensor(self.rows, device=device)]
             protected_BT = self.part.protected_BT.to(device).gather(1, tokens_BT) & part.valid_BT
             place_BT = part.places_BT
-        score = self.bound.score(part, batch)
+        score = self.bound.score(part, seeds)
         candidates = candidates_of(self.part, score, protected_BT, place_BT=place_BT)
         if self.joint:
             self.candidates.append(candidates)
@@ -389,14 +411,6 @@ class ByPolicy:
 
 
 Eviction = ByPolicy | ByFunction
-
-
-def _part(rows: list[int], evidence: Evidence, batch: BatchContext) -> tuple[Evidence, BatchContext]:
-    """Of some of the sequences."""
-    if len(rows) == evidence.valid_BT.shape[0]:
-        return evidence, batch
-    idx = torch.tensor(rows, device=evidence.valid_BT.device)
-    return evidence.select_batch(idx), batch.select_batch(rows)
 
 
 def _with_others(keep_BHT: Bool[Tensor, "rows H T"], rows: list[int], whole_BHT: Keep) -> Keep:
