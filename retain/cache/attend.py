@@ -19,11 +19,7 @@ from torch import Tensor
 from retain.cache.equal_rows import attend_runs, find_runs, fits
 from retain.cache.layer_store import Store
 from retain.cache.store import RaggedStore
-from retain.kernels.backend import Path
-from retain.kernels.ragged_attention import merged, ragged_attention
-
-# Names of the paths in reports.
-CALLED = {"triton": "Triton kernels over ragged rows", "reference": "plain PyTorch over ragged rows"}
+from retain.kernels.ragged_attention import merged, path_of, ragged_attention
 
 
 def attend(
@@ -46,7 +42,12 @@ def attend(
     """
     pages, weights = store.pages, store.log_weight_C
     plain = store.codec is None and set(how) == {"scaling"} and window is None
-    if by_runs and plain and not queries_BQSD.is_cuda and store.path == "reference":
+    if (
+        by_runs
+        and plain
+        and not queries_BQSD.is_cuda
+        and path_of(store.keys_CD, store.values_CD) == "reference"
+    ):
         columns = store.keys_CD, store.values_CD
         runs = find_runs(pages, *columns, seen_RS, queries_BQSD.shape[1], weights)
         if runs is not None and fits(runs, queries_BQSD):
@@ -91,8 +92,3 @@ def attend_store(
         *(attend(part, queries_BQSD, own_RS, with_lse=True, **how) for part, own_RS in parts), strict=True
     )
     return merged(list(outs), list(lses), sinks_Q)
-
-
-def path_named(path: Path) -> str:
-    """Name of a path in reports."""
-    return CALLED[path]

@@ -31,7 +31,7 @@ from torch import Tensor
 from retain import config
 from retain.cache.codec import GROUPS, VALUE_SCALES, Codec
 from retain.cache.layer_store import Store, encoded
-from retain.cache.store import SLACK, RaggedStore
+from retain.cache.store import ENTRY, SLACK, RaggedStore
 from retain.precision import Precision
 from retain.process.disk import save_beside
 
@@ -137,8 +137,7 @@ def tensors_of(store: RaggedStore) -> dict[str, Tensor]:
         codes "value_scales", "groups" and "key_scales".
     """
     index_N = store.index_N()
-    columns = {**store.columns, **{BESIDE + name: column for name, column in store.beside.items()}}
-    found = {name: column[index_N] for name, column in columns.items()}
+    found = {name if name in ENTRY else BESIDE + name: own[index_N] for name, own in store.columns.items()}
     table = {} if store.key_scales_G2D is None else {KEY_SCALES: store.key_scales_G2D}
     return {**found, "lengths": store.lengths_R.clone(), **table}
 
@@ -177,9 +176,7 @@ def store_of(
             f"a saved store has lengths of {N} entries for {num_heads} KV heads, but {', '.join(wrong)}: "
             "the file was cut, or is another model's; save it again, with tensors_of()."
         )
-    return RaggedStore(
-        entries, lengths_R, num_heads, slack=slack, beside=beside, codec=codec, key_scales_G2D=table
-    )
+    return RaggedStore.from_rows({**entries, **beside}, lengths_R, num_heads, slack, codec, table)
 
 
 def precision_of(record: Mapping[str, Any]) -> Precision | None:

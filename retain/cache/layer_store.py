@@ -138,9 +138,9 @@ class Store:
     def set_beside_(self, name: str, values_BHS: Tensor, valid_BS: Tensor | None = None) -> None:
         """Write a side column for the last S tokens of every row; a new column is zeros elsewhere."""
         self.plain.set_beside_(name, values_BHS, valid_BS)
-        if self.packed is not None and name not in self.packed.beside:
+        if self.packed is not None and name not in self.packed.columns:
             shape = self.packed.num_places, *values_BHS.shape[3:]
-            self.packed.beside[name] = values_BHS.new_zeros(shape)
+            self.packed.columns[name] = values_BHS.new_zeros(shape)
 
     def write_beside_(self, name: str, values_N: Tensor) -> None:
         """Write a side column for every entry, in the order of `index_N()`."""
@@ -151,7 +151,7 @@ class Store:
     def forget_beside_(self, *names: str) -> None:
         """Let go of side columns."""
         for part in self.parts:
-            part.forget_beside_(*names)
+            part.columns = {name: column for name, column in part.columns.items() if name not in names}
 
     def compact_(self, keep_N: Bool[Tensor, " N"]) -> None:
         """Evict in place; rooms stay, and their slack grows.
@@ -196,7 +196,7 @@ class Store:
                 spans(starts_R, old.lengths_R),
                 spans(starts_R + old.lengths_R, made.lengths_R),
             )
-            made = gathered(layout, [(old, old.index_N(), before_N), (made, made.index_N(), behind_N)])
+            made = gathered(layout, [(old, old.index_N(), before_N), (made, made.index_N(), behind_N)], 0)
         plain.filter_(~goes_N)
         self.packed = made
 
@@ -232,13 +232,10 @@ def encoded(plain: RaggedStore, bits: int, which_N: Bool[Tensor, " N"] | None = 
     if which_N is not None:
         index_N, rows_N = index_N[which_N], rows_N[which_N]
     codec = Codec(bits, plain.keys_CD.shape[1], plain.values_CD.shape[1], plain.dtype)
-    lengths_R = torch.bincount(rows_N, minlength=plain.num_rows)
-    entries, table = codec.encode(plain.keys_CD[index_N], plain.values_CD[index_N], lengths_R)
-    entries["positions"] = plain.positions_C[index_N]
-    beside = {name: column[index_N] for name, column in plain.beside.items()}
-    return RaggedStore(
-        entries, lengths_R, plain.num_heads, slack=0, beside=beside, codec=codec, key_scales_G2D=table
-    )
+    lengths_R = torch.bincount(rows_N, minlength=len(plain.lengths_R))
+    columns, table = codec.encode(plain.keys_CD[index_N], plain.values_CD[index_N], lengths_R)
+    columns |= {name: plain.columns[name][index_N] for name in ("positions", *plain.beside)}
+    return RaggedStore.from_rows(columns, lengths_R, plain.num_heads, 0, codec, table)
 
 
 def stacked(stores: Sequence[Store], slack: int | None = None) -> Store:
@@ -280,6 +277,4 @@ def _stacked(parts: Sequence[RaggedStore | None], stores: Sequence[Store], slack
     layout = Layout.of(torch.cat(lengths), slack)
     places = layout.index_N().split([int(own_R.sum()) for own_R in lengths])
     there = zip(parts, places, strict=True)
-    whole = gathered(layout, [(part, part.index_N(), to_N) for part, to_N in there if part is not None])
-    whole.slack = slack
-    return whole
+    return gathered(layout, [(part, part.index_N(), to_N) for part, to_N in there if part is not None], slack)

@@ -1,6 +1,6 @@
 """Rooms of ragged rows in a store: where each row lies, how many entries it holds, and columns in them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -40,19 +40,28 @@ class Layout:
         """Place of every entry, row after row."""
         return spans(self.offsets_R1[:-1], self.lengths_R)
 
+    def fill_(
+        self, columns: dict[str, Tensor], where: tuple[Tensor, ...] | None, but: Collection[str] = ()
+    ) -> None:
+        """Replace columns, one after another, by those of their entries `where` (None: all) in these rooms.
+
+        Zeros elsewhere, not garbage: a masked entry has weight 0, and 0 x NaN would still be NaN.
+
+        Args:
+            but: names of columns that stay.
+        """
+        index_N = self.index_N()
+        for name in [name for name in columns if name not in but]:
+            source = columns[name]
+            column = source.new_zeros(self.pages.num_pages * PAGE, *source.shape[len(where or (0,)) :])
+            copy_(column, index_N, source, where)
+            columns[name] = column
+
 
 def count_free(pages: Pages, lengths: Sequence[int]) -> int:
     """Number of new tokens that fit into every room."""
     rooms = (PAGE * count for count in pages.counts)
     return min((room - length for room, length in zip(rooms, lengths, strict=True)), default=0)
-
-
-def filled(layout: Layout, index_N: Tensor, source: Tensor, where: tuple[Tensor, ...] | None) -> Tensor:
-    """A column with the entries `source[where]` at `index_N`. Zeros elsewhere, not garbage: a masked entry
-    has weight 0, and 0 x NaN would still be NaN."""
-    column = source.new_zeros(layout.pages.num_pages * PAGE, *source.shape[len(where or (0,)) :])
-    copy_(column, index_N, source, where)
-    return column
 
 
 def bytes_of(tensors: Sequence[Tensor]) -> int:

@@ -8,7 +8,7 @@ meet shapes that a graph has seen.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from retain.cache.codec import GROUPS, VALUE_SCALES
 from retain.cache.layer_store import Store
 from retain.cache.layout import Layout, bytes_of, normal_tensors
+from retain.cache.moves import copy_
 from retain.cache.store import LOG_WEIGHT, RaggedStore
 from retain.kernels.ragged_attention.pages import PAGE
 from retain.precision import GROUP
@@ -146,20 +147,22 @@ def pool_of(stores: Sequence[RaggedStore], room: int, weighted: bool) -> list[Pl
     Returns:
         for each store, the pool's columns, and where its rooms begin and end there.
     """
-    first, layouts = stores[0], [Layout.of(store.lengths_R, room) for store in stores]
-    sizes = [PAGE * layout.pages.num_pages for layout in layouts]
-    starts = [0, *accumulate(sizes)]
-    like = dict(first.columns)
+    layouts = [Layout.of(store.lengths_R, room) for store in stores]
+    starts = [0, *accumulate(PAGE * layout.pages.num_pages for layout in layouts)]
+    like = stores[0].entries
     if weighted:
-        like[LOG_WEIGHT] = torch.zeros(0, device=first.device)
+        like[LOG_WEIGHT] = torch.zeros(0, device=stores[0].device)
     columns = {}
     for name, column in like.items():
         columns[name] = column.new_zeros(rounded(starts[-1]), *column.shape[1:])
-        for store, layout, start, size in zip(stores, layouts, starts[:-1], sizes, strict=True):
-            store.move_(name, columns[name][start : start + size], layout)
+        for store, layout, (start, stop) in zip(stores, layouts, pairwise(starts), strict=True):
+            own = columns[name][start:stop]
+            if name in store.columns:
+                copy_(own, layout.index_N(), store.columns[name], (store.index_N(),))
+            store.columns[name] = own
     for store, layout in zip(stores, layouts, strict=True):
-        store.adopt_(layout, columns)
-    return [(columns, store.offsets_R1 + start) for store, start in zip(stores, starts[:-1], strict=True)]
+        store.lay_out_anew_(layout, store.index_N(), moved=columns)
+    return [(columns, store.offsets_R1 + start) for store, start in zip(stores, starts, strict=False)]
 
 
 def pools_of(stores: Sequence[RaggedStore], room: int, weighted: bool, together: int) -> list[Placed]:
@@ -180,7 +183,7 @@ def packed_of(stores: Sequence[RaggedStore], room: int, weighted: bool, together
         of each store, as `retain.kernels.decode_step` takes them.
     """
     places = pools_of(stores, room, weighted, together)
-    more = stores[0].num_rows * -(-room // GROUP)
+    more = len(stores[0].lengths_R) * -(-room // GROUP)
     scales = [store.key_scales_G2D for store in stores if store.key_scales_G2D is not None]
     most = rounded(max(FEWEST, max(map(len, scales)) + more))
     table = scales[0].new_zeros(len(stores), most, *scales[0].shape[1:])

@@ -14,6 +14,7 @@ from retain.cache.equal_rows import Run, attend_runs, find_runs
 from retain.cache.layout import normal_tensors
 from retain.cache.store import RaggedStore
 from retain.kernels.decode_step import build
+from retain.kernels.ragged_attention import path_of
 
 
 class StepRows:
@@ -68,7 +69,7 @@ def step_rows_of(
     store: RaggedStore, *, scaling: float, soft_cap: float | None, window: int | None, sinks: bool
 ) -> StepRows | None:
     """The rows of a store for decoding steps; None: it is on a GPU, or no way here is short."""
-    if store.device.type != "cpu" or store.path != "reference":
+    if store.device.type != "cpu" or path_of(store.keys_CD, store.values_CD) != "reference":
         return None
     runs = None
     if not (soft_cap or window or sinks):

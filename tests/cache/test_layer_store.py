@@ -131,7 +131,7 @@ def storages(store):
     held = [] if store.packed is None else [store.packed.key_scales_G2D]
     for part in store.parts:
         held += [part.offsets_R1, part.lengths_R, *part.pages.tables()]
-        held += [columns[name] for columns, name in part._columns()]
+        held += part.columns.values()
     return sum({own.data_ptr(): own.untyped_storage().nbytes() for own in held if own.numel()}.values())
 
 
