@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from retain.cache.moves import spans
+from retain.cache.layout import spans
 from retain.kernels.codes import Codes, decode, encode
 from retain.precision import GROUP
 

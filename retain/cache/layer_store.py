@@ -12,8 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from retain.cache.codec import Codec
-from retain.cache.layout import Layout, bytes_of, normal_tensors
-from retain.cache.moves import spans
+from retain.cache.layout import Layout, bytes_of, normal_tensors, spans
 from retain.cache.store import LOG_WEIGHT, RaggedStore, gathered
 from retain.precision import Precision
 
@@ -73,11 +72,6 @@ class Store:
     def bytes_B(self) -> Int[Tensor, " B"]:
         """Bytes of all that attention reads of the entries that each sequence holds."""
         return torch.stack([part.bytes_B for part in self.parts]).sum(0)
-
-    @property
-    def log_weight_bytes_B(self) -> Int[Tensor, " B"]:
-        """Of these, those of what is added to logits."""
-        return torch.stack([part.lengths_BH.sum(-1) * part.log_weight_bytes for part in self.parts]).sum(0)
 
     @property
     def bytes_held(self) -> int:
@@ -151,29 +145,25 @@ class Store:
     def forget_beside_(self, *names: str) -> None:
         """Let go of side columns."""
         for part in self.parts:
-            part.columns = {name: column for name, column in part.columns.items() if name not in names}
+            for name in names:
+                part.columns.pop(name, None)
 
-    def compact_(self, keep_N: Bool[Tensor, " N"]) -> None:
-        """Evict in place; rooms stay, and their slack grows.
+    def evict_(self, keep_N: Bool[Tensor, " N"], *, in_place: bool = False) -> None:
+        """Keep some entries, in rooms of their size plus slack.
 
         Args:
             keep_N: True = kept, in the order of `index_N()`.
+            in_place: rooms stay, and their slack grows.
         """
-        self._evict_(RaggedStore.compact_, keep_N)
-
-    def filter_(self, keep_N: Bool[Tensor, " N"]) -> None:
-        """Keep some entries (in the order of `index_N()`), in rooms of their size plus slack."""
-        self._evict_(RaggedStore.filter_, keep_N)
-
-    def _evict_(self, how: Callable[[RaggedStore, Tensor], None], keep_N: Tensor) -> None:
         assert keep_N.shape == (self.entries_held,) and keep_N.dtype == torch.bool
+        evict_ = RaggedStore.compact_ if in_place else RaggedStore.filter_
         if self.packed is not None:
-            own_N, keep_N = keep_N.split([self.packed.entries_held, self.plain.entries_held])
-            if bool(own_N.any()):
-                how(self.packed, own_N)
+            packed_N, keep_N = keep_N.split([self.packed.entries_held, self.plain.entries_held])
+            if bool(packed_N.any()):
+                evict_(self.packed, packed_N)
             else:
                 self.packed = None
-        how(self.plain, keep_N)
+        evict_(self.plain, keep_N)
 
     def pack_(self) -> None:
         """Pack the plain entries but for the last `recent` of each row, where there is a precision.
@@ -192,11 +182,8 @@ class Store:
         if old is not None:
             layout = Layout.of(old.lengths_R + made.lengths_R, 0)
             starts_R = layout.offsets_R1[:-1]
-            before_N, behind_N = (
-                spans(starts_R, old.lengths_R),
-                spans(starts_R + old.lengths_R, made.lengths_R),
-            )
-            made = gathered(layout, [(old, old.index_N(), before_N), (made, made.index_N(), behind_N)], 0)
+            old_N, made_N = spans(starts_R, old.lengths_R), spans(starts_R + old.lengths_R, made.lengths_R)
+            made = gathered(layout, [(old, old.index_N(), old_N), (made, made.index_N(), made_N)], 0)
         plain.filter_(~goes_N)
         self.packed = made
 
@@ -213,12 +200,12 @@ class Store:
     def crop_(self, before_B: Int[Tensor, " B"]) -> None:
         """Forget, in each sequence, the entries at positions `>= before`, and give their bytes back."""
         before_N = before_B.to(self.device)[self.rows_N() // self.num_heads]
-        self.filter_(self.positions_C[self.index_N()] < before_N)
+        self.evict_(self.positions_C[self.index_N()] < before_N)
 
     def drop_(self, gone_BP: Bool[Tensor, "B P"]) -> None:
         """Forget, in each sequence, the entries at these positions, and give their bytes back."""
         positions_N = self.positions_C[self.index_N()].to(torch.int64)
-        self.filter_(~gone_BP.to(self.device)[self.rows_N() // self.num_heads, positions_N])
+        self.evict_(~gone_BP.to(self.device)[self.rows_N() // self.num_heads, positions_N])
 
 
 @normal_tensors()

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from retain.cache.codec import GROUPS, VALUE_SCALES
 from retain.cache.layer_store import Store
-from retain.cache.layout import Layout, bytes_of, normal_tensors
-from retain.cache.moves import copy_
+from retain.cache.layout import Layout, bytes_of, copy_, normal_tensors
 from retain.cache.store import LOG_WEIGHT, RaggedStore
 from retain.kernels.ragged_attention.pages import PAGE
 from retain.precision import GROUP

@@ -24,8 +24,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from retain.cache.codec import GROUPS, VALUE_SCALES, Codec
-from retain.cache.layout import Layout, count_free, normal_tensors
-from retain.cache.moves import copy_, packing, spans
+from retain.cache.layout import Layout, copy_, count_free, normal_tensors, packing, spans
 from retain.kernels.codes import Codes
 from retain.kernels.ragged_attention.pages import PAGE
 
