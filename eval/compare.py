@@ -13,7 +13,7 @@ folder.
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -52,17 +52,12 @@ MODULE = "retain.eval.compare"
 @dataclass(frozen=True)
 class Processes:
     """This process among those that `accelerate launch` started: its number over all and on its machine, and
-    the state of accelerate; None for one process."""
+    what returns when all have called it."""
 
     rank: int = 0
     count: int = 1
     local_rank: int = 0
-    state: Any = None
-
-    def wait(self) -> None:
-        """Returns when all processes have called it."""
-        if self.state is not None:
-            self.state.wait_for_everyone()
+    wait: Callable[[], None] = lambda: None
 
 
 @contextmanager
@@ -71,12 +66,12 @@ def launched() -> Iterator[Processes]:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield Processes()
         return
-    require("eval", "accelerate", what="a comparison by several processes")
     from accelerate import PartialState
 
     state = PartialState(cpu=True, timeout=timedelta(days=30))
     try:
-        yield Processes(state.process_index, state.num_processes, state.local_process_index, state)
+        ranks = (state.process_index, state.num_processes, state.local_process_index)
+        yield Processes(*ranks, state.wait_for_everyone)
     finally:
         # https://github.com/pytorch/pytorch/pull/179291: the interpreter's end may abort a process.
         state.destroy_process_group()
@@ -130,7 +125,7 @@ def manifest_of(
         "model_commit": commit_of(loaded.model),
         "config": to_mapping(config),
         "identity": identity_of_run(config, loaded) | {"tasks": tasks},
-        "gates": {label: str(gates.metadata.get("sha256"))[:12] for label, gates in loaded.gates.items()},
+        "gates": {place: str(gates.metadata.get("sha256"))[:12] for place, gates in loaded.gates.items()},
         "items_sha": {task: digest([[asdict(row) for row in rows] for rows in ids[task]]) for task in ids},
         "code": code_state(Path(__file__).parent),
         "versions": machine.pop("versions"),
@@ -164,7 +159,8 @@ def compare(config: CompareConfig, processes: Processes | None = None, *, typed:
         measure_all(config, loaded, units, keys, processes)
         return None
     with lock_folder(config.folder, otherwise="another name (run=...)"):
-        complete = open_run(config.folder, manifest, keys.expected(units))
+        expected = {key: value for unit in units for key, value in keys.expected(unit).items()}
+        complete = open_run(config.folder, manifest, expected)
         processes.wait()
         measure_all(config, loaded, units, keys, processes)
         if not complete:
@@ -178,19 +174,16 @@ def measure_all(
     """Measures this process's share of the units that are not complete, and appends their lines."""
     done = read_table(config.folder)
     processes.wait()  # nobody writes before all have read
-    expected = [(unit, keys.expected([unit]).keys()) for unit in units]
-    left = [unit for unit, wanted in expected if not wanted <= done.keys()]
+    left = [unit for unit in units if not keys.expected(unit).keys() <= done.keys()]
     policies = {(one.policy, one.protection): policy for one, policy in loaded.policies.items()}
     mine = left[processes.rank :: processes.count]
     with tqdm(mine, config.run, unit="unit", smoothing=0.05, disable=processes.rank > 0) as bar:
         for unit in bar:
             bar.set_postfix_str(unit.name, refresh=False)
             lines = measure(config, loaded, unit, keys, done)
-            wanted = keys.expected([unit])
-            earlier = [done[key] for key in wanted if key in done]
-            check_equal_bytes([*earlier, *(asdict(line) for line in lines)], policies)
-            append_lines(config.folder, lines)
             done |= {key_of(asdict(line)): asdict(line) for line in lines}
+            check_equal_bytes([done[key] for key in keys.expected(unit)], policies)
+            append_lines(config.folder, lines)
     processes.wait()
 
 

@@ -6,21 +6,21 @@ can work is checked by `retain.eval.run.checks` before anything is measured.
 
 import argparse
 import inspect
+import json
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+import textwrap
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import torch
-import yaml
 from pydantic import Field
 
 from retain.budget.statement import Budget
-from retain.config import Count, Many, ProperShare, Whole, build, load
+from retain.config import Count, Many, ProperShare, Whole, load
 from retain.presets import Policy, load_policy
 
 When = Literal["prefill", "chunk", "decode", "prefill+decode", "chunk+decode"]
@@ -33,9 +33,15 @@ FULL_BUDGET = Budget(keep_ratio=1.0)
 CONTROLS = ("oracle",)
 # Label of a policy's protection where it is the one of its preset.
 PRESET = "own"
-# Label of the gates that `gates` names.
-GATES = "gates"
 MODEL = "reference:0"
+# Begins a variant's change of where its gates come from.
+GATES = "gates="
+# Where gates come from that no setting names.
+SHIPPED = "those that ship"
+AT_LEAST_ONE = Field(min_length=1)
+# Configs that ship, in a checkout and in a wheel.
+_PACKAGED = Path(__file__).parent.parent / "comparisons"
+CONFIGS = _PACKAGED if _PACKAGED.is_dir() else _PACKAGED.parent / "configs" / "compare"
 
 
 @dataclass(frozen=True)
@@ -57,9 +63,7 @@ class CompareConfig:
         seeds: Seeds of the rows.
         context_tokens: Length of a context in tokens; of natural text the most that it may have.
         gates: Folder or hub id of the gates that policies take, or the name of a model that gates ship for;
-            empty: the gates that ship for the model.
-        gate_sets: Other gates, by label: a folder, hub id or name each.
-        uses: Policy -> label in `gate_sets` of the gates that it takes; all others take `gates`.
+            empty: the gates that ship for the model. A variant may name others.
         allow_other_weights: Take gates whose base has other weights than the model, as for a fine-tune of it.
         when: When entries are evicted: "prefill" (once, behind the prompt), "chunk" (behind each chunk),
             "decode" (every `every` tokens), "prefill+decode" or "chunk+decode".
@@ -68,7 +72,7 @@ class CompareConfig:
         every: Tokens between evictions while decoding.
         chunk_tokens: Tokens of a chunk.
         variants: Policies of this comparison alone: name -> a preset or its variant as in `snapkv:paper`,
-            then `key=value` changes, e.g. `[snapkv, protection.sinks=0]`.
+            then `key=value` changes, e.g. `[snapkv, protection.sinks=0]`, or `[learned, gates=runs/other]`.
         protections: Other protections that every policy is measured under too: label -> `key=value` changes
             of `protection` or `scope`, e.g. `none: [protection.sinks=0, protection.prefix_fraction=0]`.
         task_settings: Task or group -> settings of it, e.g. `facts: {haystack: "file:TEXT"}`.
@@ -91,21 +95,19 @@ class CompareConfig:
     """
 
     run: str
-    tasks: tuple[str, ...]
-    policies: tuple[str, ...]
+    tasks: Annotated[tuple[str, ...], AT_LEAST_ONE]
+    policies: Annotated[tuple[str, ...], AT_LEAST_ONE]
     model: str = MODEL
     keep_ratios: tuple[ProperShare, ...] = (0.1, 0.2)
     tokens_per_head: tuple[Annotated[int, Field(ge=2)], ...] = ()
     items_per_task: Many = 20
     first_item: Whole = 0
-    seeds: tuple[Whole, ...] = (0,)
+    seeds: Annotated[tuple[Whole, ...], AT_LEAST_ONE] = (0,)
     context_tokens: Annotated[int, Field(ge=64, le=2**24)] = 1000
     gates: str = ""
-    gate_sets: dict[str, str] = field(default_factory=dict)
-    uses: dict[str, str] = field(default_factory=dict)
     allow_other_weights: bool = False
-    when: tuple[When, ...] = ("prefill",)
-    question: tuple[Question, ...] = ("unknown",)
+    when: Annotated[tuple[When, ...], AT_LEAST_ONE] = ("prefill",)
+    question: Annotated[tuple[Question, ...], AT_LEAST_ONE] = ("unknown",)
     every: Count = 32
     chunk_tokens: Count = 256
     variants: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -171,11 +173,15 @@ def find_policy(config: CompareConfig, candidate: Candidate) -> Policy:
     Raises:
         ValueError: There is no such policy, or it cannot be changed so.
     """
-    name = candidate.policy
-    parts = config.variants.get(name) or ("gate" if name in CONTROLS else name,)
+    first, *changes = _parts(config, candidate.policy)
+    changes = [change for change in changes if not change.startswith(GATES)]
     if candidate.protection != PRESET:
-        parts = (*parts, *config.protections[candidate.protection])
-    return _policy(candidate.label, tuple(parts))
+        changes += config.protections[candidate.protection]
+    return _policy(candidate.label, (first, *changes))
+
+
+def _parts(config: CompareConfig, name: str) -> tuple[str, ...]:
+    return config.variants.get(name) or ("gate" if name in CONTROLS else name,)
 
 
 @cache
@@ -183,13 +189,12 @@ def _policy(label: str, parts: tuple[str, ...]) -> Policy:
     return replace(load_policy(parts[0], parts[1:]), name=label, variants={})
 
 
-def gate_users(config: CompareConfig) -> dict[str, str]:
-    """Policies that take gates -> label of the set that each takes. Controls take none."""
-    return {
-        name: config.uses.get(name, GATES)
-        for name in config.policies
-        if name not in CONTROLS and find_policy(config, Candidate(name)).learned
-    }
+def gates_of(config: CompareConfig, name: str) -> str | None:
+    """Where a policy's gates come from; None if it takes none, as controls do."""
+    if name in CONTROLS or not find_policy(config, Candidate(name)).learned:
+        return None
+    stated = [part.removeprefix(GATES) for part in _parts(config, name) if part.startswith(GATES)]
+    return [config.gates or SHIPPED, *stated][-1]
 
 
 def budget_label(budget: Budget) -> str:
@@ -230,20 +235,9 @@ def resolve_device(name: str, local_rank: int = 0) -> torch.device:
     return device
 
 
-# Options of `retain compare`: what a key is called, and that it is a list.
-OPTIONS = {
-    "--policies": ("policies", True),
-    "--tasks": ("tasks", True),
-    "--keep-ratios": ("keep_ratios", True),
-    "--tokens-per-head": ("tokens_per_head", True),
-    "--when": ("when", True),
-    "--question": ("question", True),
-    "--gates": ("gates", False),
-    "--items": ("items_per_task", False),
-    "--context-tokens": ("context_tokens", False),
-    "--device": ("device", False),
-    "--run": ("run", False),
-}
+# Keys that are options of `retain compare` too: lists, as A,B, and single values.
+LISTS = ("policies", "tasks", "keep_ratios", "tokens_per_head", "when", "question")
+SINGLE = ("gates", "items_per_task", "context_tokens", "device", "run")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -255,18 +249,21 @@ class _Parser(argparse.ArgumentParser):
 
 def compare_parser() -> argparse.ArgumentParser:
     """The command line of a comparison; its help lists every key with type, default and meaning."""
+    about = _meanings(CompareConfig)
     parser = _Parser(
         os.path.relpath(sys.argv[0]),
         description="Compare KV-cache eviction policies at equal achieved memory.",
         epilog="Keys of a config:\n" + key_help(CompareConfig),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("given", nargs="*", metavar="MODEL or key=value", help="model, and other keys")
-    parser.add_argument("--config", help="YAML, e.g. configs/compare/reference.yaml; options go over it")
-    meanings = _meanings(CompareConfig)
-    for option, (key, several) in OPTIONS.items():
-        about = meanings[key].partition(". ")[0].rstrip(".")
-        parser.add_argument(option, metavar="A,B" if several else "X", help=f"{key}: {about}")
+    parser.add_argument("words", nargs="*", metavar="MODEL or key=value", help="model, and other keys")
+    configs = ", ".join(sorted(path.stem for path in CONFIGS.glob("*.yaml")))
+    parser.add_argument("--config", metavar="YAML", help=f"a file, or one that ships: {configs}")
+    for key in (*LISTS, *SINGLE):
+        meaning = about[key].partition(". ")[0].rstrip(".")
+        parser.add_argument(
+            f"--{key.replace('_', '-')}", metavar="A,B" if key in LISTS else "X", help=meaning
+        )
     return parser
 
 
@@ -277,67 +274,37 @@ def config_of(given: argparse.Namespace) -> CompareConfig:
         ValueError: With everything that does not fit.
         FileNotFoundError: There is no such file.
     """
-    models = [word for word in given.given if "=" not in word]
-    overrides = [f"model={json_of(name)}" for name in models]
-    for option, (key, several) in OPTIONS.items():
-        value = getattr(given, option.removeprefix("--").replace("-", "_"))
-        if value is not None:
-            overrides.append(f"{key}={'[' + value + ']' if several else value}")
-    overrides += [word for word in given.given if "=" in word]
+    models = [word for word in given.words if "=" not in word]
     if len(models) > 1:
         raise ValueError(f"one model is compared at a time, got {', '.join(models)}.")
-    if given.config is not None:
-        return load(given.config, CompareConfig, overrides)
-    if models and given.run is None:
-        overrides.insert(0, "run=" + re.sub(r"[^\w.-]+", "-", models[0]).strip("-."))
-    if not overrides:
-        raise ValueError(
-            "nothing is said of what to compare: pass a model with --policies and --tasks, or --config FILE."
-        )
-    return build(nested(overrides), CompareConfig)
-
-
-def json_of(text: str) -> str:
-    """A text as YAML reads it back, whatever it holds."""
-    return yaml.safe_dump(text, default_style='"').strip()
-
-
-def nested(overrides: Sequence[str]) -> dict[str, Any]:
-    """Mapping that `key.part=value` overrides describe, values read as YAML.
-
-    Raises:
-        ValueError: A value is no YAML, or a key is given a value and parts.
-    """
-    mapping: dict[str, Any] = {}
-    for override in overrides:
-        path, _, text = override.partition("=")
-        *parents, last = path.split(".")
-        inner = mapping
-        for name in parents:
-            inner = inner.setdefault(name, {})
-            if not isinstance(inner, dict):
-                raise ValueError(f"{override!r}: {name!r} has a value already, which is no mapping.")
-        try:
-            inner[last] = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise ValueError(f"{override!r} is no YAML: {error}") from error
-    return mapping
+    changes = [f"model={json.dumps(name)}" for name in models]
+    if models and given.config is None:
+        changes.append(f"run={json.dumps(re.sub(r'[^-.0-9A-Z_a-z]+', '-', models[0]).strip('-.'))}")
+    stated = {key: getattr(given, key) for key in (*LISTS, *SINGLE) if getattr(given, key) is not None}
+    changes += [f"{key}=[{value}]" if key in LISTS else f"{key}={value}" for key, value in stated.items()]
+    changes += [word for word in given.words if "=" in word]
+    if given.config is None and not changes:
+        raise ValueError("state a model with --policies and --tasks, or --config YAML; --help says more.")
+    path = given.config
+    if path is not None and (CONFIGS / f"{path}.yaml").is_file():
+        path = CONFIGS / f"{path}.yaml"
+    return load(path, CompareConfig, changes)
 
 
 def key_help(config: type[Any]) -> str:
     """Keys of a config with type, default and meaning, which the docstring's `Attributes` say."""
-    about = _meanings(config)
     lines = []
     for one in fields(config):
-        hint = str(one.type) if "[" in str(one.type) else getattr(one.type, "__name__", str(one.type))
-        kind = re.sub(r"typing\.|Annotated\[(\w+), FieldInfo\(.*?\]\)\]", r"\1", hint)
-        value = one.default_factory() if one.default_factory is not MISSING else one.default
-        default = "required" if value is MISSING else f"default {value!r}"
-        lines.append(f"  {one.name} ({kind}, {default})\n      {about.get(one.name, '')}")
+        default = one.default_factory() if one.default_factory is not MISSING else one.default
+        shown = "required" if default is MISSING else f"default {json.dumps(default)}"
+        hint = one.type if "[" in str(one.type) else getattr(one.type, "__name__", one.type)
+        kind = re.sub(r"typing\.|Annotated\[|, FieldInfo\(.*?\]\)\]", "", str(hint))
+        lines.append(f"  {one.name} ({kind}; {shown})")
+        lines.append(textwrap.indent(textwrap.fill(_meanings(config)[one.name], 104), " " * 6))
     return "\n".join(lines)
 
 
-def _meanings(config: type[Any]) -> Mapping[str, str]:
+def _meanings(config: type[Any]) -> dict[str, str]:
     _, _, attributes = (inspect.getdoc(config) or "").partition("Attributes:\n")
     pairs = re.findall(r"^    (\w+): ((?:.*\n?)(?:^        .*\n?)*)", attributes, re.MULTILINE)
     return {name: " ".join(text.split()) for name, text in pairs}

@@ -53,7 +53,7 @@ from retain.hf.intercept.attach import attach
 from retain.hf.model.gates import load_gates
 from retain.hf.model.identity import fingerprint
 from retain.hf.version_names import CACHE
-from retain.models.named import load_named, reference_seed
+from retain.models.named import load, reference_seed
 from retain.policy import Policy, decide_layers, score_entries
 from retain.presets import load_policy
 from retain.process.command import command
@@ -520,7 +520,7 @@ def run(given: argparse.Namespace, typed: str) -> dict[str, Any]:
         raise ValueError(f"model={given.model!r} comes with no text: pass --text FILE or --task NAME.")
     require("eval", "scipy", what="a diagnosis with its intervals")
     started = now()
-    model, tokenizer = load_named(given.model, dtype=given.dtype)
+    model, tokenizer = load(given.model, dtype=given.dtype)
     if tokenizer is None:
         raise ValueError(f"model={given.model!r} has no tokenizer, and documents are texts.")
     model = model.to(given.device).requires_grad_(False)

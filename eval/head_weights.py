@@ -33,7 +33,7 @@ from retain.eval.text_pieces import cut, opening_of, read_text
 from retain.head_weights import format_weights
 from retain.hf.intercept.observe import observe
 from retain.hf.model.decoder import describe
-from retain.models.named import load_named, reference_seed
+from retain.models.named import load, reference_seed
 from retain.process.command import command
 from retain.process.provenance import write_text
 
@@ -250,7 +250,7 @@ def checked(given: argparse.Namespace) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parses the command line, measures, writes, and shows what was measured."""
     given = checked(parser().parse_args(arguments))
-    model, tokenizer = load_named(given.model)
+    model, tokenizer = load(given.model)
     if tokenizer is None:
         raise ValueError(f"model={given.model!r} has no tokenizer, and documents are texts.")
     model = model.to(given.device).requires_grad_(False)

@@ -10,6 +10,7 @@ import argparse
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from retain.process.command import command
 
@@ -75,7 +76,7 @@ def ask(given: argparse.Namespace) -> int:
     default = given.policy or signature(Cache).parameters["policy"].default
     budget = {"keep_ratio": given.keep_ratio}
     gates = {} if given.gates is None else {"gates": given.gates}
-    policies = {"full cache": {"policy": None}}
+    policies: dict[str, dict[str, Any]] = {"full cache": {"policy": None}}
     policies |= {name: {"policy": name, **budget} for name in OTHERS}
     policies[default] = {"policy": default, **budget, **gates}
     Cache(model, **policies[default])  # refused before anything is read
@@ -91,7 +92,7 @@ def ask(given: argparse.Namespace) -> int:
             for positions in heads:
                 kept_T[positions.cpu()] += 1
             read_1T = torch.tensor([[*ids, *asked.question_ids]], device=model.device)
-            how_long = {"new_tokens": ANSWER_TOKENS, "end_ids": asked.end_ids}
+            how_long: dict[str, Any] = {"new_tokens": ANSWER_TOKENS, "end_ids": asked.end_ids}
             (answer,) = respond(model, cache, read_1T, torch.ones_like(read_1T), **how_long)
         said = " ".join(tokenizer.decode(list(answer), skip_special_tokens=True).split())
         shown.append(

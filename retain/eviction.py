@@ -233,7 +233,7 @@ class BoundPolicy:
         lengths_B, short = call.valid_BT.sum(-1).tolist(), []
         for row, (covered, length) in enumerate(zip(plan.covers_B, lengths_B, strict=True)):
             if not covered and length < self.window:
-                if plan.shares.totals.lengths_B[row] <= self.short_tokens:
+                if plan.totals.lengths_B[row] <= self.short_tokens:
                     short.append(row)
                     continue
                 raise ValueError(
@@ -337,7 +337,7 @@ class ByPolicy:
         covers_B, correction = self.plan.covers_B, self.bound.correction
         self.rows = [row for row, covered in enumerate(covers_B) if not covered and row not in self.spared]
         self.part = self.plan if len(self.rows) == len(covers_B) else self.plan.select_batch(self.rows)
-        self.cascade = Cascade(self.part.shares)
+        self.cascade = Cascade(self.part)
         # A correction wants the final sets: cut again and again while layers come, an entry would be merged
         # into one that goes later, and from there into one that is unlike it.
         corrects = correction is not None and self.crosses_layers and bool(self.rows)
@@ -351,12 +351,12 @@ class ByPolicy:
     @property
     def crosses_layers(self) -> bool:
         """Whether what a layer keeps depends on other layers."""
-        return self.plan.shares.crosses_layers
+        return self.plan.crosses_layers
 
     @property
     def held_whole(self) -> Sequence[int]:
         """Short sequences that are held whole, by number."""
-        return self.plan.shares.totals.whole
+        return self.plan.totals.whole
 
     def measure(self, element_size: int) -> None:
         """Plan anew where keys come in another precision than weights are in (autocast), as long as no layer

@@ -19,7 +19,7 @@ from torch import Tensor
 from retain.budget.allocation import Candidates, Shares
 from retain.budget.cascade import keep_sets
 from retain.budget.joint import make_bids
-from retain.budget.statement import Budget, LayerShape, Stock, spread
+from retain.budget.statement import Budget, LayerShape, Stock, select_rows, spread
 from retain.config import stated_of
 from retain.evidence import Evidence
 from retain.fusion import fuse
@@ -62,44 +62,30 @@ class Decision:
     protected_BT: Bool[Tensor, "B T"]
 
 
-@dataclass(frozen=True)
-class Plan:
+@dataclass(frozen=True, kw_only=True)
+class Plan(Shares):
     """Totals, protection and shares, known before any layer is scored.
 
     Args:
         policy: settings of the stages.
-        shares: entries of each sequence, and those that no score decides.
+        budget: as it was stated.
         protected_BT: of all tokens seen, True where protected, in every layer.
     """
 
     policy: Policy
     budget: Budget
-    shares: Shares
     protected_BT: Bool[Tensor, "B T"]
-
-    @property
-    def covers_B(self) -> list[bool]:
-        """Which sequences keep everything whatever the scores: their budget holds all, or, under a threshold,
-        all of it is protected. They need no score."""
-        return self.shares.covers_B
-
-    @property
-    def covers_all(self) -> bool:
-        """Whether all sequences keep everything, so that nothing needs a score."""
-        return all(self.covers_B)
-
-    def hold_whole(self, rows: Sequence[int], valid_BT: Bool[Tensor, "B T"]) -> "Plan":
-        """Hold these sequences whole: all their entries are protected, and in the budget."""
-        protected_BT, shares = self.protected_BT.clone(), self.shares
-        protected_BT[list(rows)] = valid_BT[list(rows)]
-        protected_B, totals = tuple(protected_BT.sum(-1).tolist()), shares.totals.hold_whole(rows)
-        shares = replace(shares, totals=totals, protected_B=protected_B)
-        return replace(self, shares=shares, protected_BT=protected_BT)
 
     def select_batch(self, rows: Sequence[int]) -> "Plan":
         """Select some of the sequences; once totals are known, sequences are independent."""
-        idx = torch.tensor(list(rows), dtype=torch.int64, device=self.protected_BT.device)
-        return replace(self, shares=self.shares.select_batch(rows), protected_BT=self.protected_BT[idx])
+        return replace(select_rows(self, rows), totals=select_rows(self.totals, rows))
+
+    def hold_whole(self, rows: Sequence[int], valid_BT: Bool[Tensor, "B T"]) -> "Plan":
+        """Hold these sequences whole: all their entries are protected, and in the budget."""
+        protected_BT = self.protected_BT.clone()
+        protected_BT[list(rows)] = valid_BT[list(rows)]
+        protected_B, totals = tuple(protected_BT.sum(-1).tolist()), self.totals.hold_whole(rows)
+        return replace(self, totals=totals, protected_B=protected_B, protected_BT=protected_BT)
 
 
 def decide_layers(
@@ -264,8 +250,14 @@ def plan_of(
         pairs = zip(protected_B, totals.per_head_B, strict=True)
         short = [row for row, (protected, most) in enumerate(pairs) if protected > most]
         totals = totals.hold_whole(short) if short else totals
-    shares = Shares(policy, totals, protected_B, budget.threshold)
-    return Plan(policy, budget, shares, protected_BT)
+    return Plan(
+        policy=policy,
+        budget=budget,
+        totals=totals,
+        protected_BT=protected_BT,
+        protected_B=protected_B,
+        threshold=budget.threshold,
+    )
 
 
 def check_budget(policy: Policy, budget: Budget, unit: str | None = None) -> None:
@@ -320,7 +312,7 @@ def candidates_of(
     Raises:
         ValueError: if the score lacks a field that the policy needs.
     """
-    policy, shares = plan.policy, plan.shares
+    policy = plan.policy
     stage, score_BHT = policy.first_stage, score.values_BHT
     exists_BHT = score_BHT > float("-inf")
     held_BH = exists_BHT.sum(-1)
@@ -328,9 +320,9 @@ def candidates_of(
     protected_BHT = protected_BT.to(score_BHT.device)[:, None].expand(score_BHT.shape)
     check_budget(policy, plan.budget, None if policy.gate_alone else score.unit)
     kept_BHT = protected_BHT
-    least_BH = torch.minimum(held_BH, torch.tensor(shares.least_B, device=held_BH.device)[:, None])
+    least_BH = torch.minimum(held_BH, torch.tensor(plan.least_B, device=held_BH.device)[:, None])
     if stage is not None and stage.by == "mass":
-        means = zip(shares.totals.per_head_B, shares.protected_B, strict=True)
+        means = zip(plan.totals.per_head_B, plan.protected_B, strict=True)
         kept_BHT = kept_BHT | stage_by_mass(
             _first_of(policy, score),
             protected_BHT,
@@ -342,7 +334,7 @@ def candidates_of(
         least_BH = torch.minimum(held_BH, kept_BHT.sum(-1).amax(1, keepdim=True).clamp_min(1))
     bids, free_BHT = None, None
     weight_B: tuple[Fraction, ...] = ()
-    if policy.scope != "head" and shares.threshold is None:
+    if policy.scope != "head" and plan.threshold is None:
         compete = score if policy.guard.compete_by == "score" else Score(_first_of(policy, score), score.unit)
         if policy.draw is not None and score.draw_BHT is None:
             raise ValueError(
@@ -350,9 +342,7 @@ def candidates_of(
                 "by: score with score_entries under the same policy, or take draw null."
             )
         draw_BHT = None if policy.draw is None else score.draw_BHT
-        bids, free_BHT = make_bids(
-            compete.values_BHT, exists_BHT, kept_BHT, shares.least_B, place_BT, draw_BHT
-        )
+        bids, free_BHT = make_bids(compete.values_BHT, exists_BHT, kept_BHT, plan.least_B, place_BT, draw_BHT)
         least_BH = bids.guaranteed_BH
     if isinstance(policy.allocation, ByScore):
         weight_B = _layer_weights(policy, score, exists_BHT, protected_BHT)
@@ -368,7 +358,7 @@ def keep_masks(plan: Plan, candidates: Sequence[Candidates]) -> list[Bool[Tensor
     Raises:
         ValueError: if a budget cannot hold the guaranteed entries.
     """
-    return keep_sets(plan.shares, candidates)
+    return keep_sets(plan, candidates)
 
 
 def _first_of(policy: Policy, score: Score) -> Tensor:

@@ -336,7 +336,7 @@ def check(
             assert sum(counts) == min(sum(own), sum(held))
         else:
             if policy.layers == "pyramid":
-                own = [line[b] for line in replace(plan.shares, totals=stated).fixed_LB]
+                own = [line[b] for line in replace(plan, totals=stated).fixed_LB]
                 assert sum(own) == sum(stated.equal_BL[b])
             assert counts == [min(share, there) for share, there in zip(own, held, strict=True)]
         assert not plan.covers_B[b] or counts == list(held)

@@ -34,7 +34,7 @@ from tests.refused import refused
 def run_cascade(plan, scores):
     """Keep masks by cascade; the entries that each sequence held, and the layers that were cut, after every
     step."""
-    cascade, keeps, held, cuts = Cascade(plan.shares), [], [], []
+    cascade, keeps, held, cuts = Cascade(plan), [], [], []
     for score in scores:
         keep_BHT, lower = cascade.add(candidates_of(plan, score))
         for keep, keep_N in zip(keeps, lower, strict=True):
@@ -68,12 +68,12 @@ def test_a_cascade_ends_with_the_one_shot_sets(heads_file, name, announced, seed
     assert all(map(torch.equal, keeps, once))
     if policy.scope != "head":
         check_competition(policy, layers, scores, budget, once, stock)
-    if not plan.shares.crosses_layers:
+    if not plan.crosses_layers:
         assert not any(cuts)
         return
     # On the way never more than the budget, what is rounded up (one entry a layer where layers have shares),
     # and half a layer that has lost; at the end exactly the budget.
-    totals = plan.shares.totals.total_B
+    totals = plan.totals.total_B
     rounding = 0 if policy.scope == "model" else len(layers) * len(totals)
     for layer, after in zip(layers, held, strict=True):
         assert sum(after) <= sum(totals) + rounding + LEFT_OVER * int(layer.exists_BHT.sum())

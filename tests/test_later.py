@@ -63,7 +63,7 @@ def test_who_is_covered_keeps_everything_beside_others_who_are_not(heads_file, n
     alone = keeps_of_columns(plan, layers, scores, [0])
     assert all(torch.equal(own[0], keep[0]) for own, keep in zip(alone, keeps, strict=True))
     few = plan.select_batch([1, 2])
-    assert few.covers_all and few.shares.totals.held_BL == ((12,) * 3, (0,) * 3)
+    assert few.covers_all and few.totals.held_BL == ((12,) * 3, (0,) * 3)
     assert torch.equal(few.protected_BT, plan.protected_BT[1:])
 
 
@@ -109,8 +109,8 @@ def test_the_first_chunk_of_an_announced_prompt_has_the_budget_of_the_prompt():
     refused(said, _plan, Budget(keep_ratio=0.2), layers, protection)
     plan = _plan(Budget(keep_ratio=0.2), layers, protection, lengths_B=(400, 300))
     assert plan.protected_BT.sum(-1).tolist() == [20, 0] and plan.covers_B == [True, True]
-    assert plan.shares.totals.per_head_B == (80, 60)
-    assert plan.shares.totals.total_B == [120, 0]
+    assert plan.totals.per_head_B == (80, 60)
+    assert plan.totals.total_B == [120, 0]
 
 
 def test_fractions_of_a_fixed_budget_stay_as_tokens_come():
@@ -137,14 +137,7 @@ def test_a_sequence_that_has_nothing_yet_raises_nothing():
     refused(said, _plan, Budget(keep_ratio=0.2), make_evidence(0, 1, 20, (19, 0)), NOTHING)
 
 
-def test_a_stock_is_of_its_layers_and_sequences():
-    intact_BT = torch.ones(2, 5, dtype=torch.bool)
-    refused("'lengths_B': 1.*pass one row each for every", Stock, ((4, 4), (4, 4)), (5,), intact_BT)
-    refused(r"of \[1, 2\] layers", Stock, ((4, 4), (4,)), (5, 5), intact_BT)
-    layers = make_evidence(0, 1, 5, (0, 0), num_layers=3)
-    stock = Stock(((4, 4), (4, 4)), (5, 5), intact_BT)
-    said = "holds entries in 2 layers, and 3 evict"
-    refused(said, plan_for, made(), layers, Budget(keep_ratio=0.5), stock)
+def test_the_stock_of_some_sequences():
     some = Stock(((4, 6), (8, 2)), (5, 7), torch.tensor([[True], [False]]))
     some = select_rows(some, [1])
     assert (some.held_BL, some.lengths_B) == (((8, 2),), (7,))

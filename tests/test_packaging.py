@@ -33,7 +33,7 @@ def test_every_package_is_listed() -> None:
         for folder, package in homes.items()
         for init in (ROOT / folder).rglob("__init__.py")
     }
-    data = {"retain.policies", "retain.recipes"}
+    data = {"retain.comparisons", "retain.policies", "retain.recipes"}
     assert set(SETUPTOOLS["packages"]) == present | data
 
 

@@ -43,7 +43,7 @@ def test_the_pipeline_admits_at_every_moment_layer_by_layer_and_alone(seed, thre
     stock = stock_of(layers)
     plan = plan_for(policy, layers, budget, stock)
     decisions = decide_layers(policy, layers, budget, scores=scores, stock=stock)
-    cascade = Cascade(plan.shares)
+    cascade = Cascade(plan)
     columns = keeps_of_columns(plan, layers, scores, [0, 1, 2], pad=2)
     alone = [keeps_of_columns(plan, layers, scores, [b]) for b in range(3)]
     for idx, (one, score) in enumerate(zip(decisions, scores, strict=True)):

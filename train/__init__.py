@@ -1,11 +1,13 @@
 """Distillation of retention gates from a frozen language model: `retain.train`.
 
-Run from the repository root:
+Run anywhere, or from the repository root with a YAML:
 
+    retain train MODEL DATA
     accelerate launch --quiet --config_file configs/accelerate/one_process.yaml \\
         train/distill.py --config configs/distill/reference.yaml
 
-Reading order: `distill` (the entry; `arguments` is its command line), `recipe` (its config; `rules` collects
-what is wrong with one), `loop`, `stage` with the stages `local_stage`, `soft_stage` and
-`lookahead_stage`, `teacher` (the frozen model). The rooms: `data`, `objectives`, `calibration`, `run`.
+Reading order: `distill` (the entry; `arguments` is its command line), `assembly`, `loop`, `stage` with the
+stages `local_stage`, `soft_stage` and `lookahead_stage`, `teacher` (the frozen model); `recipe` (the config;
+`settings` defines sections, `rules` collects what is wrong). The rooms: `data`, `objectives`, `calibration`,
+`run`.
 """

@@ -11,22 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retain.gates import Gate, GateInputs, GateSet, inputs_of
-from retain.gates.base import UNITS
+from retain.gates import GateInputs, GateSet, inputs_of
 from retain.train.data.branches import readings_of
 from retain.train.data.document import Document
 from retain.train.objectives.case import LossSettings
-from retain.train.objectives.losses import check_fit, local_losses, total_loss
+from retain.train.objectives.fit import check_fit, check_reach
+from retain.train.objectives.losses import local_losses, total_loss
+from retain.train.objectives.overlap import baselines_of
 from retain.train.objectives.targets import (
     Example,
     TargetSettings,
-    baselines_of,
     joined_for,
     layer_target,
-    target_unit,
-    token_targets,
 )
-from retain.train.stage import Stage, Tally
+from retain.train.objectives.token_targets import token_targets
+from retain.train.stage import Stage, Tally, joined
 from retain.train.teacher import Frozen, View, walk
 
 # Entries of a layer from which input statistics are made, and the fewest documents that they come from (where
@@ -158,20 +157,6 @@ class LayerLocal(Stage):
         return tally.means(layers, heads=scale is None)
 
 
-def check_unit(gate: Gate | type[Gate], target: TargetSettings) -> str:
-    """Returns the unit of the score that gates of this family have after learning this target; ValueError: a
-    gate that says a share of attention, asked for another number."""
-    unit = target_unit(target)
-    if gate.unit in ("risk", "log_risk"):
-        return unit  # it learns whatever number it is shown, or its logarithm
-    if gate.unit == "mass" and unit != "mass":
-        raise ValueError(
-            f"gates of family {gate.family!r} say attention (mass, 0..1), and target.weight={target.weight} "
-            f"makes a target in {unit}: set target.weight=none, or choose gate.family=mlp."
-        )
-    return UNITS[gate.unit]
-
-
 def _enough(documents: Sequence[Document]) -> Sequence[Document]:
     """The first documents that give as many entries as are looked at."""
     tokens = 0
@@ -180,27 +165,3 @@ def _enough(documents: Sequence[Document]) -> Sequence[Document]:
         if tokens >= PREPARED_ENTRIES and number >= PREPARED_DOCUMENTS:
             return documents[:number]
     return documents
-
-
-def check_reach(frozen: Frozen, target: TargetSettings) -> None:
-    """Raises ValueError for a layer with a window no longer than the horizon, and no source but the document:
-    no query can reach an entry."""
-    if {*target.sources} != {"own"}:
-        return
-    for spec in frozen.layout.evicting:
-        if spec.window is not None and spec.window <= target.horizon:
-            raise ValueError(
-                f"layer {spec.layer_idx} sees a window of {spec.window} tokens, and target.horizon="
-                f"{target.horizon} leaves out all queries that are nearer: no entry is ever reached. Lower "
-                "target.horizon below the window, or add a source (appendix, repeat, continuation)."
-            )
-
-
-def joined(parts: Sequence[GateInputs]) -> GateInputs:
-    """Entries of several documents in one row."""
-    along = {"hidden_BTE": 1, "stream_BTE": 1, "token_ids_BT": 1, "valid_BT": 1}
-    names = [name for name in vars(parts[0]) if isinstance(getattr(parts[0], name), Tensor)]
-    joint: dict[str, Any] = {
-        name: torch.cat([getattr(part, name) for part in parts], dim=along.get(name, 2)) for name in names
-    }
-    return GateInputs(**joint)

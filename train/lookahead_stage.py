@@ -22,7 +22,8 @@ from retain.hf.intercept.lookahead_pass import Asked, run_behind
 from retain.hf.model.decoder import base_model
 from retain.train.data.branches import readings_of
 from retain.train.data.document import Document, Reading
-from retain.train.objectives.targets import TargetSettings, baseline_overlaps
+from retain.train.objectives.overlap import baseline_overlaps
+from retain.train.objectives.targets import TargetSettings
 from retain.train.stage import Stage, Tally
 from retain.train.teacher import Frozen
 

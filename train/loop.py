@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from retain.train.data.document import Document
-from retain.train.data.packing import Size, num_packs, packs, plain_size, share_of
+from retain.train.data.packing import Size, packs_of, plain_size
 from retain.train.run.checkpoint import (
     append_log,
     latest,
@@ -54,6 +54,20 @@ class Lesson:
     lockstep: bool = False
     alone: bool = False
     ready: Callable[[Sequence[Document]], object] | None = None
+
+    def packs(
+        self, documents: Sequence[Document], accelerator: Accelerator
+    ) -> list[tuple[list[Document], bool]]:
+        """This process's packs of a step's documents, each with whether it counts (`packs_of`)."""
+        return packs_of(
+            documents,
+            process=accelerator.process_index,
+            num_processes=accelerator.num_processes,
+            lockstep=self.lockstep,
+            micro_batch=1 if self.alone else self.training.micro_batch,
+            tokens_per_pack=self.pack_tokens,
+            size_of=self.size_of,
+        )
 
 
 def train(lesson: Lesson, accelerator: Accelerator, folder: Path, *, resume: bool) -> dict[str, Any]:
@@ -149,12 +163,13 @@ def take_step_(
 ) -> dict[str, Any]:
     """One optimiser step over this process's share; returns the record of all processes."""
     batch = lesson.corpus.documents_of(step)
-    mine = _share(batch, lesson, accelerator)
+    mine = lesson.packs(batch, accelerator)
+    documents = sum(len(pack) for pack, counts in mine if counts)
     synchroniser.zero_()
     outcomes: list[dict[str, float]] = []
     read: list[Document] = []
-    for pack, counts in _packs(mine, batch, lesson, accelerator):
-        found = lesson.objective.accumulate_(pack, step, 1 / len(mine) if counts else 0.0)
+    for pack, counts in mine:
+        found = lesson.objective.accumulate_(pack, step, 1 / documents if counts else 0.0)
         if counts:
             outcomes += found
             read += pack
@@ -198,37 +213,13 @@ def _stop(step: int, what: str, bad: Sequence[int], batch: Sequence[Document], f
     )
 
 
-def _share(documents: Sequence[Document], lesson: Lesson, accelerator: Accelerator) -> list[Document]:
-    place, count = accelerator.process_index, accelerator.num_processes
-    return share_of(documents, process=place, num_processes=count, size_of=lesson.size_of)
-
-
-def _packs(
-    mine: Sequence[Document], everyone: Sequence[Document], lesson: Lesson, accelerator: Accelerator
-) -> list[tuple[list[Document], bool]]:
-    """This process's packs, each with whether it counts: where processes must walk in step, one with fewer
-    walks its last pack again for nothing. So every pack must be as many forwards (`Lesson.alone`,
-    `retain.train.recipe.check_lockstep`)."""
-    limits: dict[str, Any] = {
-        "micro_batch": 1 if lesson.alone else lesson.training.micro_batch,
-        "tokens_per_pack": lesson.pack_tokens,
-        "size_of": lesson.size_of,
-    }
-    own = [(pack, True) for pack in packs(mine, **limits)]
-    if lesson.lockstep:
-        most = num_packs(everyone, num_processes=accelerator.num_processes, **limits)
-        spare = own[-1][0] if own else list(everyone[:1])
-        own += [(spare, False)] * (most - len(own))
-    return own
-
-
 @torch.no_grad()
 def held_out_record(lesson: Lesson, accelerator: Accelerator, *, baselines: bool) -> dict[str, Any]:
     """Means over the held-out documents, each process its share; `overlap_of`, where the objective has it, of
     each layer's heads."""
     documents = lesson.corpus.held_out
     rows: list[dict[str, Any]] = []
-    for pack, counts in _packs(_share(documents, lesson, accelerator), documents, lesson, accelerator):
+    for pack, counts in lesson.packs(documents, accelerator):
         found = lesson.objective.look(pack, baselines=baselines)
         rows += found if counts else []
     everyone = [row for part in gather_object([rows]) for row in part]

@@ -23,9 +23,8 @@ from retain.train.calibration.fit import CalibrationSettings
 from retain.train.data.branches import check_document
 from retain.train.data.document import Document
 from retain.train.data.settings import DataSettings, check_data, check_lengths
-from retain.train.local_stage import check_unit
 from retain.train.objectives.case import LossSettings
-from retain.train.objectives.losses import check_fit, check_losses
+from retain.train.objectives.fit import check_fit, check_losses, check_unit
 from retain.train.objectives.targets import TargetSettings, check_targets
 from retain.train.rules import refuse
 from retain.train.run.schedule import TrainingSettings, check_training

@@ -24,13 +24,21 @@ from retain.gates import GateInputs, GateSet, inputs_of
 from retain.hf.model.decoder import base_model
 from retain.hf.training.soft_attention import SoftGated
 from retain.train.data.document import Batch, Document, Reading, collate
-from retain.train.local_stage import PREPARED_ENTRIES, joined, teacher_examples
+from retain.train.local_stage import PREPARED_ENTRIES, teacher_examples
 from retain.train.objectives import soft_losses
-from retain.train.objectives.soft_threshold import SoftThreshold, SoftThresholdStep, check_shift, shift_
-from retain.train.objectives.targets import Example, TargetSettings, baselines_of
+from retain.train.objectives.overlap import baselines_of
+from retain.train.objectives.soft_threshold import (
+    SoftThreshold,
+    SoftThresholdStep,
+    check_shift,
+    regressed,
+    shift_,
+)
+from retain.train.objectives.targets import Example, TargetSettings
 from retain.train.rules import refuse, unknown
+from retain.train.run.parallel import Accelerator
 from retain.train.settings import section
-from retain.train.stage import HELD_OUT_STEP, Stage, Tally
+from retain.train.stage import HELD_OUT_STEP, Stage, Tally, joined
 from retain.train.teacher import Frozen, View, walk
 
 FIDELITY = {
@@ -414,6 +422,29 @@ class EndToEnd(Stage):
         }
         found = {name: term() for name, term in made.items() if name in soft.terms}
         return found | {"open": open_BXR[..., -1].mean(1) / seen_BR[:, -1].clamp_min(1)}
+
+
+def alignment_of(
+    initial: str | None, objective: Stage, accelerator: Accelerator
+) -> Callable[[Sequence[Document]], None] | None:
+    """The preparation of an end-to-end stage that begins with gates that learned a risk: they are shifted to
+    where the budget cuts. Other gates that are not fresh need none.
+
+    Raises:
+        ValueError: gates whose output cannot be shifted.
+    """
+    stage = objective.gates.metadata.get("initial_stage")
+    if not isinstance(objective, EndToEnd) or not regressed(objective.gates, stage):
+        return None
+    check_shift(objective.gates, objective.soft.anchor)
+
+    def align(documents: Sequence[Document]) -> None:
+        accelerator.print(
+            f"{initial}: gates that learned a risk, shifted to the budget; they begin with "
+            f"{objective.align_(documents):.0%} of the entries open"
+        )
+
+    return align
 
 
 def counted_tokens(batch: Batch, settings: SoftSettings) -> Bool[Tensor, "B T"]:

@@ -8,9 +8,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from retain.gates import GateSet
+from retain.gates import GateInputs, GateSet
 from retain.train.data.document import Document
-from retain.train.objectives.losses import head_overlaps
+from retain.train.objectives.overlap import head_overlaps
 
 StageName = Literal["local", "end_to_end", "lookahead"]
 # Stands for the step in what is drawn for held-out documents: always the same pairs.
@@ -90,3 +90,13 @@ class Tally:
         for row, overlaps in zip(rows, self._heads if heads else (), strict=heads):
             row["overlap_of"] = {layer: overlap_H.tolist() for layer, overlap_H in overlaps.items()}
         return rows
+
+
+def joined(parts: Sequence[GateInputs]) -> GateInputs:
+    """Entries of several documents in one row."""
+    along = {"hidden_BTE": 1, "stream_BTE": 1, "token_ids_BT": 1, "valid_BT": 1}
+    names = [name for name in vars(parts[0]) if isinstance(getattr(parts[0], name), Tensor)]
+    joint: dict[str, Any] = {
+        name: torch.cat([getattr(part, name) for part in parts], dim=along.get(name, 2)) for name in names
+    }
+    return GateInputs(**joint)

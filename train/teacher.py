@@ -16,7 +16,7 @@ from retain.gates.base import INPUTS
 from retain.hf.model.decoder import layout_of, rotary_of
 from retain.hf.model.layout import Layout
 from retain.hf.training.block_reader import Shown, Text, forward_of, read_texts
-from retain.models.named import load_named, load_named_tokenizer
+from retain.models.named import load, load_named_tokenizer
 from retain.models.unloaded import named_config
 from retain.train.data.chat import Chat, chat_of
 from retain.train.data.document import Encode, Reading
@@ -158,12 +158,12 @@ def walk(
 
 
 def load_frozen(name: str, *, chunk: int | None = CHUNK, **how: Any) -> Frozen:
-    """Loads a model by `retain.models.named.load_named`, which takes `how` (dtype, revision,
+    """Loads a model by `retain.models.named.load`, which takes `how` (dtype, revision,
     trust_remote_code, device_map, quantization); without a device_map the caller moves it from the CPU;
     ValueError: the name cannot be resolved, or the model cannot be loaded like this; says why."""
     if chunk is not None and chunk < 1:
         raise ValueError(f"model chunk={chunk} is in tokens: pass 1 or more, or None for all at once.")
-    model, tokenizer = load_named(name, loading=loaded_whole(), **how)
+    model, tokenizer = load(name, loading=loaded_whole(), **how)
     frozen = _frozen(model.eval().requires_grad_(False), tokenizer, chunk)
     # Looked at now, while every weight is whole: later the model may be in parts (FSDP, ZeRO-3).
     _ = frozen.layout, frozen.rotary

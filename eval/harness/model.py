@@ -35,7 +35,7 @@ from retain.hf.intercept.attach import attach
 from retain.hf.model.gates import load_gates
 from retain.hf.model.identity import identity_of
 from retain.hf.version_names import CACHE
-from retain.models.named import REFERENCE, load_named
+from retain.models.named import REFERENCE, load
 from retain.presets import Policy
 from retain.process.extras import require
 from retain.process.provenance import code_state
@@ -132,7 +132,7 @@ class RetainLM(HFLM):
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         origin = pretrained
         if isinstance(pretrained, str) and pretrained.startswith(REFERENCE):
-            pretrained, its_tokenizer = load_named(pretrained, dtype=str(others.get("dtype", "auto")))
+            pretrained, its_tokenizer = load(pretrained, dtype=str(others.get("dtype", "auto")))
             pretrained = pretrained.to(device)
             others.setdefault("tokenizer", its_tokenizer)
         if "chunked" in Regime(regime).parts:

@@ -231,9 +231,11 @@ def _memory(frame: "DataFrame") -> list[str]:
         columns = ("budget", "entries held of seen", "MiB held of seen", "policies")
         cells = [(*key, plain(", ".join(lines))) for key, lines in rows.items()]
         parts += [f"{where_words(when, question)}:", markdown_table(columns, cells)]
-    said = f"Policies of a budget held the same bytes on every item{f', within {100 * apart:.1f} %' if apart else ''}."
+    within = f", within {100 * apart:.1f} %" if apart else ""
+    said = f"Policies of a budget held the same bytes on every item{within}."
     if apart > UNEQUAL:
-        said = f"Policies of a budget did not hold the same bytes: they are up to {100 * apart:.0f} % apart on an item."
+        said = "Policies of a budget did not hold the same bytes: "
+        said += f"they are up to {100 * apart:.0f} % apart on an item."
     return [f"{said} Means over answers, over all layers and KV heads, as the cache counts them.", *parts]
 
 

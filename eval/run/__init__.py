@@ -1,6 +1,6 @@
 """Measures a comparison: contexts in, lines of a table out.
 
-Reading order: `plan` (model, gates, contexts, units), `measure` (the lines of a unit), `prefill` with
-`first_forward` and `scores` (a cache for each policy and budget from one reading), `answers`, `memory` (equal
-bytes), `table` (files); then `checks`, which comes before all of it.
+Reading order: `plan` (model, contexts, units), `measure` (the lines of a unit), `prefill` and `scores` (a
+cache for each policy and budget from one reading), `answers`, `memory` (equal bytes), `table` (files); then
+`checks`, which comes before all of it.
 """

@@ -19,27 +19,22 @@ from retain.eval.config import (
     FULL,
     GATES,
     PRESET,
+    SHIPPED,
     Candidate,
     CompareConfig,
     all_candidates,
     budget_label,
     candidates_of,
     find_policy,
-    gate_users,
+    gates_of,
     resolve_device,
 )
-from retain.eval.run.plan import (
-    Context,
-    Loaded,
-    load_contexts,
-    load_model,
-    load_set,
-    resolve_policies,
-    tasks_of,
-)
+from retain.eval.run.plan import Context, Loaded, load_contexts, load_model
 from retain.eval.run.prefill import open_cache
+from retain.eval.tasks.sources import task_names
 from retain.gates import GateSet
 from retain.head_weights import read_weights
+from retain.hf.model.gates import load_gates, own_gates
 from retain.policy import Policy
 from retain.presets import policies
 from retain.protection import protected_mask
@@ -62,22 +57,28 @@ def load_checked(config: CompareConfig, local_rank: int = 0) -> tuple[Loaded, di
     model, tokenizer = load_model(config, local_rank)
     problems: list[str] = []
     contexts: dict[str, list[Context]] = {}
-    for task in tasks_of(config):
+    for task in task_names(config.tasks):
         try:
             contexts[task] = load_contexts(config, task, model, tokenizer)
         except (ValueError, OSError) as error:
             problems.append(f"task {task!r}: {error}")
-    sets: dict[str, GateSet] = {}
-    users = gate_users(config)
-    for label in dict.fromkeys(users.values()):
-        takers = [policy for policy, own in users.items() if own == label]
+    taken = {name: gates_of(config, name) for name in config.policies}
+    users = {name: place for name, place in taken.items() if place is not None}
+    gates: dict[str, GateSet] = {}
+    for name, place in users.items():
         try:
-            sets[label] = load_set(config, label, model, takers[0])
+            if place not in gates:
+                other = config.allow_other_weights
+                gates[place] = (
+                    own_gates(model, name)
+                    if place == SHIPPED
+                    else load_gates(place, model, allow_other_weights=other)
+                )
         except (ValueError, OSError) as error:
-            problems.append(f"gates {label!r} of {', '.join(takers)}: {error}")
-    loaded = Loaded(model, tokenizer, resolve_policies(config), sets, users)
-    problems += [*_misfits(config, loaded), *_budgets(config, loaded.policies, contexts)]
-    _refuse(problems)
+            problems.append(f"gates of policy {name!r}: {error}")
+    resolved = {candidate: find_policy(config, candidate) for candidate in all_candidates(config)}
+    loaded = Loaded(model, tokenizer, resolved, gates, users)
+    _refuse([*problems, *_misfits(config, loaded), *_budgets(config, resolved, contexts)])
     return loaded, contexts
 
 
@@ -89,13 +90,13 @@ def _refuse(problems: Sequence[str]) -> None:
 
 def stated_problems(config: CompareConfig) -> list[str]:
     """Problems that a config shows by itself."""
-    presets = {preset.name: tuple(preset.variants) for preset in policies()}
-    parts = (_names(config, presets), _gate_labels(config), _protections(config), _grid(config))
+    parts = (_policies(config), _protections(config), _grid(config))
     return [*problems_of(config), *(problem for part in parts for problem in part)]
 
 
-def _names(config: CompareConfig, presets: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """Policies, variants, tasks and the name of the run."""
+def _policies(config: CompareConfig) -> Iterator[str]:
+    """Names of policies, and variants with their gates."""
+    presets = [preset.name for preset in policies()]
     known = [*presets, *config.variants, *CONTROLS]
     for name in config.policies:
         if name == FULL:
@@ -109,31 +110,11 @@ def _names(config: CompareConfig, presets: Mapping[str, Sequence[str]]) -> Itera
             yield f"variant {name!r} is empty: begin it with a preset, as in [snapkv, protection.sinks=0]"
         elif refused := error_of(find_policy, config, Candidate(name)):
             yield f"variant {name!r}: {refused}"
-    if refused := error_of(tasks_of, config):
-        yield str(refused)
-    if Path(config.run).name != config.run or config.run in ("", ".", ".."):
-        yield f"`run` is the name of a folder under {config.results}, got {config.run!r}"
-    if refused := error_of(resolve_device, config.device):
-        yield str(refused)
+        elif gates_of(config, name) is None and any(part.startswith(GATES) for part in parts):
+            yield f"variant {name!r} states gates, and its policy takes none: leave them out"
     if config.baseline is not None and config.baseline not in (FULL, *config.policies):
         hint = suggest(config.baseline, config.policies)
         yield f"`baseline` is none of the policies, got {config.baseline!r}{hint}"
-
-
-def _gate_labels(config: CompareConfig) -> Iterator[str]:
-    """Sets of gates, and policies that take them."""
-    if GATES in config.gate_sets:
-        yield f"`gate_sets` names a set {GATES!r}, which is what `gates` is called: give it another name"
-    for policy, label in config.uses.items():
-        if policy not in config.policies:
-            hint = suggest(policy, config.policies)
-            yield f"`uses` gives gates to {policy!r}{hint}, which is none of the policies"
-        elif label not in (GATES, *config.gate_sets):
-            yield f"`uses` gives {policy!r} unknown gates {label!r}{suggest(label, config.gate_sets)}"
-        elif error_of(find_policy, config, Candidate(policy)) is None and policy not in gate_users(
-            replace(config, policies=(policy,))
-        ):
-            yield f"`uses` gives gates to {policy!r}, which takes none: leave it out"
 
 
 def _protections(config: CompareConfig) -> Iterator[str]:
@@ -146,17 +127,19 @@ def _protections(config: CompareConfig) -> Iterator[str]:
                 f"label than {PRESET!r}, got {list(changes)}; other changes belong in a variant"
             )
             continue
-        for policy in config.policies:
-            plain = error_of(find_policy, config, Candidate(policy))
-            if plain is None and (refused := error_of(find_policy, config, Candidate(policy, label))):
-                yield f"protection {label!r}: {refused}"
+        for name in config.policies:
+            plain, changed = (error_of(find_policy, config, Candidate(name, at)) for at in (PRESET, label))
+            if changed is not None and plain is None:
+                yield f"protection {label!r}: {changed}"
 
 
 def _grid(config: CompareConfig) -> Iterator[str]:
-    """Fields that would leave nothing to measure, or state something twice."""
-    for name in ("seeds", "when", "question", "policies", "tasks"):
-        if not getattr(config, name):
-            yield f"`{name}` is empty"
+    """Names of the run, its tasks and device; fields that state something twice or leave nothing to do."""
+    if Path(config.run).name != config.run or config.run in ("", ".", ".."):
+        yield f"`run` is the name of a folder under {config.results}, got {config.run!r}"
+    for refused in (error_of(task_names, config.tasks), error_of(resolve_device, config.device)):
+        if refused is not None:
+            yield str(refused)
     for name in REPEATABLE:
         values = getattr(config, name)
         if len({*values}) < len(values):
@@ -168,12 +151,8 @@ def _grid(config: CompareConfig) -> Iterator[str]:
             yield f"tokens_per_head lies below context_tokens ({config.context_tokens}); got {tokens}"
     if "prefill" not in config.when and {*config.policies} <= {*CONTROLS}:
         yield "the policies are controls, which are measured with when=prefill alone: add it, or a policy"
-    packing = [
-        name
-        for name in config.policies
-        if error_of(find_policy, config, Candidate(name)) is None
-        and find_policy(config, Candidate(name)).precision is not None
-    ]
+    candidates = [one for one in map(Candidate, config.policies) if not error_of(find_policy, config, one)]
+    packing = [one.policy for one in candidates if find_policy(config, one).precision is not None]
     if packing and config.tokens_per_head:
         yield (
             f"{', '.join(packing)} hold entries in fewer bytes, and tokens_per_head counts entries, of which "
@@ -187,18 +166,17 @@ def _misfits(config: CompareConfig, loaded: Loaded) -> Iterator[str]:
     shorter than the gates were trained for is measured as it is stated."""
     for when in config.when:
         for candidate in candidates_of(config, when):
-            policy, label = loaded.policies[candidate], loaded.users.get(candidate.policy)
-            weights = policy.weights
-            if weights is not None and (refused := error_of(read_weights, weights)):
+            policy, place = loaded.policies[candidate], loaded.users.get(candidate.policy)
+            if policy.weights is not None and (refused := error_of(read_weights, policy.weights)):
                 yield f"policy {candidate.label!r}: {refused}"
                 continue
-            if candidate.policy in CONTROLS or (label is not None and label not in loaded.gates):
+            if candidate.policy in CONTROLS or (place is not None and place not in loaded.gates):
                 continue  # missing gates are said already
             gates = loaded.gates_of(candidate)
             if when == "prefill" and gates is not None:
                 window = gates.metadata.get("protected_window") or 0
-                if policy.protection.recent < window:
-                    policy = replace(policy, protection=replace(policy.protection, recent=window))
+                recent = max(window, policy.protection.recent)
+                policy = replace(policy, protection=replace(policy.protection, recent=recent))
             refused = error_of(open_cache, loaded.model, config, when, policy, config.budgets[0], gates)
             if refused:
                 yield f"policy {candidate.label!r} with when={when}: {refused}"

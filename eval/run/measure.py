@@ -27,63 +27,52 @@ from retain.eval.run.answers import respond
 from retain.eval.run.memory import Held, check_budget, held_of
 from retain.eval.run.plan import Context, Loaded, Unit, naming
 from retain.eval.run.prefill import Caches, Reader, SingleEviction, caches_of
-from retain.eval.run.table import KEY, Key, Line, digest, key_of
+from retain.eval.run.table import GROWING, KEY, Key, Line, digest, key_of
 from retain.eval.tasks.encode import answer_text
 from retain.eval.tasks.row import Row
 
 
 class Keys:
-    """Keys and identities of the lines of a comparison.
-
-    Args:
-        config: Of the comparison.
-        identity: Of the run, as its manifest holds it.
-    """
+    """Keys and identities of the lines of a comparison; `identity` is that of the run, as its manifest holds
+    it."""
 
     def __init__(self, config: CompareConfig, identity: Mapping[str, Any]):
         self.config, self.identity = config, identity
-        self.known: dict[tuple[str, str], str] = {}
-        self.rows: dict[tuple[str, int, int], str] = {}
+        self.of_policy: dict[tuple[str, str], str] = {}
+        self.of_row: dict[tuple[str, int, int], str] = {}
 
     def key(self, row: Row, candidate: Candidate, budget: Budget, when: str, question: str) -> Key:
         """Key of a line."""
-        label = budget_label(budget)
-        names = {"policy": candidate.policy, "budget": label, "when": when, "question": question}
-        names["protection"] = candidate.protection
-        return tuple(names[name] if name in names else getattr(row, name) for name in KEY)
+        own = {"policy": candidate.policy, "protection": candidate.protection, "budget": budget_label(budget)}
+        own |= {"when": when, "question": question}
+        return tuple(own[name] if name in own else getattr(row, name) for name in KEY)
 
-    def of_row(self, context: Context, number: int) -> str:
-        """Digest of a row as the model reads it, and of what its answer is scored by."""
+    def identity_of(self, context: Context, number: int, candidate: Candidate) -> str:
+        """Identity of a line: the model, the policy, the task's settings, and the row as the model reads it
+        and its answer is scored."""
         row, encoded = context.rows[number], context.encoded[number]
-        place = (row.task, row.seed, row.item)
-        if place not in self.rows:
-            parts = (encoded.context_ids, encoded.question_ids, encoded.end_ids, row.answers)
-            self.rows[place] = digest([*parts, row.max_new_tokens, row.metric])
-        return self.rows[place]
+        place, which = (row.task, row.seed, row.item), (row.task, candidate.label)
+        if place not in self.of_row:
+            read = (encoded.context_ids, encoded.question_ids, encoded.end_ids)
+            self.of_row[place] = digest([*read, row.answers, row.max_new_tokens, row.metric])
+        if which not in self.of_policy:
+            parts = {name: part for name, part in self.identity.items() if name not in GROWING}
+            growing = self.identity["policies"].get(candidate.label), self.identity["tasks"][row.task]
+            self.of_policy[which] = digest([parts, *growing])
+        return digest([self.of_policy[which], self.of_row[place]])
 
-    def identity_of(self, row: Row, of_row: str, candidate: Candidate) -> str:
-        """Identity of a line."""
-        place = (row.task, candidate.label)
-        if place not in self.known:
-            common = {name: part for name, part in self.identity.items() if name not in ("policies", "tasks")}
-            policy, task = (self.identity["policies"].get(candidate.label), self.identity["tasks"][row.task])
-            self.known[place] = digest([common, policy, task])
-        return digest([self.known[place], of_row])
-
-    def expected(self, units: Sequence[Unit]) -> dict[Key, str]:
-        """Key and identity of every line of these units."""
-        found = {}
-        for unit in units:
-            states = self.config.question if unit.when == "prefill" else ("unknown",)
-            cells = [(FULL_CANDIDATE, FULL_BUDGET)]
-            cells += [(c, b) for b in self.config.budgets for c in candidates_of(self.config, unit.when)]
-            for context in unit.contexts:
-                for number, row in enumerate(context.rows):
-                    of_row = self.of_row(context, number)
-                    for candidate, budget in cells:
-                        value = self.identity_of(row, of_row, candidate)
-                        found |= {self.key(row, candidate, budget, unit.when, one): value for one in states}
-        return found
+    def expected(self, unit: Unit) -> dict[Key, str]:
+        """Key and identity of every line of a unit."""
+        states = self.config.question if unit.when == "prefill" else ("unknown",)
+        cells = [(FULL_CANDIDATE, FULL_BUDGET)]
+        cells += [(c, b) for b in self.config.budgets for c in candidates_of(self.config, unit.when)]
+        return {
+            self.key(row, candidate, budget, unit.when, state): self.identity_of(context, number, candidate)
+            for context in unit.contexts
+            for number, row in enumerate(context.rows)
+            for candidate, budget in cells
+            for state in states
+        }
 
 
 @torch.inference_mode()
@@ -170,9 +159,12 @@ def _group(
             row = context.rows[number]
             text = answer_text(row, answer, loaded.tokenizer, encoded.end_ids)
             score = METRICS[row.metric](text, row) if answer and text.strip() else 0.0
-            identity = keys.identity_of(row, keys.of_row(context, number), candidate)
             where = keys.key(row, candidate, budget, unit.when, state)
-            more = {"context_id": row.context_id, "stratum": row.stratum, "score": float(score)}
+            more: dict[str, Any] = {
+                "context_id": row.context_id,
+                "stratum": row.stratum,
+                "score": float(score),
+            }
             more |= {"seconds": round(seconds, 4), "tokens": len(answer), "text": text}
             lines.append(
                 Line(
@@ -180,7 +172,7 @@ def _group(
                     model=reader.config.model,
                     gates=loaded.users.get(candidate.policy),
                     keep_ratio=budget.keep_ratio,
-                    identity=identity,
+                    identity=keys.identity_of(context, number, candidate),
                     **dict(zip(KEY, where, strict=True)),
                     **more,
                     **asdict(counts),

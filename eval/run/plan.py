@@ -13,13 +13,12 @@ from typing import Any
 
 import torch
 
-from retain.eval.config import GATES, Candidate, CompareConfig, all_candidates, find_policy, resolve_device
+from retain.eval.config import Candidate, CompareConfig, resolve_device
 from retain.eval.tasks.encode import Encoded, encode
 from retain.eval.tasks.row import Row
-from retain.eval.tasks.sources import load_rows, task_names
+from retain.eval.tasks.sources import load_rows
 from retain.gates import GateSet
 from retain.hf.intercept.attach import attach
-from retain.hf.model.gates import load_gates, own_gates
 from retain.models.named import load_named_model, load_named_tokenizer
 from retain.presets import Policy
 
@@ -32,8 +31,8 @@ class Loaded:
         model: Attached.
         tokenizer: Of the model.
         policies: Policy of each candidate.
-        gates: Sets of gates, by label.
-        users: Policy -> label of the set that it takes.
+        gates: Sets of gates, by where they come from.
+        users: Policy -> where its gates come from.
     """
 
     model: Any
@@ -53,9 +52,9 @@ class Loaded:
         return self.gates[self.users[candidate.policy]] if candidate.policy in self.users else None
 
     def sets_of(self, candidates: Iterable[Candidate]) -> dict[str, GateSet]:
-        """Sets of gates that any of these candidates takes, by label."""
-        labels = (self.users[one.policy] for one in candidates if one.policy in self.users)
-        return {label: self.gates[label] for label in dict.fromkeys(labels)}
+        """Sets of gates that any of these candidates takes, by where they come from."""
+        places = (self.users[one.policy] for one in candidates if one.policy in self.users)
+        return {place: self.gates[place] for place in dict.fromkeys(places)}
 
 
 @dataclass(frozen=True)
@@ -73,6 +72,14 @@ class Context:
     def read_back(self, question: int) -> tuple[int, ...]:
         """The part of a right answer that generation reads: all but its last token."""
         return self.encoded[question].answer_ids[: self.rows[question].max_new_tokens - 1]
+
+    @property
+    def tails(self) -> tuple[tuple[int, int, int], ...]:
+        """Tokens of each question, of its answer at most, and of what is read back of a right one."""
+        return tuple(
+            (len(encoded.question_ids), row.max_new_tokens, len(self.read_back(number)))
+            for number, (row, encoded) in enumerate(zip(self.rows, self.encoded, strict=True))
+        )
 
     @property
     def random_seed(self) -> int:
@@ -113,7 +120,7 @@ def load_model(config: CompareConfig, local_rank: int = 0) -> tuple[Any, Any]:
     Raises:
         ValueError: It cannot be loaded, or has no tokenizer.
     """
-    origin = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+    origin: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
     tokenizer = load_named_tokenizer(config.model, **origin)
     if tokenizer is None:
         raise ValueError(f"model={config.model!r} has no tokenizer, and rows of text need one.")
@@ -122,32 +129,6 @@ def load_model(config: CompareConfig, local_rank: int = 0) -> tuple[Any, Any]:
         model = model.to(resolve_device(config.device, local_rank))
     attach(model)
     return model, tokenizer
-
-
-def load_set(config: CompareConfig, label: str, model: Any, policy: str) -> GateSet:
-    """Loads a set of gates by its label; without a folder, those that ship for the model.
-
-    Raises:
-        ValueError: There are none, they are damaged, or they belong to another model.
-    """
-    place = config.gates if label == GATES else config.gate_sets[label]
-    if not place:
-        return own_gates(model, policy)
-    return load_gates(place, model, allow_other_weights=config.allow_other_weights)
-
-
-def resolve_policies(config: CompareConfig) -> dict[Candidate, Policy]:
-    """Policy of each candidate."""
-    return {candidate: find_policy(config, candidate) for candidate in all_candidates(config)}
-
-
-def tasks_of(config: CompareConfig) -> list[str]:
-    """Names of the tasks that are asked.
-
-    Raises:
-        ValueError: An unknown task.
-    """
-    return task_names(config.tasks)
 
 
 def load_contexts(config: CompareConfig, task: str, model: Any, tokenizer: Any) -> list[Context]:
@@ -163,8 +144,6 @@ def load_contexts(config: CompareConfig, task: str, model: Any, tokenizer: Any) 
         how = {"context_tokens": config.context_tokens, "seed": seed, "first_item": config.first_item}
         made = load_rows(task, tokenizer, items=config.items_per_task, **how, **settings)
         rows |= {(row.seed, row.item): row for row in made}
-    if not rows:
-        raise ValueError(f"it has no row from first_item={config.first_item} on.")
     contexts = []
     for _, group in groupby(rows.values(), key=lambda row: (row.seed, row.context_id)):
         same = tuple(group)
@@ -188,17 +167,10 @@ def units_of(config: CompareConfig, contexts: Sequence[Context]) -> list[Unit]:
             for when in config.when:
                 groups: dict[Any, list[Context]] = {}
                 for place, context in enumerate(whole[start : start + config.batch_items]):
-                    numbers = range(len(context.rows))
-                    tails = [
-                        (len(context.encoded[k].question_ids), context.rows[k].max_new_tokens)
-                        for k in numbers
-                    ]
-                    answers = [len(context.read_back(k)) for k in numbers]
                     ends = context.encoded[0].end_ids
                     alone = place if when != "prefill" and ends else None
                     width = len(context.ids) if "chunk" in when else None
-                    key = (tuple(tails), tuple(answers), ends, alone, width)
-                    groups.setdefault(key, []).append(context)
+                    groups.setdefault((context.tails, ends, alone, width), []).append(context)
                 units += [Unit(when, tuple(group)) for group in groups.values()]
     return units
 

@@ -11,8 +11,7 @@ with a sliding window or a recurrent state cannot be cropped: a model that has t
   compete, and that token is read after the eviction, so that the answer's first token too comes from what was
   kept. Each question has an eviction of its own.
 
-Elsewhere entries go while the model reads or decodes, so each candidate has a `retain.Cache` with its policy;
-the first forward alone is shared (`retain.eval.run.first_forward`).
+Elsewhere entries go while the model reads or decodes, so each candidate has a `retain.Cache` of its policy.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +25,6 @@ from retain.attention.chunked import truncate
 from retain.budget.statement import Budget
 from retain.eval.config import FULL, Candidate, CompareConfig, budget_for, candidates_of
 from retain.eval.run.answers import padded
-from retain.eval.run.first_forward import read_first_forward
 from retain.eval.run.plan import Loaded, Unit, naming
 from retain.eval.run.scores import first_entries, gate_scores, largest, oracle, score_candidates
 from retain.evidence import Evidence
@@ -181,13 +179,6 @@ class RepeatedEviction:
 
     def __init__(self, reader: Reader):
         self.reader, self.questions = reader, reader.unit.questions
-        with naming(reader.unit, "the first forward"):
-            self.first_forward = read_first_forward(
-                reader.loaded.model,
-                *reader.ids(None),
-                chunk=reader.config.chunk_tokens if "chunk" in reader.unit.when else None,
-                wanted=reader.wanted,
-            )
 
     def asked(self, cache: Cache, question: int) -> Cache:
         """The cache that a question is asked of: a copy, but for the last question."""
@@ -195,12 +186,14 @@ class RepeatedEviction:
 
     def cache_of(self, candidate: Candidate, budget: Budget) -> Cache:
         """Makes a cache that has read the contexts under a candidate's policy."""
-        reader, loaded = self.reader, self.reader.loaded
-        if candidate.policy == FULL:
-            return self.first_forward.into(Cache(loaded.model, policy=None))
-        policy, gates = loaded.policies[candidate], loaded.gates_of(candidate)
-        how = (reader.config, reader.unit.when, policy, budget, gates, reader.seeds)
-        return self.first_forward.into(open_cache(loaded.model, *how))
+        reader, loaded, cache = self.reader, self.reader.loaded, None
+        if candidate.policy != FULL:
+            policy, gates = loaded.policies[candidate], loaded.gates_of(candidate)
+            cache = open_cache(
+                loaded.model, reader.config, reader.unit.when, policy, budget, gates, reader.seeds
+            )
+        chunk = reader.config.chunk_tokens if "chunk" in reader.unit.when else None
+        return (cache or Cache(loaded.model, policy=None)).prefill(*reader.ids(None), chunk_size=chunk)
 
 
 Caches = SingleEviction | RepeatedEviction

@@ -14,6 +14,7 @@ from typing import Any
 
 from filelock import FileLock
 
+from retain.config import leaves
 from retain.process.provenance import write_json, write_text
 
 RESULTS = "results.jsonl"
@@ -90,7 +91,7 @@ def read_table(folder: Path) -> dict[Key, dict[str, Any]]:
     with path.open(encoding="utf-8", errors="replace") as file:
         for text in file:
             try:
-                line = json.loads(text) if text.endswith("\n") else None
+                line: Any = json.loads(text) if text.endswith("\n") else None
                 found[key_of(line)] = line
             except (ValueError, TypeError, KeyError, RecursionError):
                 continue
@@ -188,18 +189,19 @@ def finish_run(folder: Path, **more: Any) -> None:
     write_json(folder / MANIFEST, {**read_manifest(folder), **more})
 
 
-def differences(before: Mapping[str, Any], after: Mapping[str, Any], within: str = "") -> list[str]:
+def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """Names fields of two identities that differ. Policies and tasks of one alone do not count."""
-    names: list[str] = []
-    before, after = (json.loads(json.dumps(mapping)) for mapping in (before, after))
-    both = {*before} & {*after} if within in (f"{name}." for name in GROWING) else {*before, *after}
-    for name in sorted(both):
-        old, new = before.get(name), after.get(name)
-        if isinstance(old, dict) and isinstance(new, dict):
-            names += differences(old, new, f"{within}{name}.")
-        elif old != new:
-            names.append(f"{within}{name} ({old!r} there, {new!r} now)")
-    return names
+    plain: list[Any] = [json.loads(json.dumps(identity)) for identity in (before, after)]
+    for part in GROWING:
+        both = plain[0].get(part, {}).keys() & plain[1][part].keys()
+        for identity in plain:
+            identity[part] = {name: identity[part][name] for name in both}
+    old, new = map(leaves, plain)
+    return [
+        f"{name} ({old.get(name)!r} there, {new.get(name)!r} now)"
+        for name in sorted(old.keys() | new.keys())
+        if old.get(name) != new.get(name)
+    ]
 
 
 def _text(line: Mapping[str, Any]) -> str:

@@ -1,12 +1,9 @@
 """Computes the interval of a paired difference.
 
 Both policies answered the same items, so the unit is the difference per item. A task is a stratum, and the
-estimate is the *macro* mean, the mean over tasks of each task's mean difference: a task with more items does
-not count for more. Items vary within a task; seeds do not: three are too few to say anything about seeds that
-were never used, so every interval is conditional on the seeds at hand.
-
-A stratum of one item says nothing about its spread: such a comparison has no interval ("undefined", from -inf
-to +inf), unless the policies agree on every item.
+estimate is the *macro* mean, the mean over tasks of each task's mean difference. Every interval is
+conditional on the seeds at hand. A stratum of one item says nothing about its spread: such a comparison has
+no interval ("undefined", from -inf to +inf), unless the policies agree on every item.
 """
 
 import math
@@ -23,6 +20,7 @@ with deferred("eval", "scipy", what="a comparison's statistics"):
 
 Method = Literal["t", "constant", "undefined"]
 
+LEVEL = 0.95  # coverage of every interval
 # A stratum's spread is at least that of its items and so many more of the spread that all strata share.
 BORROWED = 3.0
 
@@ -34,7 +32,6 @@ class Interval:
     Attributes:
         estimate: Mean over strata of each stratum's mean.
         low, high: Ends. Equal to `estimate` where every number is 0; infinite where there is no interval.
-        level: Coverage, 0.95 for a 95 % interval.
         method: "t", "constant" (nothing varies) or "undefined" (a stratum of one item).
         num_items: Items over all strata.
         num_nonzero: Items whose number is not 0, on which the two policies differ.
@@ -43,7 +40,6 @@ class Interval:
     estimate: float
     low: float
     high: float
-    level: float
     method: Method
     num_items: int
     num_nonzero: int
@@ -66,11 +62,8 @@ def macro_mean(strata: Sequence[np.ndarray]) -> float:
 
 
 def checked_strata(differences: Sequence[np.ndarray], name: str) -> list[np.ndarray]:
-    """Strata in float64, each one-dimensional, not empty and finite.
-
-    Raises:
-        ValueError: One is not, or there is none; it names `name`, the function that was called.
-    """
+    """Strata in float64, each one-dimensional, not empty and finite; a ValueError that names the function
+    `name` if one is not, or there is none."""
     strata = [np.asarray(stratum, dtype=np.float64) for stratum in differences]
     if not strata or any(stratum.ndim != 1 or stratum.size == 0 for stratum in strata):
         raise ValueError(
@@ -94,8 +87,8 @@ def standard_error(scores: Sequence[np.ndarray]) -> float:
     return float(np.sqrt(variance)) / len(strata)
 
 
-def paired_interval(differences: Sequence[np.ndarray], *, level: float = 0.95) -> Interval:
-    """Interval of the macro mean of paired differences, stratified: Student's t, widened where the
+def paired_interval(differences: Sequence[np.ndarray]) -> Interval:
+    """95 % interval of the macro mean of paired differences, stratified: Student's t, widened where the
     differences are skewed.
 
     With K strata of n_k items, mean m, its standard error, t the quantile at the degrees of freedom of Welch
@@ -107,19 +100,16 @@ def paired_interval(differences: Sequence[np.ndarray], *, level: float = 0.95) -
     h is the interval of Hall, *On the Removal of Skewness by Transformation* (1992): where a few large
     differences lie on one side t ends too early on that side, and the wider of the two is taken at each end.
     `v_k = var_k / n_k`, and no var_k counts for less than with `BORROWED` items more of the spread that all
-    strata have in common: four equal items do not show that a task has no spread. Bootstrap intervals (BCa,
-    percentile) cover less than they say where most differences are 0, strata are small or items are few;
-    `tests/eval/test_interval.py` measures this one.
+    strata have in common: four equal items do not show that a task has no spread. Bootstrap intervals cover
+    less than they say where most differences are 0; `tests/eval/test_interval.py` measures this one.
 
     Where nothing varies within any stratum, but something differs, the rule of three holds on either side: a
-    share `min(1, -log((1 - level) / 2) / (K * min_k n_k))` of the items may be of another kind, and differ
-    from those that were seen by at most the largest of these, so that two equal differences d leave
-    everything from 0 to 2 d open.
+    share `min(1, -log(0.025) / (K * min_k n_k))` of the items may differ from those that were seen by at most
+    the largest of these, so that two equal differences d leave everything from 0 to 2 d open.
 
     Args:
         differences: One array per stratum (task), one number per item: score of the policy minus score of
             the baseline.
-        level: Coverage of the interval, in (0, 1).
 
     Returns:
         The estimate with its interval: from -inf to +inf, "undefined", where a stratum holds one item and
@@ -137,18 +127,18 @@ def paired_interval(differences: Sequence[np.ndarray], *, level: float = 0.95) -
     num_nonzero = sum(int(np.count_nonzero(stratum)) for stratum in strata)
 
     def interval(low: float, high: float, method: Method) -> Interval:
-        return Interval(estimate, float(low), float(high), level, method, sum(sizes), num_nonzero)
+        return Interval(estimate, float(low), float(high), method, sum(sizes), num_nonzero)
 
     if num_nonzero and min(sizes) == 1:
         return interval(-math.inf, math.inf, "undefined")
     if all(np.ptp(stratum) == 0.0 for stratum in strata):
-        unseen = min(1.0, -math.log((1 - level) / 2) / (len(sizes) * min(sizes)))
+        unseen = min(1.0, -math.log((1 - LEVEL) / 2) / (len(sizes) * min(sizes)))
         half = unseen * max(float(np.abs(stratum).max()) for stratum in strata)
         return interval(estimate - half, estimate + half, "constant")
-    return interval(*_t_ends(strata, level), "t")
+    return interval(*_t_ends(strata), "t")
 
 
-def _t_ends(strata: Sequence[np.ndarray], level: float) -> tuple[float, float]:
+def _t_ends(strata: Sequence[np.ndarray]) -> tuple[float, float]:
     """Ends of `paired_interval`; each stratum has two items or more, and one of them varies."""
     sizes = np.array([stratum.size for stratum in strata], dtype=np.float64)
     spread = np.array([stratum.var(ddof=1) for stratum in strata])
@@ -157,7 +147,7 @@ def _t_ends(strata: Sequence[np.ndarray], level: float) -> tuple[float, float]:
     variances = np.maximum(spread, moderated) / sizes
     error = math.sqrt(variances.sum()) / len(strata)
     freedom = variances.sum() ** 2 / (variances**2 / (sizes - 1)).sum()
-    quantile = float(special.stdtrit(freedom, (1 + level) / 2))
+    quantile = float(special.stdtrit(freedom, (1 + LEVEL) / 2))
     third = sum(float(((s - s.mean()) ** 3).mean()) / s.size**2 for s in strata) / len(strata) ** 3
     skew, estimate = third / error**3, macro_mean(strata)
 

@@ -7,11 +7,9 @@
   of "the difference is at least the margin" (`retain.eval.stats.bound.p_within`) is below alpha;
 - inconclusive: everything else, equal scores on too few items too.
 
-So no word says more than the interval printed with it, and a large family makes words rarer, never bolder.
 The difference p values are one Holm family and those of equivalence another, each at alpha; the two null
-hypotheses of one comparison (no difference; a difference of at least the margin) exclude each other. TOST is
-no part of it: where rare items lose everything and the others next to nothing, most runs of fifty items hold
-no such item, and t says "equivalent" of them.
+hypotheses of one comparison exclude each other. TOST is no part of it: where rare items lose everything and
+the others next to nothing, most runs of fifty items hold no such item, and t says "equivalent" of them.
 """
 
 import math
@@ -116,22 +114,19 @@ def holm(p_values: Sequence[float]) -> np.ndarray:
     return adjusted
 
 
-def verdict(interval: Interval, margin: float, *, p: float, p_within: float, alpha: float = ALPHA) -> Verdict:
+def verdict(interval: Interval, margin: float, *, p: float, p_within: float) -> Verdict:
     """The word of a comparison (rule: this file's docstring); both p are adjusted for their families."""
-    if interval.low > 0 and p < alpha:
-        return "better"
-    if interval.high < 0 and p < alpha:
-        return "worse"
+    if p < ALPHA and (interval.low > 0 or interval.high < 0):
+        return "better" if interval.low > 0 else "worse"
     # A difference that the family cannot bear may still be shown to be small.
     inside = -margin < interval.low and interval.high < margin
-    return "equivalent" if inside and p_within < alpha else "inconclusive"
+    return "equivalent" if inside and p_within < ALPHA else "inconclusive"
 
 
 def judge(
     family: Mapping[Name, tuple[Sequence[np.ndarray], Sequence[np.ndarray]]],
     *,
     margin: float,
-    alpha: float = ALPHA,
     resamples: int = 5000,
     worst: float = WORST,
 ) -> dict[Name, Comparison]:
@@ -143,7 +138,6 @@ def judge(
             result.
         margin: Largest difference that does not matter, in the unit of the scores, > 0, stated before the
             run: 2 for points of 100.
-        alpha: Level of the tests behind the verdict.
         resamples: Of the sign-flip tests; more where the family is so large that fewer could not pass.
         worst: The most that two scores of one item can differ: 100 of points, 1 of scores in [0, 1].
 
@@ -156,7 +150,7 @@ def judge(
         >>> judge({"a": (right, wrong)}, margin=2.0)["a"].verdict
         'better'
     """
-    enough = max(resamples, math.ceil(4 * len(family) / alpha))
+    enough = max(resamples, math.ceil(4 * len(family) / ALPHA))
     made = []
     for policy, baseline in family.values():
         differences = _differences(policy, baseline)
@@ -171,7 +165,7 @@ def judge(
             holm_p=float(holm_p),
             holm_p_within=float(holm_within),
             family_size=len(made),
-            verdict=verdict(interval, margin, p=float(holm_p), p_within=float(holm_within), alpha=alpha),
+            verdict=verdict(interval, margin, p=float(holm_p), p_within=float(holm_within)),
         )
         for name, (interval, p, within), holm_p, holm_within in zip(family, made, *adjusted, strict=True)
     }

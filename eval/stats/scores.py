@@ -13,7 +13,6 @@ over its budgets, are one Holm family.
 """
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 from numpy import ndarray
@@ -43,12 +42,6 @@ class Compared:
     line: str
     baseline: str
     result: Comparison
-
-
-@cache
-def trained_presets() -> frozenset[str]:
-    """Presets that need something trained or measured beforehand: gates, weights of heads."""
-    return frozenset(one.name for one in policies() if {"gates", "weights"} & one.needs)
 
 
 def checked(frame: "DataFrame") -> "DataFrame":
@@ -86,18 +79,16 @@ def scores(frame: "DataFrame") -> "DataFrame":
 
     Returns:
         A row a (when, question, budget, line), in the order of the table, with `score` (macro mean, points),
-        `error` (its standard error), `items`, `keep_ratio` (entries held / seen, mean) and, each a mean over
-        answers, `entries_held`, `entries_seen`, `bytes_held`, `bytes_seen`.
+        `error` (its standard error), `items`, and `keep_ratio` (entries held / seen, mean over answers).
     """
     made = []
     for (when, question, budget, line), rows in frame.groupby([*SETTING, "line"], sort=False):
         values = strata(rows)
-        memory = rows[["entries_held", "entries_seen", "bytes_held", "bytes_seen"]].mean()
         made.append(
             {
                 **{"when": when, "question": question, "budget": budget, "line": line},
                 **{"score": macro_mean(values), "error": standard_error(values)},
-                **{"items": sum(one.size for one in values), **memory},
+                "items": sum(one.size for one in values),
                 "keep_ratio": float((rows["entries_held"] / rows["entries_seen"]).mean()),
             }
         )
@@ -152,6 +143,6 @@ def comparisons(
 
 
 def trained_lines(frame: "DataFrame") -> set[str]:
-    """Lines whose policy takes gates, or something else that was measured beforehand."""
-    taught = frame["gates"].notna() | frame["policy"].isin(trained_presets())
-    return set(frame.loc[taught, "line"])
+    """Lines whose policy takes gates, or weights of heads, which are measured beforehand."""
+    presets = [one.name for one in policies() if {"gates", "weights"} & one.needs]
+    return set(frame.loc[frame["gates"].notna() | frame["policy"].isin(presets), "line"])

@@ -1,10 +1,9 @@
 """Triton kernels of attention statistics: two passes over the products, no matrix of all pairs.
 
 The first pass walks the keys of a block of rows (a few queries, all query heads of their KV head, so that a
-key is read once for the group) and keeps their log-sum-exp; with few rows the keys are split over programs
-and the parts combined. The second pass turns it round: a program owns a block of keys, walks the queries
-that see it, and reduces over them in registers. Every number has one program that writes it, so that there
-are no atomics and results do not change from run to run.
+key is read once for the group) and keeps their log-sum-exp. The second pass turns it round: a program owns a
+block of keys, walks the queries that see it, and reduces over them in registers. Every number has one program
+that writes it, so that there are no atomics and results do not change from run to run.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -51,21 +50,21 @@ def capped(products, scale, soft_cap, HAS_CAP: tl.constexpr):
         return products, scale
 
 
-@triton.jit(do_not_specialize=["S", "T", "first", "window", "splits"])
-def lse_kernel(Q, K, EXISTS, ASKS, PLACE, SINKS, SHIFT, MOST, TOTAL,
+@triton.jit(do_not_specialize=["S", "T", "first", "window"])
+def lse_kernel(Q, K, EXISTS, ASKS, PLACE, SINKS, SHIFT,
                stride_qb, stride_qq, stride_qs, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
                stride_eb, stride_eh, stride_ab, stride_as, stride_pb, stride_pt, stride_sinks,
-               BH, H, G, S, stride_row, T, first, scale, soft_cap, window, splits,
+               BH, H, G, S, stride_row, T, first, scale, soft_cap, window,
                D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-               WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, SPLIT: tl.constexpr,
+               WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
                PRECISION: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
-    """Log-sum-exp of rows, or of their share of the keys its maximum and sum.
+    """Minus the log-sum-exp of rows, sinks included, in units of log 2: what makes a probability of a logit;
+    -inf, which makes 0 of any, where there is no query or it sees nothing.
 
     A block is `BLOCK_M` of the rows `(query, query head of the group)`, the head fastest.
     """
     program = tl.program_id(0)
-    row_of_heads, rest = program % BH, program // BH
-    split, block = rest % splits, rest // splits
+    row_of_heads, block = program % BH, program // BH
     # Causal rows are the longer the later they are: they begin first.
     block = tl.cdiv(S * G, BLOCK_M) - 1 - block
     b, h = (row_of_heads // H).to(tl.int64), (row_of_heads % H).to(tl.int64)
@@ -92,9 +91,6 @@ def lse_kernel(Q, K, EXISTS, ASKS, PLACE, SINKS, SHIFT, MOST, TOTAL,
     start, stop = 0, tl.minimum(T, last_own + 1)
     if WINDOW == BY_ENTRY:
         start = tl.maximum(0, first_own - window + 1) // BLOCK_N * BLOCK_N
-    each = tl.cdiv(tl.cdiv(stop - start, BLOCK_N), splits) * BLOCK_N
-    start = start + split * each
-    stop = tl.minimum(stop, start + each)
     # What a row sees lies between these, exclusive.
     lower, upper = own - window, tl.minimum(stop, own + 1)
     # Between `whole` and `ragged`, neither causality nor the window hides a key from any row of the block.
@@ -128,24 +124,7 @@ def lse_kernel(Q, K, EXISTS, ASKS, PLACE, SINKS, SHIFT, MOST, TOTAL,
     if not HAS_CAP:
         most = most * scale
 
-    to = (b * H * G + h * G + g) * S + s
-    if SPLIT:
-        tl.store(MOST + tl.cast(split, tl.int64) * BH * G * S + to, most, mask=inside)
-        tl.store(TOTAL + tl.cast(split, tl.int64) * BH * G * S + to, total, mask=inside)
-    else:
-        head = h * G + g
-        _store_shift(
-            SHIFT, SINKS, ASKS, most, total, b * H * G + head, b, head, s, inside, stride_row, stride_sinks,
-            stride_ab, stride_as)  # fmt: skip
-
-
-@triton.jit
-def _store_shift(SHIFT, SINKS, ASKS, most, total, row, b, head, s, inside, stride_row, stride_sinks,
-                 stride_ab, stride_as):  # fmt: skip
-    """Minus the log-sum-exp, sinks included, in units of log 2: what makes a probability of a logit.
-
-    -inf, which makes 0 of any, where there is no query or it sees nothing.
-    """
+    head = h * G + g
     if SINKS is not None:
         sink = tl.load(SINKS + head * stride_sinks, mask=inside, other=0.0).to(tl.float32) * LOG2E
         higher = tl.maximum(most, sink)
@@ -155,28 +134,7 @@ def _store_shift(SHIFT, SINKS, ASKS, most, total, row, b, head, s, inside, strid
     if ASKS is not None:
         asks = tl.load(ASKS + b * stride_ab + s.to(tl.int64) * stride_as, mask=inside, other=0)
         shift = tl.where(asks != 0, shift, float("-inf"))
-    tl.store(SHIFT + row * stride_row + s, shift, mask=inside)
-
-
-@triton.jit(do_not_specialize=["S", "rows", "splits"])
-def combine_kernel(MOST, TOTAL, SHIFT, SINKS, ASKS, stride_sinks, stride_ab, stride_as, num_heads, S,
-                   stride_row, rows, splits, BLOCK: tl.constexpr):  # fmt: skip
-    """Log-sum-exp of rows `(b, q, s)` from that of their parts; a part without keys has a sum of 0."""
-    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = row < rows
-    most = tl.full([BLOCK], _LOW, tl.float32)
-    total = tl.zeros([BLOCK], tl.float32)
-    for split in range(splits):
-        at = tl.cast(split, tl.int64) * rows + row
-        part_most = tl.load(MOST + at, mask=inside, other=_LOW)
-        part_total = tl.load(TOTAL + at, mask=inside, other=0.0)
-        higher = tl.maximum(most, part_most)
-        total = total * tl.exp2(most - higher) + part_total * tl.exp2(part_most - higher)
-        most = higher
-    head = row // S
-    _store_shift(
-        SHIFT, SINKS, ASKS, most, total, head, head // num_heads, head % num_heads, row % S, inside,
-        stride_row, stride_sinks, stride_ab, stride_as)  # fmt: skip
+    tl.store(SHIFT + (b * H * G + head) * stride_row + s, shift, mask=inside)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ from torch import Tensor
 from retain.kernels import backend
 from retain.kernels.attention_stats import kernel
 from retain.kernels.attention_stats.reference import Call, empty_outputs
-from retain.kernels.attention_stats.tiles import WHOLE, heads_of, parts_of, tile
+from retain.kernels.attention_stats.tiles import WHOLE, tile
 from retain.kernels.backend import LOG2E, TYPES
 from retain.kernels.build import ARCHS, Build, Tile
 
@@ -137,34 +137,13 @@ def _first_pass(call: Call, shift_BQS: Tensor) -> None:
     """The first pass."""
     keys = call.keys_BHTD
     B, Q, S, _ = call.queries_BQSD.shape
-    H, T = keys.shape[1:3]
+    H = keys.shape[1]
     rows = Q // H * S
     cut = _tile_of("lse", call, rows)
-    programs = -(-rows // cut.m) * B * H
-    longest = T if call.window is None or call.place_BT is not None else min(T, call.window + S)
-    splits = parts_of(longest, programs, keys.device)
-    parts = keys.new_empty((2, splits, B, Q, S), dtype=torch.float32) if splits > 1 else None
     asks = _field("ASKS", "a", call.asks_BS, (B, S))
     sinks = {"SINKS": call.sinks_Q, "stride_sinks": 0 if call.sinks_Q is None else call.sinks_Q.stride(0)}
-    kernel.lse_kernel[(programs * splits,)](
-        **_shared(call),
-        **sinks,
-        **asks,
-        SHIFT=shift_BQS,
-        MOST=None if parts is None else parts[0],
-        TOTAL=None if parts is None else parts[1],
-        splits=splits,
-        SPLIT=parts is not None,
-        **_options(cut),
-    )
-    if parts is not None:
-        sizes = {"num_heads": Q, "S": S, "rows": B * Q * S, "splits": splits, "BLOCK": 128}
-        kernel.combine_kernel[(-(-B * Q * S // 128),)](
-            **{"MOST": parts[0], "TOTAL": parts[1], "SHIFT": shift_BQS, "stride_row": shift_BQS.stride(1)},
-            **sinks,
-            **asks,
-            **sizes,
-        )
+    grid = (-(-rows // cut.m) * B * H,)
+    kernel.lse_kernel[grid](**_shared(call), **sinks, **asks, SHIFT=shift_BQS, **_options(cut))
 
 
 def _outputs(found: dict[str, Tensor], names: tuple[str, ...]) -> dict[str, Tensor | None]:
@@ -176,8 +155,7 @@ def _stats(call: Call, shift_BQS: Tensor, found: dict[str, Tensor]) -> None:
     B, Q, S, _ = call.queries_BQSD.shape
     H = call.keys_BHTD.shape[1]
     G, k0, k1 = Q // H, *call.keys
-    blocks = -(-(k1 - k0) // WHOLE) * B * H
-    heads = G if call.group else heads_of(G, S, blocks, shift_BQS.device)
+    heads = G if call.group else 1
     cut = _tile_of("stats", call, S, heads)
     programs = -(-(k1 - k0) // cut.n) * B * H * (G // heads)
     least_BQS = None
@@ -203,10 +181,10 @@ def _stats(call: Call, shift_BQS: Tensor, found: dict[str, Tensor]) -> None:
 def builds() -> list[Build]:
     """Every kernel with every tile that can be chosen, and what is switched on and off in it."""
     plain: dict[str, Any] = {}
-    every_head = {"HEADS": 4}
+    grouped = {"HEADS": 4, "GROUP": True}
     every = {"EXISTS": "*u8", "ASKS": "*u8", "PLACE": "*i64", "SINKS": "*fp32",
-             "LEAST": "*fp32", "BLANKS": True, "HEADS": 4, "HAS_CAP": True,
-             "WINDOW": int(kernel.BY_PLACE), "SPLIT": True,
+             "LEAST": "*fp32", "BLANKS": True, "HAS_CAP": True,
+             "WINDOW": int(kernel.BY_PLACE),
              "wanted": ("MAX", "SUM", "SCATTER", "ENTROPY", "LAST")}  # fmt: skip
     masked = {"EXISTS": "*u8", "ASKS": "*u8", "BLANKS": True, "WINDOW": int(kernel.BY_ENTRY)}
     sums = {"EXISTS": "*u8", "wanted": ("MAX", "SUM"), "GROUP": True, "HEADS": 4}
@@ -215,15 +193,13 @@ def builds() -> list[Build]:
     calls: list[tuple[str, torch.dtype, int, int, str, dict[str, Any]]] = []
     for name in ("lse", "stats"):
         calls += [(name, bf16, width, many, "", plain) for width in (64, 128, 256)]
-        calls += [(name, bf16, width, few, "", every_head) for width in (64, 128, 256)]
+        calls += [(name, bf16, width, few, "grouped", grouped) for width in (64, 128, 256)]
         calls += [(name, bf16, width, many, "every", every) for width in (128, 256)]
         calls += [(name, bf16, 128, many, "masked", masked)]
         calls += [(name, fp16, 80, many, "", plain)]
         calls += [(name, fp32, width, number, "", plain) for width in (128, 256) for number in (few, many)]
     calls += [("stats", bf16, 128, many, "sums", sums), ("stats", bf16, 128, few, "sums", sums)]
-    types = dict.fromkeys(("MOST", "TOTAL", "SHIFT", "SINKS"), "*fp32") | {"ASKS": "*u8"}
-    combine = _build("combine", kernel.combine_kernel, types, {"BLOCK": 128}, Tile(0, 0, 4, 3))
-    return [build for call in calls for build in _builds_of(*call)] + [combine]
+    return [build for call in calls for build in _builds_of(*call)]
 
 
 _KERNELS = {"lse": kernel.lse_kernel, "stats": kernel.stats_kernel}
@@ -246,34 +222,21 @@ def _builds_of(
     types |= {key: value for key, value in switches.items() if str(value).startswith("*")}
     types |= dict.fromkeys(switches.get("wanted", ("MAX",)), "*fp32")
     types |= {"LAST": "*i64"} if "LAST" in types else {}
-    types |= dict.fromkeys(("MOST", "TOTAL"), "*fp32") if switches.get("SPLIT") else {}
+    types |= {"scale": "fp32", "soft_cap": "fp32"}
+    of = _KERNELS[name]
+    sizes = ("BH", "H", "G", "S", "T")
+    pointers = dict.fromkeys(one for one in of.arg_names if one.isupper() and one not in (*sizes, *types))
     label = f"{name} {kind} D={D} S={num_queries} {switched}".strip()
     found = []
     for cut in dict.fromkeys(tiles.values()):
         constants: dict[str, Any] = {
             "D": D, "BLOCK_D": block, "BLOCK_M": cut.m, "BLOCK_N": cut.n, "WINDOW": 0,
-            "HAS_CAP": False, "SPLIT": False, "GROUP": False, "UPCAST": False,
+            "HAS_CAP": False, "GROUP": False, "UPCAST": False,
             "BLANKS": False, "HEADS": 1, "PRECISION": backend.dot_precision(dtype),
         }  # fmt: skip
-        constants |= {key: value for key, value in switches.items() if key in constants}
+        switched_on = {key: value for key, value in switches.items() if key in constants}
+        constants = {**pointers, **dict.fromkeys(_ONES, 1), **constants, **switched_on}
         wgmma = wide and (cut.m if name == "lse" else cut.n) >= 64
         archs = [arch for arch in ARCHS if tiles[arch] == cut]
-        found.append(_build(label, _KERNELS[name], types, constants, cut, archs, wgmma))
+        found.append(Build(label, of, types, constants, cut, _WHOLE_VECTORS, wgmma, archs))
     return found
-
-
-def _build(
-    name: str,
-    of: Any,
-    types: dict[str, str],
-    constants: dict[str, Any],
-    cut: Tile,
-    archs: Sequence[int] = ARCHS,
-    wgmma: bool = False,
-) -> Build:
-    """A build of contiguous tensors; pointers without a type are None."""
-    pointers = [one for one in of.arg_names if one.isupper() and one not in ("BH", "H", "G", "S", "T")]
-    absent = dict.fromkeys(one for one in pointers if one not in types and one not in constants)
-    constants = {**absent, **dict.fromkeys(_ONES, 1), **constants}
-    types = {**types, "scale": "fp32", "soft_cap": "fp32"}
-    return Build(name, of, types, constants, cut, _WHOLE_VECTORS, wgmma, archs)

@@ -1,21 +1,14 @@
-"""Tables of how work is cut on a GPU: tiles of one program, and programs of a few long rows.
+"""The table of how work is cut on a GPU: tiles of one program.
 
 There is no tuning at run time, so that the same call is computed in the same way every time.
 """
 
 import torch
 
-from retain.kernels.backend import multiprocessors
 from retain.kernels.build import Tile
 
 # So many queries, or keys, are a whole number of tiles.
 WHOLE = 128
-# Keys that a part of a row has at least, and programs for each multiprocessor below which rows are parted.
-PART_KEYS, PROGRAMS = 1024, 4
-# Queries up to which a block of keys is read once for the whole group.
-FEW = 256
-# Multiprocessors where there are none, so that the interpreter parts rows as a GPU does.
-INTERPRETED = 132
 
 
 def tile(
@@ -58,31 +51,3 @@ def tile(
             return Tile(128, 128, 8, 2, 128)
         return Tile(64, 128, 8, 3)
     return Tile(64, 128, 8, 2) if large else Tile(64, 64, 8, 1)
-
-
-def parts_of(num_keys: int, programs: int, device: torch.device) -> int:
-    """Parts that the keys of a row are cut into where whole rows are too few programs for the GPU.
-
-    Args:
-        num_keys: of a row.
-        programs: if rows stay whole.
-        device: the GPU.
-    """
-    wanted = PROGRAMS * multiprocessors(device, INTERPRETED)
-    if programs * 2 >= wanted:
-        return 1
-    return max(1, min(-(-wanted // programs), num_keys // PART_KEYS))
-
-
-def heads_of(group: int, num_queries: int, programs: int, device: torch.device) -> int:
-    """Query heads that a program of the second pass takes, one after another, of those that share its keys.
-
-    All, where reading the keys is a large part of the work and the GPU is busy all the same; else one.
-
-    Args:
-        group: G.
-        num_queries: S.
-        programs: that there are if each takes the whole group.
-        device: the GPU.
-    """
-    return group if num_queries <= FEW and programs >= PROGRAMS * multiprocessors(device, INTERPRETED) else 1

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from retain.budget.joint import Bids, Won
 from retain.budget.largest_remainder import exact, largest_remainder
-from retain.budget.statement import Totals, select_rows
+from retain.budget.statement import Totals
 from retain.head_weights import check_weights
 from retain.split import Pyramid, Split
 
@@ -35,13 +35,13 @@ class Shares:
     """Totals and shares that are known before any layer comes.
 
     Args:
-        split: the policy's.
+        policy: how it splits a budget.
         totals: entries of each sequence, over all layers.
         protected_B: entries of every head that are protected by their place.
         threshold: of admission; then the totals are all that exists, and no budget decides.
     """
 
-    split: Split
+    policy: Split
     totals: Totals
     protected_B: tuple[int, ...]
     threshold: float | None = None
@@ -49,12 +49,12 @@ class Shares:
     @property
     def crosses_layers(self) -> bool:
         """Whether the keep set of a layer depends on other layers."""
-        return self.threshold is None and self.split.crosses_layers
+        return self.threshold is None and self.policy.crosses_layers
 
     @cached_property
     def least_B(self) -> list[int]:
         """Entries that every head keeps whatever the scores: protected, of a safeguard, and at least one."""
-        own, least = self.split.guard, []
+        own, least = self.policy.guard, []
         for protected, mean in zip(self.protected_B, self.totals.per_head_B, strict=True):
             guarded = protected
             if own.safeguard == "guaranteed":
@@ -68,7 +68,7 @@ class Shares:
         if self.crosses_layers:
             return None
         rows = self.totals.equal_BL
-        if isinstance(self.split.allocation, Pyramid):
+        if isinstance(self.policy.allocation, Pyramid):
             rows = tuple(map(self._pyramid, range(len(rows))))
         held = self.totals.held_BL
         rows_BL = [map(min, own, most) for own, most in zip(rows, held, strict=True)]
@@ -76,7 +76,7 @@ class Shares:
 
     def _pyramid(self, row: int) -> tuple[int, ...]:
         """One sequence's entries of each layer: a line over depth, in entries a head."""
-        heads_L, protected, own = self.totals.heads_L, self.protected_B[row], self.split.allocation
+        heads_L, protected, own = self.totals.heads_L, self.protected_B[row], self.policy.allocation
         assert isinstance(own, Pyramid)
         length, total = self.totals.lengths_B[row], self.totals.stated_B[row]
         mean = Fraction(total, sum(heads_L)) - protected
@@ -88,11 +88,6 @@ class Shares:
         weights = [share * heads for share, heads in zip(line, heads_L, strict=True)]
         return tuple(largest_remainder(total, weights, most, protected=inside, least=least))
 
-    @property
-    def by_capacity(self) -> bool:
-        """Whether budgets of heads depend on what each head holds: by weights."""
-        return self.split.weights is not None
-
     @cached_property
     def static_LBH(self) -> list[list[list[int]]]:
         """Entries of each head by its weight while heads of a layer hold the same."""
@@ -103,7 +98,7 @@ class Shares:
 
     def static_of(self, capacity_LBH: Sequence[Sequence[Sequence[int]]]) -> list[list[list[int]]]:
         """Entries of each head by its weight, of heads that hold so many."""
-        path, heads_L = self.split.weights, self.totals.heads_L
+        path, heads_L = self.policy.weights, self.totals.heads_L
         assert path is not None
         weights = [exact(own) for row in check_weights(path, heads_L) for own in row]
         flat_B = []
@@ -120,20 +115,22 @@ class Shares:
 
     @property
     def covers_B(self) -> list[bool]:
-        """Whether each sequence keeps everything, whatever the scores."""
+        """Which sequences keep everything whatever the scores: their budget holds all, or, under a threshold,
+        all of it is protected. They need no score."""
         totals, heads = self.totals, sum(self.totals.heads_L)
         held_B = [sum(row) for row in totals.held_BL]
         if self.threshold is not None:
             kept_B = [protected * heads for protected in self.protected_B]
-        elif self.fixed_LB is not None and not self.by_capacity:
+        elif self.fixed_LB is not None and self.policy.weights is None:
             kept_B = [sum(column) for column in zip(*self.fixed_LB, strict=True)]
         else:
             kept_B = totals.total_B
         return [kept == held for kept, held in zip(kept_B, held_B, strict=True)]
 
-    def select_batch(self, rows: Sequence[int]) -> "Shares":
-        """Select some of the sequences; their totals no longer depend on the others."""
-        return replace(select_rows(self, rows), totals=select_rows(self.totals, rows))
+    @property
+    def covers_all(self) -> bool:
+        """Whether all sequences keep everything, so that nothing needs a score."""
+        return all(self.covers_B)
 
 
 @dataclass(frozen=True)

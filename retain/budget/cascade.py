@@ -44,17 +44,17 @@ def keep_sets(shares: Shares, layers: Sequence[Candidates], *, first: int = 0) -
     if shares.threshold is not None:
         return [admit(layer.score_BHT, layer.kept_BHT, shares.threshold) for layer in layers]
     budgets = head_budgets(shares, layers, first=first)
-    return [_keep(shares.split, layer, won) for layer, won in zip(layers, budgets, strict=True)]
+    return [_keep(shares.policy, layer, won) for layer, won in zip(layers, budgets, strict=True)]
 
 
 def head_budgets(shares: Shares, layers: Sequence[Candidates], *, first: int = 0) -> list[Won]:
     """Compute the entries of each head of each layer; arguments as of `keep_sets`."""
-    split, totals = shares.split, shares.totals
+    split, totals = shares.policy, shares.totals
     here = slice(first, first + len(layers))
     final = here.stop == len(totals.heads_L)
     if split.scope == "model":
         return allocate_joint([_bids(layer) for layer in layers], totals.total_B, split.drawn_share)
-    if shares.by_capacity:
+    if split.weights is not None:
         whole = first == 0 and final  # all have come: the entries of each head are known
         budgets_LBH = shares.static_of(_capacities(layers)) if whole else shares.static_LBH[here]
         return [Won(_tensor(own, layer)) for own, layer in zip(budgets_LBH, layers, strict=True)]
@@ -139,7 +139,7 @@ class Cascade:
             its keep mask; and one for each lower layer, over the entries that it holds, row after row in
             order of time; None for one that keeps them all.
         """
-        split, self.num_added = self.shares.split, self.num_added + 1
+        split, self.num_added = self.shares.policy, self.num_added + 1
         if not self.shares.crosses_layers:
             (keep_BHT,) = keep_sets(self.shares, [layer], first=self.num_added - 1)
             return keep_BHT, [None] * (self.num_added - 1)

@@ -121,14 +121,6 @@ class Stock:
     lengths_B: tuple[int, ...]
     intact_BT: Bool[Tensor, "B T"]
 
-    def __post_init__(self) -> None:
-        rows = {name: len(getattr(self, name)) for name in ("held_BL", "lengths_B", "intact_BT")}
-        if len({*rows.values()}) != 1 or len({len(row) for row in self.held_BL}) > 1:
-            raise ValueError(
-                f"a stock speaks of every sequence and of every layer of each; got {rows} sequences, of "
-                f"{sorted({len(row) for row in self.held_BL})} layers: pass one row each for every sequence."
-            )
-
 
 @dataclass(frozen=True)
 class Totals:
@@ -225,11 +217,7 @@ def spread(
     held_BL = all_BL if held_BL is None else tuple(map(tuple, held_BL))
     equal_BL, per_head_B, short = [], [], []
     for row, (length, held) in enumerate(zip(lengths_B, held_BL, strict=True)):
-        if len(held) != len(layers):
-            raise ValueError(
-                f"sequence {row} holds entries in {len(held)} layers, and {len(layers)} evict: pass one "
-                "count for each layer that evicts, in order."
-            )
+        assert len(held) == len(layers), "one count for each layer that evicts, in order"
         equal, mean = held, Fraction(sum(held), sum(heads_L))
         if budget.threshold is None:
             equal = _stated(budget, length, layers, heads_L)

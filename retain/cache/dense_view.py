@@ -28,9 +28,9 @@ class EntryColumns:
     column_N: Int[Tensor, " N"]
     rows_N: Int[Tensor, " N"]
 
-    def select(self, keep_BHT: Bool[Tensor, "B H T"]) -> Bool[Tensor, " N"]:
-        """Mask of the entries that a keep mask over the columns keeps, in the order of the store."""
-        return keep_BHT.flatten(0, 1)[self.rows_N, self.column_N]
+    def select(self, dense_BHT: Shaped[Tensor, "B H T *rest"]) -> Shaped[Tensor, "N ..."]:
+        """Values at the columns, such as a keep mask, entry by entry in the order of the store."""
+        return dense_BHT.flatten(0, 1)[self.rows_N, self.column_N]
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class DenseView:
         queried_BT: columns that are shown for their query's sake, held or not.
         held_BHT: which head holds which column.
         index_BHT: int64, where in the store the entry lies; 0 where the head does not hold it.
-        column_N, rows_N: as in `EntryColumns`, int64.
+        entries: column of each entry.
     """
 
     token_BT: Int[Tensor, "B T"]
@@ -55,8 +55,7 @@ class DenseView:
     queried_BT: Bool[Tensor, "B T"]
     held_BHT: Bool[Tensor, "B H T"]
     index_BHT: Int[Tensor, "B H T"]
-    column_N: Int[Tensor, " N"]
-    rows_N: Int[Tensor, " N"]
+    entries: EntryColumns
 
     def gather(self, store_C: Tensor) -> Tensor:
         """Gather a column of the store: `[C, ...] -> [B, H, T, ...]`.
@@ -72,14 +71,6 @@ class DenseView:
         column."""
         picked = token_Bt[torch.arange(len(token_Bt), device=token_Bt.device)[:, None], self.token_BT]
         return picked.masked_fill(_beside(~self.valid_BT, picked), 0)
-
-    def per_entry(self, dense_BHT: Shaped[Tensor, "B H T *rest"]) -> Shaped[Tensor, "N ..."]:
-        """Values at the columns, entry by entry in the order of the store."""
-        return dense_BHT.flatten(0, 1)[self.rows_N, self.column_N]
-
-    def where(self) -> EntryColumns:
-        """The columns of the entries, without the rest of the view."""
-        return EntryColumns(self.column_N.int(), self.rows_N.int())
 
 
 def dense_view(
@@ -136,8 +127,7 @@ def dense_view(
         queried_BT=queried_BT.gather(1, token_BT) & column_valid_BT,
         held_BHT=held_BHT.view(B, H, T),
         index_BHT=index_BHT.view(B, H, T),
-        column_N=column_N,
-        rows_N=rows_N,
+        entries=EntryColumns(column_N.int(), rows_N.int()),
     )
 
 

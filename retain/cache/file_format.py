@@ -86,8 +86,13 @@ def read_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: pass the path that cache.save(path) was given.")
-    record, tensors = _opened(path)
-    version = record.get("schema_version") if isinstance(record, dict) else None
+    try:
+        with safe_open(path, framework="pt") as file:
+            record = json.loads((file.metadata() or {}).get(FORMAT, "{}"))
+            version = record.get("schema_version")
+            tensors = {name: file.get_tensor(name) for name in (file.keys() if version else [])}
+    except (SafetensorError, OSError, ValueError, RecursionError, AttributeError) as error:
+        raise ValueError(CORRUPT.format(path, error)) from None
     if not isinstance(version, int):
         raise ValueError(f"{path} was not written by cache.save(path): it holds no retain.Cache.")
     if version != SCHEMA_VERSION:
@@ -96,30 +101,9 @@ def read_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             f"{path} has schema version {version}, this retain reads {SCHEMA_VERSION}: "
             f"{'upgrade retain to load it' if version > SCHEMA_VERSION else older}."
         )
-    header = str(record.get("header"))
-    if digest(header, tensors.items()) != record.get("sha256"):
+    if digest(str(record.get("header")), tensors.items()) != record.get("sha256"):
         raise ValueError(CORRUPT.format(path, "the sha256 differs"))
-    return _header(header, path), tensors
-
-
-def _opened(path: Path) -> tuple[Any, dict[str, Tensor]]:
-    """The record of a file, and its tensors."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            text = (file.metadata() or {}).get(FORMAT)
-            there = [] if text is None else file.keys()
-            tensors = {name: file.get_tensor(name) for name in there}
-        return json.loads(text) if text is not None else {}, tensors
-    except (SafetensorError, OSError, ValueError, RecursionError) as error:
-        raise ValueError(CORRUPT.format(path, error)) from None
-
-
-def _header(text: str, path: Path) -> dict[str, Any]:
-    """The header, from its text."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(CORRUPT.format(path, error)) from None
+    return json.loads(record["header"]), tensors
 
 
 def check_model(

@@ -70,6 +70,9 @@ def card_of(
         [layer, *(f"{value:.3f}" for value in (sum(heads) / len(heads), min(heads), max(heads)))]
         for layer, heads in sorted(overlap_of_heads(metadata, records).items(), key=lambda item: int(item[0]))
     ]
+    sections: dict[str, Any] = {
+        name: metadata.get(name) or {} for name in ("data", "training", "calibration", "provenance")
+    }
     return ModelCard.from_template(
         _front_matter(metadata, base),
         template_path=str(TEMPLATE),
@@ -77,7 +80,7 @@ def card_of(
         base=base,
         place=place,
         command=command or metadata.get("command"),
-        **{name: metadata.get(name) or {} for name in ("data", "training", "calibration", "provenance")},
+        **sections,
         last=last,
         baselines=baselines,
         losses=losses,

@@ -347,11 +347,11 @@ def import_published(
             f"{path}, with its {CONFIG_FILE}, describes {published.name} gates that cannot be built: {error}"
         ) from None
     state = gates.state_dict()
-    for layer, parts in layers.items():
+    for layer, names in layers.items():
         for name, part in wanted[layer].items():
-            tensor, ours = tensors[parts[name]], f"gates.{layer}.{part.ours}"
+            tensor, ours = tensors[names[name]], f"gates.{layer}.{part.ours}"
             if not tensor.is_floating_point() or not bool(tensor.isfinite().all()):
-                raise ValueError(f"{path}: {parts[name]!r} holds no finite fractions: fetch it again.")
+                raise ValueError(f"{path}: {names[name]!r} holds no finite fractions: fetch it again.")
             tensor = tensor if part.take is None else part.take(tensor)
             state[ours] = tensor.float().reshape(state[ours].shape)
     gates.load_state_dict(state)
@@ -413,7 +413,7 @@ def _names(files: Sequence[Path]) -> dict[str, Path]:
 
 def _read(where: Mapping[str, Path], names: Sequence[str]) -> dict[str, Tensor]:
     """The tensors of these names; each file is opened once."""
-    found = {}
+    found: dict[str, Tensor] = {}
     for path in sorted({where[name] for name in names}):
         with safe_open(path, "pt") as file:
             found |= {name: file.get_tensor(name) for name in names if where[name] == path}

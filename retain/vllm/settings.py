@@ -179,6 +179,6 @@ class Rules:
         Raises:
             ValueError: as `plan`.
         """
-        totals = self.plan(seen, budget).shares.totals
+        totals = self.plan(seen, budget).totals
         whole = self.policy.keeps_all
         return (seen if whole else totals.total_B[0] // sum(totals.heads_L)) // self.page

@@ -51,7 +51,7 @@ def test_a_run_leaves_a_table_a_manifest_and_a_report(grid, whole):
         line["score"] <= 1 for line in lines.values()
     )
     assert manifest["config"]["run"] == "whole" and manifest["finished"] and manifest["processes"] == 1
-    assert set(manifest["items_sha"]) == {*grid.tasks} and set(manifest["gates"]) == {"gates"}
+    assert set(manifest["items_sha"]) == {*grid.tasks} and set(manifest["gates"]) == {grid.gates}
     assert manifest["command"].startswith("retain compare reference:0")
     assert sorted(path.name for path in whole.iterdir() if path.suffix != ".lock") == [
         *("manifest.json", "report.html", "report.md", "results.jsonl", "scores.png")

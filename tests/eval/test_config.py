@@ -16,7 +16,7 @@ from retain.eval.config import (
     budget_label,
     candidates_of,
     find_policy,
-    gate_users,
+    gates_of,
     key_help,
     resolve_device,
 )
@@ -53,8 +53,8 @@ def test_every_config_of_the_reference_model_passes_its_checks(name, gated):
     items = 1 if name == "text" else 4  # the grid has four lengths
     changes = [f"gates={gated / 'gates'}", f"items_per_task={items}"]
     loaded, contexts = load_checked(load(CONFIGS / f"{name}.yaml", CompareConfig, changes))
-    assert all(len(of_task) == items for of_task in contexts.values()) and len(contexts) >= 8
-    assert {*loaded.gates} <= {"gates"}
+    assert all(len(of_task) == items for of_task in contexts.values()) and len(contexts) >= 7
+    assert {*loaded.gates} <= {str(gated / 'gates')}
 
 
 # What a config says, and what of it is refused.
@@ -80,23 +80,13 @@ WRONG = {
         | {"tokens_per_head": (50,)},
         "packed hold entries in fewer bytes, and tokens_per_head counts entries",
     ),
-    "gates": (
-        {
-            "policies": ("gate", "learned", "snapkv"),
-            "gate_sets": {"gates": "x", "rep": "rep"},
-            "uses": {"gat": "rep", "learned": "repp", "snapkv": "rep"},
-        },
-        "`gate_sets` names a set 'gates', which is what `gates` is called",
-        "`uses` gives gates to 'gat' (did you mean 'gate'?), which is none of the policies",
-        "`uses` gives 'learned' unknown gates 'repp' (did you mean 'rep'?)",
-        "`uses` gives gates to 'snapkv', which takes none",
-    ),
     "variants": (
         {
             "policies": ("recency", "bad_kee"),
             "variants": {
                 "snapkv": ("snapkv", "protection.sinks=0"),
                 "empty": (),
+                "ungated": ("snapkv", "gates=there"),
                 "of_unknown": ("snapk", "protection.sinks=0"),
                 "bad_key": ("snapkv", "protection.sink=0"),
                 "bad_value": ("snapkv", "scope=heads"),
@@ -105,6 +95,7 @@ WRONG = {
         },
         "variant 'snapkv' has the name of a policy that there is",
         "variant 'empty' is empty: begin it with a preset",
+        "variant 'ungated' states gates, and its policy takes none",
         "variant 'of_unknown': ",
         "did you mean 'snapkv'?",
         "variant 'bad_key': ",
@@ -128,7 +119,7 @@ WRONG = {
         "tokens_per_head lies below context_tokens (150); got 200",
         "`tokens_per_head` names something twice",
         "`policies` names something twice",
-        "`seeds` is empty",
+        "seeds: tuple should have at least 1 item",
         "protection 'own' is a list of `protection.field=value` and `scope=value` under another label",
         "got ['floor=mean']; other changes belong in a variant",
         "protection 'joint': ",
@@ -159,11 +150,9 @@ def test_gates_that_cannot_be_used_are_all_found_before_work_starts(tmp_path):
     path = tmp_path / "foreign" / "gates.json"
     path.write_text(re.sub(r'"sha256": "[0-9a-f]{8}', '"sha256": "01234567', path.read_text()))
     names = ("none", "short", "foreign")
-    config = small(tmp_path, policies=names, variants=dict.fromkeys(names, ("gate",)))
-    sets = {name: str(tmp_path / name) for name in names}
-    said = refusal(replace(config, gate_sets=sets, uses={name: name for name in names}))
-    for name in names:
-        assert f"gates '{name}' of {name}: " in said
+    variants = {name: ("gate", f"gates={tmp_path / name}") for name in names}
+    said = refusal(small(tmp_path, policies=names, variants=variants))
+    assert all(f"gates of policy '{name}': " in said for name in names)
 
 
 def test_a_policy_that_cannot_do_what_is_asked_is_found_before_work_starts(gated, tmp_path, monkeypatch):
@@ -213,7 +202,10 @@ def test_policies_of_a_config(tmp_path):
     mine = find_policy(config, Candidate("mine"))
     assert (mine.name, mine.protection.recent, mine.variants) == ("mine", 8, {})
     assert (mine.observed_settings["pool"], mine.observed_settings["pool_size"]) == ("max", 7)
-    assert gate_users(config) == {"learned": "gates"}
+    assert [gates_of(config, name) for name in config.policies] == [None, config.gates, None]
+    assert gates_of(replace(config, gates=""), "learned") == "those that ship"
+    named = replace(config, variants={"learned": ("gate", "gates=there")})
+    assert gates_of(named, "learned") == "there" and find_policy(named, Candidate("learned")).learned
     # A control is the gate's pipeline, and nothing but its score orders entries.
     joint = replace(config, protections={"joint": ("scope=model", "protection.recent=8")})
     for label in ("own", "joint"):
@@ -259,8 +251,8 @@ DEMO = ["--config", str(CONFIGS / "demo.yaml")]
         ([*DEMO, "when=[prefil]"], ["did you mean 'prefill'?"]),
         ([*DEMO, "model=nobody/nothing"], ["nobody/nothing"]),
         (["one", "two"], ["one model is compared at a time, got one, two"]),
-        ([], ["nothing is said of what to compare"]),
-        (["reference:0", "--policies", "[a"], ["is no YAML"]),
+        ([], ["state a model with --policies and --tasks"]),
+        (["reference:0", "--policies", "[a"], ["its value is not valid YAML"]),
     ],
 )
 def test_the_command_line_says_what_is_wrong_and_where_to_look(tmp_path, capsys, typed, parts):
@@ -273,4 +265,4 @@ def test_the_command_line_says_what_is_wrong_and_where_to_look(tmp_path, capsys,
 def test_help_shows_every_key_with_its_type_default_and_meaning():
     text = key_help(CompareConfig)
     for name in CompareConfig.__dataclass_fields__:
-        assert re.search(rf"^  {name} \(.+, (default .+|required)\)\n      \w", text, re.MULTILINE), name
+        assert re.search(rf"^  {name} \(.+; (default .+|required)\)\n      \w", text, re.MULTILINE), name

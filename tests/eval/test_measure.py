@@ -305,19 +305,16 @@ def test_a_score_is_cut_with_all_that_it_says():
 def test_each_set_of_gates_scores_as_it_would_alone(gated, ragged, tmp_path):
     save_small_gates(tmp_path / "other", seed=1)
     save_small_gates(tmp_path / "qkv", family="qkv", F=8)
-    variants = {"mine": ("gate",), "seen": ("gate",)}
-    uses = {"mine": "other", "seen": "qkv"}
-    sets = {name: str(tmp_path / name) for name in ("other", "qkv")}
+    uses = {"mine": str(tmp_path / "other"), "seen": str(tmp_path / "qkv")}
+    variants = {name: ("gate", f"gates={place}") for name, place in uses.items()}
     grid = {"tasks": (ragged,), "when": ("prefill", "chunk"), "chunk_tokens": 40, "items_per_task": 3}
-    config = small(
-        gated, policies=("gate", "mine", "seen"), variants=variants, gate_sets=sets, uses=uses, **grid
-    )
+    config = small(gated, policies=("gate", "mine", "seen"), variants=variants, **grid)
     lines = lines_of(config)
     texts = {name: [line.text for line in lines if line.policy == name] for name in config.policies}
     assert len({str(own) for own in texts.values()}) == 3, "all sets keep the same"
-    assert {line.policy: line.gates for line in lines} == {"full": None, "gate": "gates", **uses}
-    for name, label in uses.items():
-        alone = lines_of(small(tmp_path, policies=("gate",), gates=sets[label], **grid))
+    assert {line.policy: line.gates for line in lines} == {"full": None, "gate": config.gates, **uses}
+    for name, place in uses.items():
+        alone = lines_of(small(tmp_path, policies=("gate",), gates=place, **grid))
         assert texts[name] == [line.text for line in alone if line.policy == "gate"]
 
 

@@ -156,7 +156,7 @@ def test_a_wider_margin_only_ever_adds_equivalence():
     ],
 )
 def test_a_word_stands_on_its_interval_and_its_test(low, high, p, p_within, word):
-    interval = Interval((low + high) / 2, low, high, 0.95, "t", 30, 9)
+    interval = Interval((low + high) / 2, low, high, "t", 30, 9)
     assert verdict(interval, 1.0, p=p, p_within=p_within) == word
 
 

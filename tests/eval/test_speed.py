@@ -35,7 +35,7 @@ def test_a_record_has_every_policy_beside_the_full_caches(tmp_path, capsys):
         # A merge pays its number beside each entry out of the budget.
         assert most * 0.9 <= row["cache_bytes"]["held"] <= most
         assert row["held_of_full"] == row["cache_bytes"]["held"] / (seen * ENTRY)
-        assert len(row["token_ms"]["all"]) == 2 and {*row["peak_bytes"]} == {"prefill", "decode"}
+        assert len(row["token_ms"]["all"]) == 2 and row["peak_bytes"] == {}
         if row["policy"] != "plain":
             assert row["ttft_over_plain"]["median"] > 0
         assert ("token_over_dense" in row) == (row["policy"] in ("snapkv", "merge"))
@@ -46,12 +46,12 @@ def test_a_record_has_every_policy_beside_the_full_caches(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"keep_ratios": "0.5,2"}, "keep_ratios are kept / seen"),
-        ({"rounds": 1}, "rounds is at least 2, got 1"),
+        ({"keep_ratios": "0.5,2"}, "keep_ratios[1]: input should be less than or equal to 1"),
+        ({"rounds": 1}, "rounds: input should be greater than or equal to 2, got 1"),
         ({"heads": 3}, "is no multiple of 2 x 3 heads"),
         ({"policies": "snapkv,recensy"}, "did you mean 'recency'"),
-        ({"keep_ratios": "0.02"}, "policy 'snapkv' at keep_ratio 0.02: "),
-        ({"gates": ""}, "policy 'merge' at keep_ratio 0.5: "),
+        ({"keep_ratios": "0.02"}, "policy 'snapkv' at 0.02: "),
+        ({"gates": ""}, "policy 'merge' at 0.5: "),
         ({"model": "reference:0", "tokens": 10**6}, "more than the"),
         ({"device": "cuda"}, "torch sees no CUDA device"),
     ],
@@ -70,7 +70,7 @@ def test_a_cache_without_memory_is_said_and_the_others_go_on(monkeypatch):
     with attach(model):
         lives = lives_of(setting, model, None, 1)
 
-        def fail(_):
+        def fail():
             raise torch.OutOfMemoryError
 
         monkeypatch.setattr(lives[1], "live", fail)

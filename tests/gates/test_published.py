@@ -480,13 +480,6 @@ def test_the_config_of_dms_says_scale_offset_and_eps(name: str, tmp_path: Path) 
         import_published(path, SIZES, kind=name)
 
 
-def test_a_whole_model_is_no_dms_unless_its_config_says_so(tmp_path: Path) -> None:
-    """Every model has the query projections that `dms_query` reads a neuron of."""
-    release("dms_query", tmp_path, {"model_type": "qwen3"})
-    with refusal("no gates of a kind that is known"):
-        import_published(tmp_path, SIZES)
-
-
 def test_a_conversion_writes_no_release_over_and_ends_in_safetensors(tmp_path: Path) -> None:
     pickled("trimkv", tmp_path / "weights.pt")
     before = (tmp_path / "weights.pt").read_bytes()

@@ -1,4 +1,5 @@
 import copy
+import inspect
 import io
 import logging
 import pickle
@@ -194,6 +195,16 @@ def test_our_cache_is_taken_by_either_name(family, caplog, monkeypatch):
         for names in GIVEN[1:]:
             assert all(map(torch.equal, read(names), want)), names
     assert "deprecated" not in caplog.text
+
+
+def test_our_cache_is_taken_by_its_place():
+    model, parts = tiny_model("llama"), tiny_batch()[0].split(30, dim=1)
+    with attach(model):
+        for forward in (model, model.model):
+            by_name, by_place = given(model), given(model)[CACHE]
+            before = [None] * (list(inspect.signature(forward.forward).parameters).index(CACHE) - 1)
+            for part in parts:
+                assert torch.equal(forward(part, *before, by_place)[0], forward(part, **by_name)[0])
 
 
 def test_two_caches_by_two_names_are_refused():

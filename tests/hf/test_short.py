@@ -94,4 +94,4 @@ def test_plans_refuse_unless_told_otherwise():
     asked = (load_policy("snapkv"), Budget(keep_ratio=0.2), valid_BT, shapes)
     refused("24 fewer than the 36", plan_of, *asked)
     plan = plan_of(*asked, short_tokens=60)
-    assert plan.covers_B == [True, True] and plan.select_batch([1]).shares.totals.whole == [0]
+    assert plan.covers_B == [True, True] and plan.select_batch([1]).totals.whole == [0]

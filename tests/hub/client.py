@@ -22,7 +22,7 @@ import torch
 import retain
 from retain.eval.tasks.sources import load_rows
 from retain.hf.version_names import CACHE
-from retain.models.named import commit_of, load_named
+from retain.models.named import commit_of, load
 from retain.train.data.sources import Dataset
 
 Step = Callable[[Path], Any]
@@ -72,7 +72,7 @@ def pushed_gates(folder: Path) -> Any:
     gates.metadata["license"] = "apache-2.0"
     with token("hf_owner"):
         address = gates.push_to_hub("owner/pushed", private=True, commit_message="first")
-        back = retain.load_gates("owner/pushed", load_named("owner/tiny")[0])
+        back = retain.load_gates("owner/pushed", load("owner/tiny")[0])
     return {"address": address, "same": same(gates, back), "license": back.metadata["license"]}
 
 
@@ -178,7 +178,7 @@ def moved_stream(folder: Path) -> Any:
 def rows(folder: Path) -> Any:
     """Rows of tasks, from data sets of the hub."""
     del folder
-    _, tokenizer = load_named("owner/tiny")
+    _, tokenizer = load("owner/tiny")
     ruler = load_rows("hub:simonjegou/ruler", tokenizer, data_dir="4096", only="qa_1")
     trec = load_rows("longbench/trec", tokenizer)
     return {"ruler": [len(ruler), ruler[1].answers], "trec": [len(trec), trec[1].answers]}
@@ -189,7 +189,7 @@ def hidden(folder: Path) -> Any:
     del folder
     calls: dict[str, Callable[[], Any]] = {
         "gates": lambda: retain.load_gates("owner/hidden"),
-        "model": lambda: load_named("owner/hidden"),
+        "model": lambda: load("owner/hidden"),
         "stream": lambda: next(Dataset("hub", "owner/secret").open()),
         "rows": lambda: load_rows("hub:owner/secret", None, split="train"),
     }

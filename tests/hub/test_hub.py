@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 import retain
-from retain.models.named import load_named
+from retain.models.named import load
 from tests.hub.client import same
 from tests.hub.server import Hub
 from tests.refused import refused
@@ -86,9 +86,9 @@ def test_without_the_hub_its_cache_is_read(
     asked = len(hub.log)
     assert same(retain.load_gates("owner/gates"), retain.load_gates(hub_folder / "gates"))
     assert same(retain.load_gates("owner/moved@main"), retain.load_gates(hub_folder / "gates"))
-    model, tokenizer = load_named("owner/tiny")
+    model, tokenizer = load("owner/tiny")
     assert type(model).__name__ == "LlamaForCausalLM" and tokenizer is not None
     began = time.perf_counter()
     refused("It is not in the hub's cache, and HF_HUB_OFFLINE is set", retain.load_gates, "owner/never")
-    refused("model='owner/never' cannot be loaded", load_named, "owner/never")
+    refused("model='owner/never' cannot be loaded", load, "owner/never")
     assert time.perf_counter() - began < 2 and len(hub.log) == asked

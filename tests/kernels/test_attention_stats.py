@@ -215,34 +215,6 @@ def test_what_lies_where_nothing_exists_reaches_nothing(path, changed):
         assert torch.equal(getattr(before, name), getattr(after, name)), name
 
 
-@pytest.mark.parametrize(
-    ("what", "setting", "names"),
-    [
-        # Few rows are split over keys on a GPU; parts may be empty, or see nothing.
-        (
-            "parts_of",
-            {"PART_KEYS": 8},
-            ("few queries, many keys", "window, few queries", "soft cap and sinks"),
-        ),
-        # The whole group in one program.
-        ("heads_of", {"PROGRAMS": 0}, ("plain", "a range of keys", "window, few queries")),
-    ],
-)
-def test_however_work_is_cut(what, setting, names, monkeypatch):
-    for name, value in setting.items():
-        monkeypatch.setattr(tiles, name, value)
-    launch, own, cuts = (
-        importlib.import_module("retain.kernels.attention_stats.launch"),
-        getattr(tiles, what),
-        [],
-    )
-    monkeypatch.setattr(launch, what, lambda *given: cuts.append(own(*given)) or cuts[-1])
-    for name in names:
-        kwargs = inputs(CASES[name], torch.float32, DEVICE)
-        assert_right(by_kernels(kwargs), kwargs)
-        assert cuts.pop() > 1 and not cuts
-
-
 def test_first_query_moves_the_queries():
     """Queries that are not the last ones are what they would be if nothing came after."""
     kwargs = inputs(Case(entries=50, num_queries=20, wanted=FLOATS, width=16), torch.float32, DEVICE)
@@ -343,8 +315,7 @@ def never_waiting():
         "few queries, many keys",
     ],
 )
-def test_nothing_waits_for_the_gpu(name, monkeypatch):
-    monkeypatch.setattr(tiles, "PART_KEYS", 8)  # rows are split where they are few
+def test_nothing_waits_for_the_gpu(name):
     kwargs = inputs(CASES[name], torch.bfloat16, "cuda")
     run(CASES[name], kwargs)
     with never_waiting():

@@ -98,18 +98,6 @@ def test_an_old_gpu_takes_the_reference_and_others_small_tiles(monkeypatch):
     assert "compute capability is 7.5" in backend.said()[-1][-1]
 
 
-def test_a_path_is_said_once_a_reason(caplog):
-    caplog.set_level(logging.INFO, "retain.kernels")
-    for _ in range(3):
-        backend.path_for("one", ONE)
-        backend.path_for("other", ONE)
-    assert [record.getMessage() for record in caplog.records] == [
-        "one runs as reference: the tensors are not on CUDA",
-        "other runs as reference: the tensors are not on CUDA",
-    ]
-    assert {record.levelno for record in caplog.records} == {logging.INFO}
-
-
 def test_a_fallback_on_a_gpu_warns_and_a_kernel_does_not(caplog, monkeypatch):
     caplog.set_level(logging.INFO, "retain.kernels")
     monkeypatch.setattr(backend, "_missing", lambda: None)

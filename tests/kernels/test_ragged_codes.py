@@ -6,27 +6,13 @@ import pytest
 import torch
 
 from retain.kernels import backend
-from retain.kernels.codes import decode, encode
-from retain.kernels.ragged_attention import cases, merged, path_of, ragged_attention, reference, tiles
+from retain.kernels.codes import decode
+from retain.kernels.ragged_attention import cases, merged, ragged_attention, reference
 from retain.kernels.ragged_attention.cases import KIVI_2, KIVI_4, Case, Held
 from tests.close import assert_close
 
 CASES = cases.CASES
-CODED = [name for name, case in CASES.items() if case.keys or case.values]
 PATHS = ["triton", "reference"]
-
-
-@pytest.mark.parametrize("few", [0, 10**6], ids=["by rows", "by pages"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", CODED)
-def test_the_reference_reads_codes_as_the_float32_that_they_stand_for(monkeypatch, name, dtype, few):
-    monkeypatch.setattr(reference, "FEW", few)
-    given = {**cases.inputs(CASES[name], dtype, "cpu"), "with_lse": True}
-    numbers = {store: cases.numbers_of(given[store], torch.float32) for store in ("keys_CD", "values_CD")}
-    for actual, wanted in zip(
-        ragged_attention(**given), ragged_attention(**{**given, **numbers}), strict=True
-    ):
-        assert torch.equal(actual, wanted)
 
 
 @pytest.mark.parametrize("few", [0, 10**6], ids=["by rows", "by pages"])
@@ -48,19 +34,6 @@ def test_the_kernel_reads_any_bits_and_spans(bits, span):
     case = Case(1, 2, 2, 2, 21, (5, 70), value_width=33, **held, lse=True)
     with backend.using("triton"):
         assert cases.check(case, torch.float32, "cpu") is None
-
-
-@pytest.mark.parametrize("programs", [1, 3, 10**6])
-@pytest.mark.parametrize("name", ["log-sum-exp", "decode, 4 bits, all options", "8 bits and 2"])
-def test_however_rows_are_cut(monkeypatch, name, programs):
-    """Rows of one item have their log-sum-exp from `attend`, others from `combine`."""
-    given = cases.inputs(CASES[name], torch.float32, "cpu")
-    exact = ragged_attention(**given)
-    monkeypatch.setattr(tiles, "PROGRAMS", dict.fromkeys(tiles.PROGRAMS, programs))
-    with backend.using("triton"):
-        found = ragged_attention(**given)
-    for actual, wanted in zip(found, exact, strict=True):
-        assert_close(actual, wanted)
 
 
 @pytest.mark.parametrize("sinks", [None, [0.5, float("-inf")]], ids=["no sinks", "sinks"])
@@ -145,30 +118,6 @@ def test_merged_needs_one_of_each():
     for outs, lses in (([], []), ([torch.zeros(1, 1, 1, 2)], [])):
         with pytest.raises(ValueError, match=f"{len(outs)} outputs and 0 log-sum-exps of stores"):
             merged(outs, lses)
-
-
-def test_where_it_runs():
-    given = cases.inputs(CASES["decode, 4 bits"], torch.float32, "cpu")
-    keys, values, half = given["keys_CD"], given["values_CD"], torch.zeros(64, 64, dtype=torch.float16)
-    assert path_of(keys, values) == path_of(keys, half) == "reference"
-    with backend.using("triton"):
-        assert path_of(keys, values) == path_of(half, values) == "triton"
-        with pytest.raises(ValueError, match="was forced, but queries.* precisions .float16, float32."):
-            numbers = decode(values, torch.float16)
-            ragged_attention(**{**given, "values_CD": numbers})
-        wide = encode(torch.zeros(len(given["values_CD"].codes_CW), 512), 4, 32)
-        with pytest.raises(ValueError, match="heads are 512 wide, which is more than 256"):
-            ragged_attention(**{**given, "values_CD": wide})
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_no_gradient_is_lost_silently(path):
-    given = cases.inputs(CASES["8 bits and 2"], torch.float32, "cpu")
-    queries = given["queries_BQSD"].clone().requires_grad_()
-    with backend.using(path):
-        for one in ragged_attention(**{**given, "queries_BQSD": queries}):
-            with pytest.raises(ValueError, match="has no gradient.* run the model under torch.no_grad"):
-                one.sum().backward()
 
 
 def test_what_cannot_be_is_refused():

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from retain.models.named import load_named, load_named_tokenizer
+from retain.models.named import load, load_named_tokenizer
 from retain.reference import load_tokenizer
 from tests.tiny import tiny_model
 
@@ -67,10 +67,10 @@ def test_a_damaged_model_is_refused_and_its_file_named(
     folder = Path(shutil.copytree(whole, tmp_path / "model"))
     damage(folder)
     if said == "OK":
-        assert load_named(str(folder))[1] is not None
+        assert load(str(folder))[1] is not None
         return
     with pytest.raises(ValueError, match=rf"(?s)^model='{folder}' cannot be loaded: .*{said}"):
-        load_named(str(folder))
+        load(str(folder))
 
 
 @pytest.mark.parametrize(
@@ -92,4 +92,4 @@ def test_a_damaged_tokenizer_is_not_taken_for_none(damage: Damage, whole: Path, 
 def test_a_model_without_a_tokenizer_has_none(whole: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(whole, tmp_path / "model", ignore=lambda *_: [TOKENIZER]))
     (folder / "tokenizer_config.json").unlink()
-    assert load_named(str(folder))[1] is None
+    assert load(str(folder))[1] is None

@@ -19,11 +19,9 @@ from retain.train.calibration.fit import (
     CalibrationSettings,
     LayerLook,
     calibrate_,
-    count_of,
     overlaps_in_order,
     report,
     sampled,
-    threshold_curve,
 )
 from tests.close import assert_close
 from tests.refused import refused
@@ -310,12 +308,6 @@ def test_the_report_is_made_of_kept_shares_and_overlaps():
             assert got["overlap"] == pytest.approx(float(sum(overlap)) / 2)
 
 
-def test_a_count_is_rounded_up_and_is_never_0():
-    assert [count_of(10, ratio) for ratio in (0.01, 0.1, 0.11, 0.95)] == [1, 1, 2, 10]
-    # As written: 0.55 * 100 is a little more than 55 in doubles.
-    assert [count_of(100, ratio) for ratio in (0.07, 0.55, 0.551)] == [7, 55, 56]
-
-
 def overlap_of(score, target, ratio):
     return overlaps_in_order(order_entries(score), rank_entries(target), (ratio,))[0]
 
@@ -355,16 +347,6 @@ def test_the_curve_says_how_much_a_threshold_keeps():
     assert curve["threshold"][half - 1] > gates.threshold_for(0.49) > curve["threshold"][half]
     refused(r"outside of what was calibrated, 0.02 .. 0.98", gates.threshold_for, 0.01)
     refused(r"know no threshold.*calibration.curve true", gates_of().threshold_for, 0.5)
-
-
-def test_documents_of_unlike_lengths_count_alike():
-    short, long = (
-        {0: torch.arange(n, dtype=torch.float32)[None] + shift} for n, shift in ((10, 0), (1000, 0))
-    )
-    curve = threshold_curve([short, long], [long])
-    threshold = curve["threshold"][curve["keep_ratio"].index(0.5)]
-    # At 9 they keep 1 of 10 and 991 of 1000; at 10 they would keep none and 990. Pooled, it would be 505.
-    assert threshold == 9.0
 
 
 def test_another_unit_and_what_cannot_be_fitted():

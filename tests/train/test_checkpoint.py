@@ -24,7 +24,6 @@ from retain.train.run.checkpoint import (
     append_log,
     begin_,
     check_inputs,
-    disk_errors,
     finish_,
     inspect_run,
     latest,
@@ -269,19 +268,3 @@ def test_a_full_disk_leaves_the_last_good_checkpoint_and_whole_lines(
     append_log(tmp_path, {"step": 2})
     save_checkpoint(accelerator, tmp_path, 2, synchroniser, {})
     assert read_log(tmp_path) == [{"step": 1}, {"step": 2}] and (latest(tmp_path) or (0,))[0] == 2
-
-
-def test_other_errors_pass_and_none_is_explained_twice(tmp_path: Path) -> None:
-    said = r"File too large. Next step: raise the limit on file sizes \(ulimit -f\)"
-    with pytest.raises(DiskError, match=said), disk_errors(tmp_path):
-        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), "file")
-    with pytest.raises(FileNotFoundError), disk_errors(tmp_path):
-        (tmp_path / "nowhere" / "x").read_bytes()
-    with (
-        pytest.raises(DiskError, match=r"^cannot write [^:]*: Read-only file system. Next") as raised,
-        disk_errors(tmp_path),
-        disk_errors(tmp_path),
-    ):
-        raise OSError(errno.EROFS, "", "file")
-    assert str(raised.value).count("cannot write") == 1
-    assert "no checkpoint yet: the same command starts anew" in str(raised.value)

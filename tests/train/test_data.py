@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from retain.train.data import corpus as data
 from retain.train.data.corpus import Corpus, load_corpus
-from retain.train.data.document import Document, collate, held_out_fraction
+from retain.train.data.document import Document, held_out_fraction
 from retain.train.data.settings import DataSettings, check_data, check_lengths
 from tests.refused import refused
 from tests.train.made import encode_letters
@@ -167,15 +167,6 @@ def test_generated_documents_have_an_end(monkeypatch: pytest.MonkeyPatch) -> Non
         refused(message, load, asked)
 
 
-def test_reading_stops_when_both_sides_are_full(tmp_path: Path) -> None:
-    settings = jsonl(tmp_path / "d.jsonl", [{"text": f"document {i}"} for i in range(60)])
-    path = Path(settings.path or "")
-    path.write_text(path.read_text() + "not json\n")
-    corpus = load(replace(settings, documents=20, held_out=3, held_out_share=0.2))
-    assert (len(corpus.train), len(corpus.held_out)) == (20, 3)
-    refused("line 61 is not JSON", load, settings)
-
-
 def test_long_texts_are_cut_skipped_or_refused(tmp_path: Path) -> None:
     settings = jsonl(tmp_path / "d.jsonl", [{"text": "x" * 500}, {"text": "y" * 50}])
     assert [len(d.context_ids) for d in load(settings).train] == [100, 51]
@@ -310,12 +301,3 @@ def test_a_corpus_in_memory_has_no_state_and_is_known_by_its_tokens() -> None:
     assert len({corpus.describe(), *(make().describe() for make in others)}) == 5
     assert corpus.describe() == Corpus((one, two), (), batch_documents=7).describe()
     assert corpus.num_documents == 2
-
-
-def test_batches_are_padded_on_the_left() -> None:
-    documents = [Document((1, 2, 3), (4,)), Document((5,), ())]
-    batch = collate(documents, pad_id=0, device="cpu")
-    assert batch.input_ids_BT.tolist() == [[1, 2, 3, 4], [0, 0, 0, 5]]
-    assert torch.equal(batch.valid_BT, batch.input_ids_BT > 0)
-    assert (batch.document_length_B.tolist(), batch.appendix_length_B.tolist()) == ([3, 1], [1, 0])
-    assert batch.keys == tuple(d.key for d in documents)

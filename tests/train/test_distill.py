@@ -196,7 +196,7 @@ def test_bad_requests_end_before_work_starts(
     def load_frozen(*_: Any, **__: Any) -> None:
         raise AssertionError("read the weights")
 
-    monkeypatch.setattr("retain.train.distill.load_frozen", load_frozen)
+    monkeypatch.setattr("retain.train.assembly.load_frozen", load_frozen)
     path = written(make_config(), tmp_path / "c.yaml")
     with pytest.raises(SystemExit, match=message):
         main(["--config", path, *overrides])

@@ -11,7 +11,6 @@ from accelerate import Accelerator
 
 from retain.gates import GateSet, build_gates
 from retain.hf.model.decoder import base_model
-from retain.train import loop
 from retain.train.data.branches import readings_of
 from retain.train.data.corpus import Corpus, load_corpus
 from retain.train.data.document import Document
@@ -154,7 +153,7 @@ def test_processes_in_lockstep_run_as_many_forwards(kind: str, config: Any) -> N
     """Also where documents are read one by one, and processes have different numbers of them."""
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     settings = {"rope_parameters": rope} if kind == "dynamic" else {}
-    counts = []
+    counts, counted = [], list[int]()
     for process in range(2):
         model = tiny_model("qwen3_next" if kind == "recurrent" else "llama", **settings)
         frozen = Frozen(model, None, 0)
@@ -174,15 +173,13 @@ def test_processes_in_lockstep_run_as_many_forwards(kind: str, config: Any) -> N
             Document(tuple(range(2, 22 + number)), (5,) * (number % 2), origin=str(number))
             for number in range(5)
         ]
-        mine = loop._share(documents, lesson, accelerator)
-        read = loop._packs(mine, documents, lesson, accelerator)
+        read = lesson.packs(documents, accelerator)
         for pack, _ in read:
             objective.read(pack)
-        assert sorted(document.key for pack, counted in read for document in pack if counted) == sorted(
-            document.key for document in mine
-        )
+        counted += [document.key for pack, counts_here in read for document in pack if counts_here]
         counts.append(objective.forwards)
     assert counts[0] == counts[1] == (2 if kind == "packed" else 3)
+    assert sorted(counted) == sorted(document.key for document in documents)
 
 
 def test_what_cannot_be_read_in_lockstep_is_refused(make_config: Callable[..., Any]) -> None:

@@ -11,20 +11,15 @@ from retain.attention.chunked import truncate
 from retain.evidence import Evidence, attention_probs
 from retain.gates import Gate, GateInputs
 from retain.train.objectives.case import LossSettings, keyed_generator
+from retain.train.objectives.fit import check_fit, check_losses
 from retain.train.objectives.layer_output import (
     bound_coefficients,
     layer_output,
     relative_change,
 )
-from retain.train.objectives.losses import (
-    TERMS,
-    check_fit,
-    check_losses,
-    head_overlaps,
-    local_losses,
-    pair_draws,
-    total_loss,
-)
+from retain.train.objectives.losses import TERMS, local_losses, total_loss
+from retain.train.objectives.overlap import head_overlaps
+from retain.train.objectives.ranked_losses import pair_draws
 from tests.naive import naive_overlap
 from tests.refused import refused
 

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retain.train.data.document import Document
-from retain.train.data.packing import num_packs, packs, share_of
+from retain.train.data.packing import packs, packs_of, share_of
 
 lengths = st.lists(st.integers(1, 40), max_size=25)
 
@@ -74,17 +74,23 @@ def test_shares_by_hand() -> None:
         [two, ten, six],
         [three, eight, four],
     ]
-    assert num_packs(documents, num_processes=2, micro_batch=3, tokens_per_pack=37, size_of=sizes.get) == 2
 
 
-@given(lengths=lengths, num_processes=st.integers(1, 4), micro_batch=st.integers(1, 3))
-def test_every_process_knows_how_many_forwards_the_slowest_needs(
+@given(lengths=lengths.filter(len), num_processes=st.integers(1, 4), micro_batch=st.integers(1, 3))
+def test_in_lockstep_every_process_runs_as_many_forwards_as_the_slowest(
     lengths: list[int], num_processes: int, micro_batch: int
 ) -> None:
     documents = documents_of(lengths)
     limits = {"micro_batch": micro_batch, "tokens_per_pack": 30}
-    counts = [
-        len(packs(share_of(documents, process=p, num_processes=num_processes), **limits))
-        for p in range(num_processes)
-    ]
-    assert num_packs(documents, num_processes=num_processes, **limits) == max(counts)
+    alone, together = (
+        [
+            packs_of(documents, process=p, num_processes=num_processes, lockstep=lockstep, **limits)
+            for p in range(num_processes)
+        ]
+        for lockstep in (False, True)
+    )
+    assert {len(one) for one in together} == {max(map(len, alone))}
+    assert [[pack for pack in one if pack[1]] for one in together] == alone
+    counted = [d.key for one in alone for pack, _ in one for d in pack]
+    assert sorted(counted) == sorted(d.key for d in documents)
+    assert all(pack for one in together for pack, _ in one)

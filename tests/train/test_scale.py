@@ -19,7 +19,6 @@ import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from safetensors.torch import load_file
 
 from retain.train import distill as distill_module
@@ -80,20 +79,6 @@ def parsed(name: str, *arguments: str) -> Any:
     args, *_ = _validate_launch_command(args)
     args.deepspeed_fields_from_accelerate_config = ""  # what the command itself adds
     return args
-
-
-def test_under_fsdp_every_process_reads_the_weights() -> None:
-    assert prepare_multi_gpu_env(parsed("fsdp2"))["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "false"
-
-
-def test_deepspeed_on_two_machines_is_started_by_each_of_them() -> None:
-    machines = ["--num_machines", "2", "--num_processes", "8", "--machine_rank", "1"]
-    args = parsed("deepspeed_zero3", *machines, "--main_process_ip", "one", "--main_process_port", "20007")
-    cmd, _ = prepare_deepspeed_cmd_env(args)
-    # No command of its own (`deepspeed --hostfile`, which starts all machines from each): torchrun's.
-    assert cmd is None
-    assert (args.nnodes, args.nproc_per_node, args.node_rank) == ("2", "4", 1)
-    assert (args.rdzv_backend, args.rdzv_endpoint) == ("static", "one:20007")
 
 
 SRUN = """#!/bin/bash

@@ -12,7 +12,6 @@ from retain.gates import GATES, GateSet, build_gates, dims_for, inputs_of
 from retain.hf.intercept.observe import observe
 from retain.hf.model.decoder import describe
 from retain.hf.training.soft_attention import SoftGated
-from retain.hf.version_names import set_checkpointing_
 from retain.train.data.document import Document
 from retain.train.distill import distill
 from retain.train.objectives.soft_losses import capacity_term, open_entries
@@ -181,30 +180,6 @@ def test_neither_batches_nor_checkpointing_change_the_gradient(hard: str) -> Non
             assert_close(gradient, wanted.double(), ops=8 * MODEL)
     layer = frozen.model.model.layers[0]
     assert not layer.training and not layer.gradient_checkpointing, "the model is as it was"
-
-
-def test_a_caller_who_checkpoints_goes_on_checkpointing() -> None:
-    frozen = frozen_of()
-    gates, base = gates_of(frozen), frozen.model.model
-    set_checkpointing_(base, True, use_reentrant=False)
-    base.layers[1].gradient_checkpointing = False
-    base.disable_input_require_grads()
-    before = [(layer.gradient_checkpointing, layer._gradient_checkpointing_func) for layer in base.layers]
-    hooks = len(base.embed_tokens._forward_hooks)
-    EndToEnd(gates, frozen, replace(SOFT, checkpointing=True)).accumulate_(DOCUMENTS, 0, 1.0)
-    after = [(layer.gradient_checkpointing, layer._gradient_checkpointing_func) for layer in base.layers]
-    assert after == before and [on for on, _ in after[:2]] == [True, False]
-    assert len(base.embed_tokens._forward_hooks) == hooks
-
-
-def test_checkpointing_lets_nothing_drop_out() -> None:
-    frozen = frozen_of("phi3", resid_pdrop=0.5)
-    gates = gates_of(frozen)
-    rows = [
-        EndToEnd(gates, frozen, replace(SOFT, checkpointing=on)).accumulate_(DOCUMENTS, 0, 1.0)
-        for on in (False, True)
-    ]
-    assert rows[0][0] == pytest.approx(rows[1][0], rel=1e-4, abs=1e-6)
 
 
 def test_gates_that_are_open_lose_nothing() -> None:
@@ -400,17 +375,3 @@ def test_documents_in_which_nothing_is_gated_are_refused() -> None:
         EndToEnd(gates, frozen, SOFT).look([document(8)])
     with pytest.raises(ValueError, match="has no appendix: set soft.positions=all"):
         EndToEnd(gates, frozen, replace(SOFT, positions="appendix")).look([document(30)])
-
-
-def test_relative_gates_train() -> None:
-    frozen = frozen_of()
-    gates = gates_of(frozen)
-    objective = EndToEnd(gates, frozen, replace(SOFT, protected=0, sinks=0, anchor=8))
-    (row,) = objective.accumulate_(DOCUMENTS[:1], 0, 1.0)
-    shifted = copy.deepcopy(gates)
-    for layer in shifted.layers:
-        with torch.no_grad():
-            shifted[layer].out.bias.sub_(5.0)
-    again = EndToEnd(shifted, frozen, objective.soft).look(DOCUMENTS[:1])[0]
-    assert again["open"] == pytest.approx(row["open"], rel=1e-4), "to close alike changes nothing"
-    assert all(gates[layer].out.weight.grad.any() for layer in gates.layers)

@@ -25,7 +25,6 @@ from retain.train.objectives.soft_losses import (
     even_rows,
     eviction_rate_term,
     head_of,
-    hidden_term,
     open_entries,
     open_share,
     rows_of,
@@ -114,12 +113,6 @@ def test_logits_exist_for_one_chunk_at_a_time() -> None:
     gated.requires_grad_()
     vocabulary_terms(own, gated, full, following, ["kl_forward"], chunk=3)["kl_forward"].sum().backward()
     assert sizes == [3, 3, 3, 3, 1, 1, 1, 1, 3, 3, 3, 3]  # gated and full, then again from the last chunk on
-
-
-def test_hidden_is_a_mean_square() -> None:
-    gated, full, _ = states()
-    expected = [sum(float(gated[n, e] - full[n, e]) ** 2 for e in range(E)) / E for n in range(N)]
-    torch.testing.assert_close(hidden_term(gated, full), torch.tensor(expected, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -225,12 +218,6 @@ def test_a_block_of_pairs_is_all_that_exists(monkeypatch) -> None:
     assert sum(saved) <= phi.numel() + valid.numel() + T
 
 
-def test_rows_are_spread_evenly_up_to_the_last() -> None:
-    assert even_rows(12, 0).tolist() == even_rows(12, 40).tolist() == list(range(12))
-    assert even_rows(12, 4).tolist() == [2, 5, 8, 11]
-    assert even_rows(100, 1).tolist() == [99]
-
-
 def test_rows_are_those_of_each_sequences_own_tokens() -> None:
     valid = torch.arange(12) >= torch.tensor([[0], [7], [9]])
     assert rows_of(valid, 4).tolist() == [[2, 5, 8, 11], [7, 8, 10, 11], [8, 9, 10, 11]]
@@ -270,12 +257,6 @@ def test_capacity(variant: str, shared: bool) -> None:
         expected.append(sum(heads) / len(heads))
     found = capacity_term(open_BHR, seen, limit, variant=variant)
     torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
-
-
-def test_the_released_hinge_is_at_most_one_a_token() -> None:
-    """Never reached by what open_entries counts, which is no more than what was seen; the release caps it."""
-    open_BXR, seen_BR = torch.full((1, 1, 2), 50.0), torch.tensor([[4.0, 10.0]])
-    assert capacity_term(open_BXR, seen_BR, torch.full((1, 2), 3.0), variant="code").item() == 1.0
 
 
 def shares_open(phi: torch.Tensor, valid: torch.Tensor) -> list[float]:

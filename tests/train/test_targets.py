@@ -18,9 +18,8 @@ from retain.train.objectives.targets import (
     TargetSettings,
     check_targets,
     layer_target,
-    token_target,
-    token_targets,
 )
+from retain.train.objectives.token_targets import token_target, token_targets
 from retain.train.recipe import check
 from retain.train.teacher import Frozen, View, walk
 from tests.naive import naive_overlap

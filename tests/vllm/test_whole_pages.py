@@ -49,14 +49,14 @@ def test_every_head_holds_whole_pages_and_the_tail(heads_file, name, seed, ratio
     policy, layers, scores = case(name, heads_file, seed)
     plain, plan = (plan_for(policy, layers, ratio, size) for size in (0, page))
     full, tail = divmod(TOKENS, page)
-    mean, inside = plain.shares.totals.per_head_B[0], int(plain.protected_BT[0, : TOKENS - tail].sum())
+    mean, inside = plain.totals.per_head_B[0], int(plain.protected_BT[0, : TOKENS - tail].sum())
     K = min(full, max(math.ceil((mean - tail) / page), math.ceil(inside / page), 0))
     held = [0, 0]
     for keep_BHT in keep_pages(plan, [candidates_of(plan, score) for score in scores], page):
         assert keep_BHT[..., TOKENS - tail :].all() and keep_BHT[..., plain.protected_BT[0]].all()
         assert ((keep_BHT.sum(-1) - tail) % page == 0).all() and keep_BHT.any(-1).all()
         held = [held[0] + int(keep_BHT.sum()), held[1] + keep_BHT.shape[1]]
-    assert held[0] == held[1] * (K * page + tail) == plan.shares.totals.total_B[0]
+    assert held[0] == held[1] * (K * page + tail) == plan.totals.total_B[0]
 
 
 def rounded_by_hand(entries, total: int, page: int, least, most) -> list[int]:
@@ -99,11 +99,11 @@ def test_the_largest_remainder_wins_and_the_smallest_pays():
 
 def counts_by_hand(plan: Plan, candidates, page: int) -> list[list[int]]:
     """Entries of each head of each layer: those without pages, rounded to pages and the tail."""
-    split, totals = plan.shares.split, plan.shares.totals
+    split, totals = plan.policy, plan.totals
     (seen,), crosses = totals.lengths_B, split.scope == "model" or split.layers != "uniform"
     crosses = crosses or split.weights is not None
     tail, L, H = seen % page, len(candidates), candidates[0].score_BHT.shape[1]
-    budgets = [won.budget_BH[0].tolist() for won in head_budgets(plan.shares, candidates)]
+    budgets = [won.budget_BH[0].tolist() for won in head_budgets(plan, candidates)]
     sure = [layer.guaranteed_BH[0].tolist() for layer in candidates]
     counts = []
     for group in [range(L)] if crosses else [[idx] for idx in range(L)]:
@@ -120,7 +120,7 @@ def best_by_hand(policy, layer, h: int, count: int) -> set[int]:
     """The entries of a head that stay: in two stages, or by score."""
     kept = set(layer.kept_BHT[0, h].nonzero().flatten().tolist())
     stages = [(layer.score_BHT, count)]
-    if policy.split.two_stages:
+    if policy.two_stages:
         stages.insert(0, (layer.first_BHT, math.floor(exact(policy.first_stage.share) * count)))
     exists = (layer.score_BHT[0, h] > float("-inf")).nonzero().flatten().tolist()
     for score_BHT, number in stages:
@@ -147,7 +147,7 @@ def drawn_by_hand(layer, won, h: int, count: int) -> set[int]:
 def check_by_hand(policy, layers, scores, ratio: float, page: int) -> None:
     plan = plan_for(policy, layers, ratio, page)
     candidates = [candidates_of(plan, score) for score in scores]
-    counts, wons = counts_by_hand(plan, candidates, page), head_budgets(plan.shares, candidates)
+    counts, wons = counts_by_hand(plan, candidates, page), head_budgets(plan, candidates)
     for idx, keep_BHT in enumerate(keep_pages(plan, candidates, page)):
         for h, count in enumerate(counts[idx]):
             if policy.draw is not None:
@@ -185,4 +185,4 @@ def test_a_tail_beyond_the_budget_is_no_error_and_guarantees_beyond_it_are():
     layers = make_evidence(0, 1, 31, (0,))
     policy = replace(load_policy("recency"), protection=FIXED)
     plan = plan_for(policy, layers, 5 / 31, 16)
-    assert plan.shares.totals.total_B[0] == 6 * (16 + 15)  # 15 in the tail, protected ones in a page
+    assert plan.totals.total_B[0] == 6 * (16 + 15)  # 15 in the tail, protected ones in a page

@@ -165,7 +165,9 @@ def chat_of(tokenizer: Any) -> Chat:
         except Exception as error:
             raise ValueError(
                 f"the tokenizer's chat template refuses this conversation ({type(error).__name__}: "
-                f"{error}): {_advice(error)}"
+                f"{error}): look at the fields of this row's messages beside those that the template names "
+                "(tokenizer.chat_template); mostly roles are system, then user and assistant in turn, and "
+                "contents text. Write the row so, or leave it out"
             ) from error
 
     def chat(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> tuple[list[int], list[int]]:
@@ -199,27 +201,6 @@ def chat_of(tokenizer: Any) -> Chat:
         )
 
     return chat
-
-
-def _advice(error: Exception) -> str:
-    """Advice on a template's error, by its kind."""
-    from jinja2 import TemplateError, UndefinedError
-
-    if isinstance(error, UndefinedError):
-        return (
-            "it reads something that the messages do not have; look at the fields of this row's messages "
-            "beside those that the model's template names (tokenizer.chat_template), and add them or leave "
-            "the row out"
-        )
-    if isinstance(error, TemplateError):
-        return (
-            "roles must be those that the template knows: mostly system first, then user and assistant in "
-            "turn"
-        )
-    return (
-        "a field is of another type than it expects: contents must mostly be text, and arguments of tool "
-        "calls objects; write the row so, or leave it out"
-    )
 
 
 def shown(value: Any) -> str:

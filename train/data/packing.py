@@ -69,13 +69,26 @@ def packs(
     return filled
 
 
-def num_packs(
-    documents: Sequence[Document], *, num_processes: int, size_of: Size = plain_size, **limits: int
-) -> int:
-    """The most packs (of these `limits`) that any process has in this step: where the frozen model is
-    sharded, every process must run as many forwards as the one that has most."""
-    shares = _shares(documents, num_processes, size_of)
-    return max(len(packs(share, size_of=size_of, **limits)) for share in shares)
+def packs_of(
+    documents: Sequence[Document],
+    *,
+    process: int,
+    num_processes: int,
+    lockstep: bool = False,
+    size_of: Size = plain_size,
+    **limits: int,
+) -> list[tuple[list[Document], bool]]:
+    """The packs (of these `limits`) of one process's share of a step, each with whether it counts.
+
+    In `lockstep`, where the frozen model is sharded, every process must run as many forwards as the one that
+    has most: one with fewer walks its last pack again for nothing.
+    """
+    each = [packs(share, size_of=size_of, **limits) for share in _shares(documents, num_processes, size_of)]
+    mine = [(pack, True) for pack in each[process]]
+    if lockstep:
+        again = mine[-1][0] if mine else list(documents[:1])
+        mine += [(again, False)] * (max(map(len, each)) - len(mine))
+    return mine
 
 
 def _longest_first(documents: Sequence[Document], size_of: Size) -> list[Document]:

@@ -1,5 +1,6 @@
 """Objectives: targets composed from future risk, and losses towards them.
 
-Reading order: `targets`, `case` (what a loss looks at), `losses` and `layer_output` (layer by layer),
-`soft_threshold` and `soft_losses` (end to end).
+Reading order: `targets`, `token_targets`, `case` (a loss term's input), `losses`, `ranked_losses` and
+`layer_output` (layer by layer), `overlap` (how gates are judged), `fit` (whether target, loss and gate go
+together), `soft_threshold` and `soft_losses` (end to end).
 """

@@ -102,3 +102,11 @@ def target_for_loss(target: Float[Tensor, "*B H T"], gate: Gate) -> Float[Tensor
     if gate.unit == "log_risk":
         return (target + gate.risk_floor_H.to(target.device)[:, None]).log()
     return target
+
+
+def mean_over_reached(
+    each_BHT: Float[Tensor, "B H T"], counts_BHT: Bool[Tensor, "B H T"]
+) -> Float[Tensor, " B"]:
+    """Mean over a head's entries that count, then over heads; a head in which none does gives 0."""
+    each_BHT = each_BHT.masked_fill(~counts_BHT, 0.0)
+    return (each_BHT.sum(-1) / counts_BHT.sum(-1).clamp_min(1)).mean(-1)

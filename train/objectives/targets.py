@@ -5,24 +5,19 @@ can have been evicted; a question and its answer; the document repeated; the mod
 which weight. `retain/future.py` computes what their attention makes of an entry.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-import torch
 from jaxtyping import Bool, Float, Float32
 from torch import Tensor
 
 from retain.config import Count, Positive, Tokens
 from retain.future import SOURCES, future_use
 from retain.gates import GateInputs
-from retain.kernels.value_norm import value_norm
-from retain.train.data.document import Reading
-from retain.train.objectives.case import keyed_generator
-from retain.train.objectives.losses import head_overlaps
 from retain.train.rules import refuse, unknown
 from retain.train.settings import section
-from retain.train.teacher import Frozen, View, walk
+from retain.train.teacher import View
 
 Granularity = Literal["head", "layer", "token"]
 
@@ -31,6 +26,8 @@ Granularity = Literal["head", "layer", "token"]
 class TargetSettings:
     """Which future the gates learn."""
 
+    kind: str = "future_use"
+    """A name in `retain.train.objectives.targets.TARGETS`."""
     sources: dict[str, Positive] = field(default_factory=lambda: {"own": 1.0, "appendix": 1.0})
     """Weight of each kind of query: `own` (the context's later tokens), `appendix` (question and answer),
     `repeat` (the context once more, after a prompt that asks for it), `continuation` (what the model writes
@@ -67,7 +64,9 @@ class TargetSettings:
 def check_targets(settings: TargetSettings) -> None:
     """Raises ValueError with all sources that there are none of."""
     nothing = (not settings.sources, f"target.sources is empty: name some of {', '.join(SOURCES)}.")
-    refuse(nothing, found=unknown(settings.sources, SOURCES, what="target.sources"), separator=" ", end="")
+    found = unknown([settings.kind], TARGETS, what="target.kind")
+    found += unknown(settings.sources, SOURCES, what="target.sources")
+    refuse(nothing, found=found, separator=" ", end="")
 
 
 def target_unit(settings: TargetSettings) -> str:
@@ -78,12 +77,18 @@ def target_unit(settings: TargetSettings) -> str:
 
 
 def layer_target(view: View, settings: TargetSettings) -> tuple[Float32[Tensor, "H T"], Bool[Tensor, "H T"]]:
-    """Returns the target of one layer's entries of one document (`retain.future.future_use`), 0 where it is
-    not defined, and whether some query of the chosen sources can reach the entry.
+    """Returns the target of one layer's entries of one document, at least 0 and 0 where it is not defined,
+    and whether it is defined for an entry: that of the kind, averaged by `settings.granularity` (`token`
+    likewise, and `token_targets` takes the mean over layers of it)."""
+    use_HT, reached_HT = TARGETS[settings.kind](view, settings)
+    if settings.granularity != "head":
+        use_HT = use_HT.mean(0, keepdim=True).expand_as(use_HT)
+    return use_HT, reached_HT
 
-    With granularity `layer`, the mean over KV heads, the same for all; with `token` likewise, and
-    `token_target` takes the mean over layers of it. Sources that the view has no branch of are left out.
-    """
+
+def future_target(view: View, settings: TargetSettings) -> tuple[Tensor, Tensor]:
+    """`retain.future.future_use`: an entry is reached by the queries of the chosen sources; those that the
+    view has no branch of are left out."""
     use_BHT, reached_BHT = future_use(
         view.document,
         view.branches,
@@ -94,72 +99,17 @@ def layer_target(view: View, settings: TargetSettings) -> tuple[Float32[Tensor, 
         block=settings.block,
         chunk=settings.chunk,
     )
-    use_HT, reached_HT = use_BHT[0], reached_BHT[0]
-    if settings.granularity != "head":
-        use_HT = use_HT.mean(0, keepdim=True).expand_as(use_HT)
-    return use_HT, reached_HT
+    return use_BHT[0], reached_BHT[0]
+
+
+# Name of `target.kind` -> (view, settings) -> target and where it is defined, `[H, T]` each.
+TARGETS: dict[str, Callable[[View, TargetSettings], tuple[Tensor, Tensor]]] = {"future_use": future_target}
 
 
 def joined_for(settings: TargetSettings) -> tuple[str, ...]:
     """Returns the evidence of a branch that `layer_target` needs beside queries, keys, values (`joined` of
     `walk`)."""
     return ("hidden",) if settings.weight == "value_norm_over_hidden" else ()
-
-
-def token_target(
-    layers: Sequence[tuple[Float[Tensor, "H T"], Bool[Tensor, "H T"]]],
-) -> tuple[Float[Tensor, " T"], Bool[Tensor, " T"]]:
-    """Mean over layers and KV heads: `r_i = 1/L sum_l 1/H sum_h r_lh[i]`; an entry that any layer reaches is
-    reached. On the device of the first layer, where layers lie on several.
-
-    DynTS (arXiv 2601.18383): one number a token, by which all heads of all layers can evict alike.
-    """
-    device = layers[0][0].device
-    means_LT = torch.stack([use_HT.mean(0).to(device) for use_HT, _ in layers])
-    reached_LT = torch.stack([reached_HT.any(0).to(device) for _, reached_HT in layers])
-    return means_LT.mean(0), reached_LT.any(0)
-
-
-def token_targets(
-    frozen: Frozen, readings: Sequence[Reading], settings: TargetSettings
-) -> list[tuple[Float[Tensor, " T"], Bool[Tensor, " T"]]]:
-    """Returns `token_target` of every reading, by a walk of its own: no layer's target is known before the
-    last."""
-    found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in readings]
-
-    def see(views: list[View]) -> None:
-        for view in views:
-            use_HT, reached_HT = layer_target(view, settings)
-            # One row of each layer: as much as a token's own number.
-            found[view.row].append((use_HT.mean(0, keepdim=True), reached_HT[:1]))
-
-    walk(frozen, readings, see, joined=joined_for(settings))
-    return [token_target(layers) for layers in found]
-
-
-def baseline_overlaps(
-    values_BHTD: Float[Tensor, "1 H T D"],
-    output_weight_QDE: Float[Tensor, "Q D E"],
-    target_HT: Float[Tensor, "H T"],
-    reached_HT: Bool[Tensor, "H T"],
-    key: tuple[int, ...],
-) -> dict[str, float]:
-    """Overlap with the target's top fifth that costs no training, of one layer and one document.
-
-    `overlap_random` (chance, from `key`), `overlap_recency` (later is better), `overlap_value_norm`
-    (`||v W_O||_1` alone, largest of the group).
-    """
-    H, T = target_HT.shape
-    norm_BQT = value_norm(values_BHTD, output_weight_QDE)
-    scores = {
-        "overlap_random": torch.rand(H, T, generator=keyed_generator(key)).to(target_HT.device),
-        "overlap_recency": torch.arange(T, device=target_HT.device).float().expand(H, T),
-        "overlap_value_norm": norm_BQT[0].unflatten(0, (H, -1)).amax(1),
-    }
-    return {
-        name: float(head_overlaps(score_HT.float(), target_HT, reached_HT).mean())
-        for name, score_HT in scores.items()
-    }
 
 
 @dataclass(frozen=True)
@@ -181,15 +131,3 @@ class Example:
     target_HT: Float[Tensor, "H T"]
     reached_HT: Bool[Tensor, "H T"]
     view: View
-
-
-def baselines_of(example: Example, seed: int) -> dict[str, float]:
-    """Returns `baseline_overlaps` of an example, with chance keyed by seed, document and layer."""
-    shown = example.view.document
-    return baseline_overlaps(
-        shown.values_BHTD,
-        shown.output_weight_QDE,
-        example.target_HT,
-        example.reached_HT,
-        (seed, example.key, example.layer_idx),
-    )

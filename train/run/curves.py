@@ -19,8 +19,6 @@ MISSING = (
 CURVES, HEADS = "curves.png", "heads.png"
 
 COLORS = {"overlap_random": "#8c6d31", "overlap_recency": "#9467bd", "overlap_value_norm": "#7f7f7f"}
-# Numbers of a record that are no terms of the loss.
-_NOT_TERMS = ("step", "loss", "overlap", "lr", "grad_norm", "documents", "tokens", "seconds", "held_out")
 
 
 def draw_all(
@@ -48,48 +46,30 @@ def smoothed(values: Sequence[float], share: float = 0.05) -> list[float]:
 
 
 def draw_curves(records: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draws loss with its terms, overlap with its baselines, and learning rate with the gradient's norm."""
+    """Draws loss and overlap over the steps, each with the looks at held-out documents, overlap also with its
+    baselines."""
     steps = [record for record in records if "loss" in record]
     looks = [record for record in records if "held_out" in record]
-    at = [record["step"] for record in steps]
-    found = {
-        name: [float(record.get(name, "nan")) for record in steps]
-        for name, value in steps[0].items()
-        if isinstance(value, int | float) and any(record.get(name) for record in steps)
-    }
-    terms = [name for name in found if name not in _NOT_TERMS]
-    with _figure(path, 1, 3, figsize=(15, 4.2)) as (left, middle, right):
-        twin = right.twinx()
-        for axis, name, color, label in (
-            (left, "loss", "#c1272d", "loss (mean of 5 % of the run)"),
-            (middle, "overlap", "#f28e2b", "training"),
-            (right, "grad_norm", "#1f77b4", "gradient norm, before clipping"),
-            (twin, "lr", "#2ca02c", "learning rate (right axis)"),
-        ):
-            if name in found and axis in (right, twin):
-                axis.plot(at, found[name], color=color, linewidth=1, label=label)
-            elif name in found:
-                axis.plot(at, found[name], color=color, alpha=0.25, linewidth=0.8)
-                axis.plot(at, smoothed(found[name]), color=color, linewidth=1.8, label=label)
+    with _figure(path, 1, 2, figsize=(11, 4.2)) as axes:
+        for axis, name, color in zip(axes, ("loss", "overlap"), ("#c1272d", "#f28e2b"), strict=True):
+            at = [(record["step"], float(record[name])) for record in steps if name in record]
+            if at:
+                numbers, values = zip(*at, strict=True)
+                axis.plot(numbers, values, color=color, alpha=0.25, linewidth=0.8)
+                axis.plot(numbers, smoothed(values), color=color, linewidth=1.8, label="training, smoothed")
             seen = [(look["step"], look["held_out"][name]) for look in looks if name in look["held_out"]]
             if seen:
                 axis.plot(*zip(*seen, strict=True), color="black", marker="o", markersize=4, label="held out")
-        for name in terms if len(terms) > 1 else ():
-            left.plot(at, smoothed(found[name]), linewidth=1, label=name)
+            axis.set(xlabel="step", title=name)
         for key, label in BASELINES.items():
             if looks and key in looks[0]["held_out"]:
                 height = looks[0]["held_out"][key]
-                middle.axhline(height, color=COLORS[key], linestyle="--", linewidth=1, label=label)
-        if max(found.get("grad_norm", [0.0])) > 0:
-            right.set_yscale("log")
-        left.set(xlabel="step", title="loss")
-        middle.set(xlabel="step", ylim=(0, 1), title="overlap with the target's top fifth")
-        right.set(xlabel="step", title="gradient norm and learning rate")
-        twin.set_ylim(bottom=0)
-        for axis, place in ((left, "best"), (middle, "best"), (right, "upper left"), (twin, "upper right")):
+                axes[1].axhline(height, color=COLORS[key], linestyle="--", linewidth=1, label=label)
+        axes[1].set(ylim=(0, 1), title="overlap with the target's top fifth")
+        for axis in axes:
             axis.grid(alpha=0.25)
             if axis.get_legend_handles_labels()[0]:
-                axis.legend(fontsize=8, frameon=False, loc=place)
+                axis.legend(fontsize=8, frameon=False)
 
 
 def draw_heads(overlap_of: Mapping[str, Sequence[float]], path: Path) -> None:

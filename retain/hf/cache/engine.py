@@ -579,7 +579,7 @@ class Engine(Interceptor):
                 output_weight=state.bound_policy.reads_output,
             )
             step.look(evidence, columns.token_BT)
-            where.append(columns.where())
+            where.append(columns.entries)
             del evidence, columns  # one layer's copy at a time
         keeps = step.finish()
         with state.changing():

@@ -209,22 +209,18 @@ class ReportingCache(InterceptedCache):
         """Times that entries went."""
         return self.state.evictions
 
-    def report(self) -> Report:
-        """Entries and bytes seen, held and allocated, per layer and in total; `str` of it is a table."""
-        return self._report()
-
     def __repr__(self) -> str:
         name, state = f"retain.Cache: policy {self.state.bound_policy.name}", self.state
         if state.broken:
             return f"{name}, broken off: reset() it"
         if not state.num_seen:
             return f"{name}, empty"
-        total = self._report().total
+        total = self.report().total
         entries = f"{total.entries_held:,} of {total.entries_seen:,} entries"
         return f"{name}, {state.num_seen:,} tokens seen, {entries} and {_mib(total.bytes_held)} held"
 
-    def _report(self) -> Report:
-        """The report, without waiting for steps that are not checked yet."""
+    def report(self) -> Report:
+        """Entries and bytes seen, held and allocated, per layer and in total; `str` of it is a table."""
         state = self.state
         tokens = 0 if state.history is None else sum(state.history.lengths_B)
         rows, alone, paths = [], [], []

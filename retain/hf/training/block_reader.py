@@ -490,8 +490,9 @@ class _Reader:
 def _kept(evidence: Evidence) -> Evidence:
     """The same, without the row that it is a view of."""
     names = ("queries_BQSD", "keys_BHTD", "values_BHTD", "hidden_BTE", "stream_BTE")
-    views: dict[str, Any] = {name: getattr(evidence, name) for name in names}
-    return replace(evidence, **{name: x if x is None else x.clone() for name, x in views.items()})
+    views = {name: getattr(evidence, name) for name in names}
+    copies: dict[str, Any] = {name: x if x is None else x.clone() for name, x in views.items()}
+    return replace(evidence, **copies)
 
 
 def _no_mask(*_args: Any, **_kwargs: Any) -> None:

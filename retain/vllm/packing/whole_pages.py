@@ -34,7 +34,7 @@ def in_pages(plan: Plan, page: int) -> Plan:
         plan: of one sequence; its totals are entries.
         page: N, entries a page.
     """
-    totals, protected_BT = plan.shares.totals, plan.protected_BT.clone()
+    totals, protected_BT = plan.totals, plan.protected_BT.clone()
     (length,), (mean,) = totals.lengths_B, totals.per_head_B
     full, tail = divmod(length, page)
     inside = int(protected_BT[:, : length - tail].sum())
@@ -42,8 +42,8 @@ def in_pages(plan: Plan, page: int) -> Plan:
     equal_L = tuple((pages * page + tail) * heads for heads in totals.heads_L)
     protected_BT[:, length - tail :] = True
     totals = replace(totals, equal_BL=(equal_L,), per_head_B=(Fraction(pages * page + tail),))
-    shares = replace(plan.shares, totals=totals, protected_B=(int(protected_BT.sum()),))
-    return replace(plan, shares=shares, protected_BT=protected_BT)
+    protected_B = (int(protected_BT.sum()),)
+    return replace(plan, totals=totals, protected_B=protected_B, protected_BT=protected_BT)
 
 
 def round_to_pages(
@@ -99,18 +99,18 @@ def keep_pages(plan: Plan, layers: Sequence[Candidates], page: int) -> list[Bool
     Raises:
         ValueError: guaranteed entries take more pages than there are, or a score is NaN.
     """
-    shares, (length,) = plan.shares, plan.shares.totals.lengths_B
+    (length,) = plan.totals.lengths_B
     for layer in layers:
         refuse_nan(layer.score_BHT)
-    budgets = head_budgets(shares, layers)
-    tail, split = length % page, shares.split
+    budgets = head_budgets(plan, layers)
+    tail, split = length % page, plan.policy
     alone = split.scope != "model" and isinstance(split.allocation, Uniform)
     groups = [[idx] for idx in range(len(layers))] if alone else [[*range(len(layers))]]
     keeps = []
     for group in groups:
         entries = torch.cat([budgets[idx].budget_BH[0] for idx in group]) - tail
         sure = torch.cat([layers[idx].guaranteed_BH[0] for idx in group]) - tail
-        total = sum(shares.totals.equal_BL[0][idx] for idx in group) - tail * len(entries)
+        total = sum(plan.totals.equal_BL[0][idx] for idx in group) - tail * len(entries)
         least = [max(0, -(-count // page)) for count in sure.tolist()]
         most = [length // page] * len(entries)
         pages = torch.tensor(round_to_pages(entries.tolist(), total // page, page, least, most))

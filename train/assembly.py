@@ -1,0 +1,121 @@
+"""Assembles a run from its config: documents, frozen model, gates, and the objective of its stage."""
+
+from typing import Any
+
+from torch import nn
+
+from retain.gates import GateSet
+from retain.hf.model.decoder import describe
+from retain.hf.model.gates import load_gates, new_gates
+from retain.models.unloaded import Precision, named_config, precision_of
+from retain.process.half_precision import multiplies
+from retain.train.data.branches import row_tokens
+from retain.train.data.corpus import AnyCorpus, load_corpus
+from retain.train.local_stage import LayerLocal
+from retain.train.lookahead_stage import Lookahead
+from retain.train.loop import Lesson
+from retain.train.objectives.fit import check_unit
+from retain.train.recipe import DistillConfig, check_lockstep, document_check, one_by_one
+from retain.train.run import parallel
+from retain.train.run.parallel import Accelerator, is_sharded
+from retain.train.soft_stage import EndToEnd, alignment_of
+from retain.train.stage import Stage
+from retain.train.teacher import Frozen, load_frozen, load_unread
+
+
+def corpus_of(config: DistillConfig, accelerator: Accelerator) -> AnyCorpus:
+    """The documents, each of them checked against what the model's config says."""
+    unread = load_unread(config.model, **_origin(config))
+    return load_corpus(
+        config.data,
+        shortest=config.target.horizon,
+        seed=config.seed,
+        batch_documents=config.training.batch_documents,
+        encode=unread.encode,
+        chat=unread.chat,
+        check=document_check(config, unread),
+        progress=accelerator.is_main_process,
+    )
+
+
+def frozen_of(config: DistillConfig, accelerator: Accelerator) -> Frozen:
+    """The frozen model, whole, on the CPU or where `device_map` puts it."""
+    placed: dict[str, Any] = {"device_map": config.device_map, "quantization": config.quantization}
+    dtype = _dtype(config, accelerator)
+    return load_frozen(config.model, dtype=dtype, chunk=config.chunk, **_origin(config), **placed)
+
+
+def fresh_gates(config: DistillConfig, model: nn.Module) -> GateSet:
+    """The gates to begin with: fresh ones, or those of an artifact."""
+    family = config.gate.family
+    gates = new_gates(model, family, seed=config.seed, **config.gate.settings)
+    if config.initial is None:
+        return gates
+    earlier = load_gates(config.initial, model)
+    if earlier.family != family or any(earlier[i].dims() != gates[i].dims() for i in gates.layers):
+        raise ValueError(
+            f"initial={config.initial} holds gates of family {earlier.family!r} with "
+            f"{earlier[earlier.layers[0]].dims()}, and gate asks for {family!r} with "
+            f"{gates[gates.layers[0]].dims()}: state the same family and settings."
+        )
+    earlier.calibrators = nn.ModuleDict()  # of scores that will not be these any more
+    earlier.metadata = {"initial_stage": earlier.metadata.get("stage")}
+    return earlier.requires_grad_(True)
+
+
+def lesson_of(
+    config: DistillConfig, frozen: Frozen, gates: GateSet, corpus: AnyCorpus, accelerator: Accelerator
+) -> Lesson:
+    """All that the loop needs; the model and the gates move to their devices."""
+    layers = describe(frozen.model)
+    parallel.shard_frozen_(frozen.model, accelerator)
+    sharded = is_sharded(frozen.model)
+    if sharded:
+        check_lockstep(config, frozen)
+    for spec in layers:
+        gates[spec.layer_idx].to(spec.device)
+    objective = _objective(config, gates, frozen)
+    initial = config.initial
+    ready = objective.prepare_ if initial is None else alignment_of(initial, objective, accelerator)
+    return Lesson(
+        objective,
+        corpus,
+        config.training,
+        config.data.pack_tokens,
+        lambda document: row_tokens(document, config.target),
+        lockstep=sharded,
+        alone=sharded and one_by_one(config, frozen),
+        ready=ready,
+    )
+
+
+def _objective(config: DistillConfig, gates: GateSet, frozen: Frozen) -> Stage:
+    target, seed = config.target, config.seed
+    if config.stage == "end_to_end":
+        return EndToEnd(gates, frozen, config.soft, target, steps=config.training.steps, seed=seed)
+    if config.stage == "lookahead":
+        return Lookahead(gates, frozen, target, seed=seed)
+    return LayerLocal(gates, frozen, target, config.loss, seed=seed)
+
+
+def score_unit_of(config: DistillConfig, gates: GateSet) -> str | None:
+    """Unit of the score before a calibrator, where it is not the family's own; ValueError: `check_unit`."""
+    if config.stage == "local":
+        return check_unit(gates[gates.layers[0]], config.target)
+    if config.stage == "end_to_end" and gates.unit == "risk":
+        return "rank"  # gates that are trained to an openness order entries, whatever their unit was
+    return None
+
+
+def _dtype(config: DistillConfig, accelerator: Accelerator) -> Precision:
+    """Precision of the frozen model: as stated; with `auto` the checkpoint's, where this device has
+    instructions for it, and else float32."""
+    if config.dtype != "auto" or accelerator.device.type != "cpu" or config.quantization is not None:
+        return config.dtype
+    stored = precision_of(named_config(config.model, **_origin(config)))
+    return "auto" if multiplies(accelerator.device, stored) else "float32"
+
+
+def _origin(config: DistillConfig) -> dict[str, Any]:
+    """The settings of a model's origin, beside its name."""
+    return {"revision": config.revision, "trust_remote_code": config.trust_remote_code}

@@ -1,0 +1,82 @@
+"""Checks that target, loss and gate go together, before anything is read."""
+
+from retain.gates import Gate
+from retain.gates.base import UNITS
+from retain.train.objectives.case import LossSettings
+from retain.train.objectives.losses import TERMS
+from retain.train.objectives.targets import TargetSettings, target_unit
+from retain.train.rules import refuse, unknown
+from retain.train.teacher import Frozen
+
+PAIRED = {"pairwise", "hinge"}
+BUDGETED = PAIRED | {"boundary", "layer_output"}
+# Terms that fit some units only.
+UNITS_OF = {"bce": ("mass",), "smooth_l1": ("mass", "risk", "rank")}
+
+
+def check_losses(settings: LossSettings) -> None:
+    """Raises ValueError with all settings that mean nothing."""
+    ranked, paired = (sorted(terms & settings.terms.keys()) for terms in (BUDGETED, PAIRED))
+    refuse(
+        (
+            not any(settings.terms.values()),
+            f"loss.terms={settings.terms} trains on nothing: give a term a positive weight",
+        ),
+        (
+            ranked and not settings.keep_ratios,
+            f"loss.terms {', '.join(ranked)} need at least one of loss.keep_ratios",
+        ),
+        (
+            paired and settings.pairs < 1,
+            f"loss.pairs={settings.pairs}: {', '.join(sorted(PAIRED))} need at least 1",
+        ),
+        found=unknown(settings.terms, TERMS, what="loss term", key="loss.terms"),
+    )
+
+
+def check_fit(settings: LossSettings, gate: Gate | type[Gate]) -> None:
+    """Raises ValueError with all terms that say nothing about gates of this unit."""
+    instead = "mse or huber" if gate.unit == "log_risk" else "mse"
+    refuse(
+        (
+            gate.ages,
+            f"gates of family {gate.family!r} say a decay per token, for which no layer-local target "
+            "exists: train them with stage `end_to_end`",
+        ),
+        *(
+            (
+                name in settings.terms and gate.unit not in units,
+                f"loss.terms.{name} is for gates whose output is {' or '.join(units)}, and that of "
+                f"family {gate.family!r} is {gate.unit}: use {instead}",
+            )
+            for name, units in UNITS_OF.items()
+        ),
+    )
+
+
+def check_unit(gate: Gate | type[Gate], target: TargetSettings) -> str:
+    """Returns the unit of the score that gates of this family have after learning this target; ValueError: a
+    gate that says a share of attention, asked for another number."""
+    unit = target_unit(target)
+    if gate.unit in ("risk", "log_risk"):
+        return unit  # it learns whatever number it is shown, or its logarithm
+    if gate.unit == "mass" and unit != "mass":
+        raise ValueError(
+            f"gates of family {gate.family!r} say attention (mass, 0..1), and target.weight={target.weight} "
+            f"makes a target in {unit}: set target.weight=none, or choose gate.family=mlp."
+        )
+    return UNITS[gate.unit]
+
+
+def check_reach(frozen: Frozen, target: TargetSettings) -> None:
+    """Raises ValueError for a layer with a window no longer than the horizon, and no source but the document:
+    no query can reach an entry."""
+    if {*target.sources} != {"own"}:
+        return
+    for spec in frozen.layout.evicting:
+        if spec.window is not None and spec.window <= target.horizon:
+            raise ValueError(
+                f"layer {spec.layer_idx} sees a window of {spec.window} tokens, and target.horizon="
+                f"{target.horizon} leaves out all queries that are nearer: no entry is ever reached. Lower "
+                "target.horizon below the window, or add a source (appendix, repeat, continuation)."
+            )
