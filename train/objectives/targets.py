@@ -15,8 +15,7 @@ from torch import Tensor
 from retain.config import Count, Positive, Tokens
 from retain.future import SOURCES, future_use
 from retain.gates import GateInputs
-from retain.train.rules import refuse, unknown
-from retain.train.settings import section
+from retain.train.settings import refuse, section, unknown
 from retain.train.teacher import View
 
 Granularity = Literal["head", "layer", "token"]
