@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from retain.cache.file_format import store_of, tensors_of
-from retain.cache.layer_store import Store, stacked
+from retain.cache.layer_store import Store
 from retain.cache.layout import PIECE, bytes_of
 from retain.cache.store import RaggedStore, tail_index_RS
 from retain.kernels.measure import extra_bytes
@@ -197,8 +197,6 @@ def test_refusals():
     store, _, _ = make()
     with pytest.raises(ValueError, match="2 sequences x 2 KV heads, but the store holds 3 x 2"):
         store.append_(*(torch.ones(2, H, 1, D),) * 2, torch.zeros(2, 1, dtype=torch.int64))
-    other = Store(RaggedStore.from_dense(*dense()))
-    refused("stores to stack have side columns .* or set the missing", stacked, [Store(store), other])
     tensors = tensors_of(store)
     with pytest.raises(KeyError, match="lengths"):
         store_of({name: own for name, own in tensors.items() if name != "lengths"}, H)

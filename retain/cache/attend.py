@@ -5,8 +5,8 @@ and KV head) owns the room `offsets[r] .. offsets[r + 1]` and holds `lengths[r]`
 result is `[B, Q, S, D]`. Counts replace a mask (`seen_RS`): query `s` of a row sees the first `seen` entries
 of the row, whatever their positions, and under a sliding window only those of recent positions.
 
-On a CPU plain softmax attention runs as a few dense calls (`retain.cache.equal_rows`), and a decoding step
-appends and attends in one (`retain.cache.step_rows`). Everything else (CUDA, soft caps, sinks, windows, many
+On a CPU plain softmax attention runs as a few dense calls, and a decoding step appends and attends in one
+(`retain.cache.equal_rows`). Everything else (CUDA, soft caps, sinks, windows, many
 short rows, codes) is the op `retain.kernels.ragged_attention`, which is also the definition.
 """
 
@@ -40,7 +40,6 @@ def attend(
         by_runs: whether dense calls may serve it; else the op does.
         **how: `scaling`, and where there is one `soft_cap`, `sinks_Q` and `with_lse`, as the op takes them.
     """
-    pages, weights = store.pages, store.log_weight_C
     plain = store.codec is None and set(how) == {"scaling"} and window is None
     if (
         by_runs
@@ -48,8 +47,7 @@ def attend(
         and not queries_BQSD.is_cuda
         and path_of(store.keys_CD, store.values_CD) == "reference"
     ):
-        columns = store.keys_CD, store.values_CD
-        runs = find_runs(pages, *columns, seen_RS, queries_BQSD.shape[1], weights)
+        runs = find_runs(store, seen_RS, queries_BQSD.shape[1])
         if runs is not None and fits(runs, queries_BQSD):
             return attend_runs(queries_BQSD, runs, seen_RS, how["scaling"])
     keys, values = (store.keys_CD, store.values_CD) if store.codec is None else store.codes
@@ -58,8 +56,8 @@ def attend(
         window=window,
         positions_C=None if window is None else store.positions_C,
         query_positions_BS=query_positions_BS,
-        pages=pages,
-        log_weight_C=weights,
+        pages=store.pages,
+        log_weight_C=store.log_weight_C,
         **how,
     )
 

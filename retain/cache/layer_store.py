@@ -233,14 +233,8 @@ def stacked(stores: Sequence[Store], slack: int | None = None) -> Store:
         slack: free entries per plain row; default: the largest of the stores'.
 
     Raises:
-        ValueError: their side columns differ, or the bits in which they are packed.
+        ValueError: the bits in which they are packed differ.
     """
-    names = [sorted(store.plain.beside) for store in stores]
-    if any(own != names[0] for own in names):
-        raise ValueError(
-            f"stores to stack have side columns {names}: "
-            "stack stores of one kind, or set the missing columns first."
-        )
     bits = {store.packed.codec.bits for store in stores if store.packed is not None and store.packed.codec}
     if len(bits) > 1:
         raise ValueError(

@@ -109,43 +109,33 @@ class StaticRows:
             pool.clock_1.add_(1)
         if "queries" in self.shown:
             self.shown["queries"].index_copy_(0, pool.clock_1 - 1, query.permute(2, 0, 1, 3))
-        step = torch.ops.retain.decode_step
-        out_B1QV = step(
-            query,
-            key,
-            value,
-            pool.keys_PD,
-            pool.values_PV,
-            pool.positions_P,
-            self.offsets_R1,
-            self.base_R,
-            pool.clock_1,
-            pool.last_B,
-            pool.log_weight_P,
-            given.get("s_aux"),
-            self.scaling if given.get("scaling") is None else given["scaling"],
-            given.get("softcap") or 0.0,
-            self.window or 0,
-            *self.work,
-            self.packed,
-            self.bits,
-            self.span,
-        )
+        rows = pool.keys_PD, pool.values_PV, pool.positions_P, self.offsets_R1, self.base_R
+        rows = *rows, pool.clock_1, pool.last_B, pool.log_weight_P
+        scaling = self.scaling if given.get("scaling") is None else given["scaling"]
+        how = given.get("s_aux"), scaling, given.get("softcap") or 0.0, self.window or 0
+        packed = self.packed, self.bits, self.span
+        out_B1QV = torch.ops.retain.decode_step(query, key, value, *rows, *how, *self.work, *packed)
         return out_B1QV, None
 
 
 @normal_tensors()
-def pool_of(stores: Sequence[RaggedStore], room: int, weighted: bool) -> list[Placed]:
-    """Lay stores out in one pool, column by column, so that no more than one column of all exists twice.
+def pools_of(stores: Sequence[RaggedStore], room: int, weighted: bool, together: int) -> list[Placed]:
+    """Lay stores out in pools, column by column, so that no more than one column of a pool exists twice.
 
     Args:
-        stores: of one device and kind; they go on as views of the pool.
+        stores: of one device and kind; they go on as views of the pools.
         room: tokens to come, for each row.
         weighted: something is added to the logits of some entries.
+        together: layers of a pool.
 
     Returns:
-        for each store, the pool's columns, and where its rooms begin and end there.
+        for each store, its pool's columns, and where its rooms begin and end there.
     """
+    parts = [stores[first : first + together] for first in range(0, len(stores), together)]
+    return [placed for part in parts for placed in _pool_of(part, room, weighted)]
+
+
+def _pool_of(stores: Sequence[RaggedStore], room: int, weighted: bool) -> list[Placed]:
     layouts = [Layout.of(store.lengths_R, room) for store in stores]
     starts = [0, *accumulate(PAGE * layout.pages.num_pages for layout in layouts)]
     like = stores[0].entries
@@ -162,12 +152,6 @@ def pool_of(stores: Sequence[RaggedStore], room: int, weighted: bool) -> list[Pl
     for store, layout in zip(stores, layouts, strict=True):
         store.lay_out_anew_(layout, store.index_N(), moved=columns)
     return [(columns, store.offsets_R1 + start) for store, start in zip(stores, starts, strict=False)]
-
-
-def pools_of(stores: Sequence[RaggedStore], room: int, weighted: bool, together: int) -> list[Placed]:
-    """The same in several pools, of so many layers each."""
-    parts = [stores[first : first + together] for first in range(0, len(stores), together)]
-    return [placed for own in parts for placed in pool_of(own, room, weighted)]
 
 
 @normal_tensors()

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from retain.cache.codec import GROUPS, VALUE_SCALES, Codec
 from retain.cache.layout import Layout, copy_, count_free, normal_tensors, packing, spans
-from retain.kernels.codes import Codes
+from retain.kernels.codes import Codes, decode
 from retain.kernels.ragged_attention.pages import PAGE
 
 # Columns of an entry itself, of which codes have the last two; all others are side columns.
@@ -60,7 +60,7 @@ class RaggedStore:
         free: new tokens that surely fit into every row.
     """
 
-    step_rows: Any  # for decoding steps on a CPU (`retain.cache.step_rows`), made by who decodes them
+    step_rows: Any  # for decoding steps on a CPU (`retain.cache.equal_rows`), made by who decodes them
 
     def __init__(
         self,
@@ -163,15 +163,19 @@ class RaggedStore:
     @property
     def codes(self) -> tuple[Codes, Codes]:
         """Keys and values of a store with a codec, as attention reads them."""
-        assert self.codec is not None and self.key_scales_G2D is not None
-        return self.codec.codes(self.columns, self.key_scales_G2D)
+        codec, columns, table = self.codec, self.columns, self.key_scales_G2D
+        assert codec is not None and table is not None
+        keys = Codes(columns["keys"], table, columns[GROUPS], codec.bits, 1, codec.head_dim)
+        return keys, Codes(
+            columns["values"], columns[VALUE_SCALES], None, codec.bits, codec.span, codec.value_dim
+        )
 
     def decoded(self) -> tuple[Float[Tensor, "C D"], Float[Tensor, "C V"]]:
         """Keys and values as numbers: of codes a copy, rounded once to the model's precision."""
         if self.codec is None:
             return self.keys_CD, self.values_CD
-        assert self.key_scales_G2D is not None
-        return self.codec.decoded(self.columns, self.key_scales_G2D)
+        keys, values = self.codes
+        return decode(keys, torch.float32).to(self.dtype), decode(values, self.dtype)
 
     def as_numbers(self) -> "RaggedStore":
         """The same entries without a codec, rounded once to the model's precision."""
