@@ -160,7 +160,7 @@ def store_of(
     columns |= within(tensors, BESIDE)
     lengths_R, sizes = tensors["lengths"], {name: len(column) for name, column in columns.items()}
     R, N = len(lengths_R), int(lengths_R.sum())
-    if {*sizes.values()} != {N} or R % num_heads or bool((lengths_R < 0).any()):
+    if {*sizes.values()} != {N} or R % num_heads:
         raise ValueError(
             f"a saved store of {R} rows and {num_heads} KV heads has {N} entries by its lengths, and columns "
             f"of {sizes}: the file was cut, or is another model's."
@@ -188,10 +188,11 @@ def layer_tensors(store: Store, bits: int | None) -> dict[str, Tensor]:
     Raises:
         ValueError: numbers that float16 does not hold.
     """
-    plain = store.plain if bits is None else encoded(store.plain, bits)
-    parts = {"store.": plain, "packed.": store.packed}
-    held = {where: tensors_of(part) for where, part in parts.items() if part is not None}
-    return {where + name: tensor for where, own in held.items() for name, tensor in own.items()}
+    plain = tensors_of(store.plain if bits is None else encoded(store.plain, bits))
+    packed = {} if store.packed is None else tensors_of(store.packed)
+    return {f"store.{name}": own for name, own in plain.items()} | {
+        f"packed.{name}": own for name, own in packed.items()
+    }
 
 
 def layer_store_of(

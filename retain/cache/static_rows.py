@@ -109,12 +109,12 @@ class StaticRows:
             pool.clock_1.add_(1)
         if "queries" in self.shown:
             self.shown["queries"].index_copy_(0, pool.clock_1 - 1, query.permute(2, 0, 1, 3))
-        rows = pool.keys_PD, pool.values_PV, pool.positions_P, self.offsets_R1, self.base_R
-        rows = *rows, pool.clock_1, pool.last_B, pool.log_weight_P
+        places = pool.keys_PD, pool.values_PV, pool.positions_P
+        rows = self.offsets_R1, self.base_R, pool.clock_1, pool.last_B, pool.log_weight_P
         scaling = self.scaling if given.get("scaling") is None else given["scaling"]
         how = given.get("s_aux"), scaling, given.get("softcap") or 0.0, self.window or 0
         packed = self.packed, self.bits, self.span
-        out_B1QV = torch.ops.retain.decode_step(query, key, value, *rows, *how, *self.work, *packed)
+        out_B1QV = torch.ops.retain.decode_step(query, key, value, *places, *rows, *how, *self.work, *packed)
         return out_B1QV, None
 
 

@@ -91,9 +91,9 @@ class RaggedStore:
         Args:
             columns: `[N, ...]`, else as above.
         """
-        layout, columns = Layout.of(lengths_R, slack), {**columns}
-        layout.fill_(columns, None)
-        return cls(layout, num_heads, slack, columns, codec, key_scales_G2D)
+        layout, placed = Layout.of(lengths_R, slack), {**columns}
+        layout.fill_(placed, None)
+        return cls(layout, num_heads, slack, placed, codec, key_scales_G2D)
 
     @classmethod
     @normal_tensors()
@@ -165,10 +165,9 @@ class RaggedStore:
         """Keys and values of a store with a codec, as attention reads them."""
         codec, columns, table = self.codec, self.columns, self.key_scales_G2D
         assert codec is not None and table is not None
-        keys = Codes(columns["keys"], table, columns[GROUPS], codec.bits, 1, codec.head_dim)
-        return keys, Codes(
-            columns["values"], columns[VALUE_SCALES], None, codec.bits, codec.span, codec.value_dim
-        )
+        bits, scales = codec.bits, columns[VALUE_SCALES]
+        keys = Codes(columns["keys"], table, columns[GROUPS], bits, 1, codec.head_dim)
+        return keys, Codes(columns["values"], scales, None, bits, codec.span, codec.value_dim)
 
     def decoded(self) -> tuple[Float[Tensor, "C D"], Float[Tensor, "C V"]]:
         """Keys and values as numbers: of codes a copy, rounded once to the model's precision."""
