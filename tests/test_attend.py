@@ -96,7 +96,6 @@ def query(store, seen, queries, first, *, scaling=0.3, soft_cap=None, window=Non
     given = {"soft_cap": soft_cap, "sinks_Q": sinks, "window": window}
     if window is not None:
         given["query_positions_BS"] = torch.arange(first, first + S).expand(B, S)
-    given = {name: own for name, own in given.items() if own is not None}
     return attend(store, queries, seen, scaling=scaling, by_runs=runs, **given)
 
 

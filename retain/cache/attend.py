@@ -38,19 +38,15 @@ def attend(
         store: plain or of codes.
         window, query_positions_BS: a query at position p sees positions above `p - window` only.
         by_runs: whether dense calls may serve it; else the op does.
-        **how: `scaling`, and where there is one `soft_cap`, `sinks_Q` and `with_lse`, as the op takes them.
+        **how: `scaling`, `soft_cap`, `sinks_Q` and `with_lse`, as the op takes them.
     """
-    plain = store.codec is None and set(how) == {"scaling"} and window is None
-    if (
-        by_runs
-        and plain
-        and not queries_BQSD.is_cuda
-        and path_of(store.keys_CD, store.values_CD) == "reference"
-    ):
+    keys, values = (store.keys_CD, store.values_CD) if store.codec is None else store.codes
+    numbers = store.codec is None and not queries_BQSD.is_cuda and path_of(keys, values) == "reference"
+    special = window, how.get("soft_cap"), how.get("sinks_Q"), how.get("with_lse") or None
+    if by_runs and numbers and all(one is None for one in special):
         runs = find_runs(store, seen_RS, queries_BQSD.shape[1])
         if runs is not None and fits(runs, queries_BQSD):
             return attend_runs(queries_BQSD, runs, seen_RS, how["scaling"])
-    keys, values = (store.keys_CD, store.values_CD) if store.codec is None else store.codes
     return ragged_attention(
         *(queries_BQSD, keys, values, store.offsets_R1, store.lengths_R, seen_RS),
         window=window,
@@ -68,7 +64,6 @@ def attend_store(
     seen_RS: Int[Tensor, "R S"],
     *,
     sinks_Q: Float[Tensor, " Q"] | None = None,
-    soft_cap: float | None = None,
     **how: Any,
 ) -> Float[Tensor, "B Q S D"]:
     """Attention of new tokens' queries over what a layer holds: where some of it is packed, over either part,
@@ -80,10 +75,8 @@ def attend_store(
         **how: the rest of what `attend` takes.
     """
     plain, packed = store.plain, store.packed
-    how |= {} if soft_cap is None else {"soft_cap": soft_cap}
     if packed is None:
-        how |= {} if sinks_Q is None else {"sinks_Q": sinks_Q}
-        return attend(plain, queries_BQSD, seen_RS, **how)
+        return attend(plain, queries_BQSD, seen_RS, sinks_Q=sinks_Q, **how)
     all_RS = torch.where(seen_RS > 0, packed.lengths_R[:, None].to(seen_RS.dtype), 0)
     parts = [(plain, seen_RS), (packed, all_RS)]
     outs, lses = zip(
