@@ -20,6 +20,7 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 import retain
+from retain.config import build
 from retain.eval.speed import RANDOM, Setting, load_model, parser, spread
 from retain.hf.model.gates import load_gates, new_gates
 from retain.hf.version_names import CACHE
@@ -114,7 +115,7 @@ def measure(setting: Setting, compiled: Compile) -> list[str]:
                 seconds = runs[name]()
                 if turn >= 0:
                     times[name].append(seconds)
-    median = {name: spread(own)["median"] for name, own in times.items()}
+    median = {name: spread(seconds)["median"] for name, seconds in times.items()}
     rivals = [name for name in (DYNAMIC, STATIC) if name in median]
     lines = [f"{'':26} {'ms':>8}  20 % .. 80 %  of {' and of compiled '.join(rivals)}"]
     for name, own in times.items():
@@ -135,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Times what the options say and prints the lines."""
     given = vars(parser().parse_args(sys.argv[1:] if arguments is None else list(arguments)))
     del given["output"]
-    setting = Setting(**given)
+    setting = build(given, Setting)
     mode = "reduce-overhead" if setting.on_gpu else None
     print("\n".join(measure(setting, partial(torch.compile, fullgraph=True, mode=mode))))
     return 0

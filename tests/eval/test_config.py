@@ -54,7 +54,7 @@ def test_every_config_of_the_reference_model_passes_its_checks(name, gated):
     changes = [f"gates={gated / 'gates'}", f"items_per_task={items}"]
     loaded, contexts = load_checked(load(CONFIGS / f"{name}.yaml", CompareConfig, changes))
     assert all(len(of_task) == items for of_task in contexts.values()) and len(contexts) >= 7
-    assert {*loaded.gates} <= {str(gated / 'gates')}
+    assert {*loaded.gates} <= {str(gated / "gates")}
 
 
 # What a config says, and what of it is refused.
@@ -211,12 +211,7 @@ def test_policies_of_a_config(tmp_path):
     for label in ("own", "joint"):
         gate, control = (find_policy(joint, Candidate(name, label)) for name in ("gate", "oracle"))
         assert (control.protection, control.scope, control.learned) == (gate.protection, gate.scope, True)
-        assert (control.observed, control.fusion, control.floor, control.draw) == (
-            None,
-            "learned",
-            None,
-            None,
-        )
+        assert (control.observed, control.fusion, control.draw) == (None, "learned", None)
     assert [one.label for one in candidates_of(joint, "prefill")][2:5] == [
         "oracle",
         "mine+joint",

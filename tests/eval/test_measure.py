@@ -235,7 +235,7 @@ def test_policies_with_one_score_score_once(gated, shared, monkeypatch):
     monkeypatch.setattr(scores, "score_entries", count)
     variants = {
         "bare": ("snapkv", "protection.sinks=0"),
-        "other": ("snapkv", "observed_settings.aggregate=max"),
+        "other": ("snapkv", "observed_settings.window=16"),
         "gate_bare": ("gate", "protection.sinks=0"),
     }
     names = (
