@@ -10,9 +10,11 @@ whether it holds.
 """
 
 import copy
+import gc
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -20,7 +22,8 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 import retain
-from retain.eval.speed import RANDOM, Setting, load_model, parser, quiet, spread
+from retain.config import build
+from retain.eval.speed import RANDOM, Setting, load_model, parser, spread
 from retain.hf.model.gates import load_gates, new_gates
 from retain.hf.version_names import CACHE
 from retain.process.command import command
@@ -93,6 +96,20 @@ def runs_of(setting: Setting, model: Any, compiled: Compile) -> dict[str, Callab
     return runs
 
 
+@contextmanager
+def quiet(setting: Setting) -> Iterator[None]:
+    """So many threads, no gradients and no garbage collection; afterwards as before."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(setting.threads)
+    gc.disable()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        gc.enable()
+        torch.set_num_threads(threads)
+
+
 def measure(setting: Setting, compiled: Compile) -> list[str]:
     """The lines of the report."""
     with quiet(setting):
@@ -104,7 +121,7 @@ def measure(setting: Setting, compiled: Compile) -> list[str]:
                 seconds = runs[name]()
                 if turn >= 0:
                     times[name].append(seconds)
-    median = {name: spread(own)["median"] for name, own in times.items()}
+    median = {name: spread(seconds)["median"] for name, seconds in times.items()}
     rivals = [name for name in (DYNAMIC, STATIC) if name in median]
     lines = [f"{'':26} {'ms':>8}  20 % .. 80 %  of {' and of compiled '.join(rivals)}"]
     for name, own in times.items():
@@ -124,8 +141,8 @@ def measure(setting: Setting, compiled: Compile) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Times what the options say and prints the lines."""
     given = vars(parser().parse_args(sys.argv[1:] if arguments is None else list(arguments)))
-    del given["output"], given["watch"]
-    setting = Setting(**given)
+    del given["output"]
+    setting = build(given, Setting)
     mode = "reduce-overhead" if setting.on_gpu else None
     print("\n".join(measure(setting, partial(torch.compile, fullgraph=True, mode=mode))))
     return 0

@@ -38,7 +38,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTrainedModel
 
 import retain
-from retain.config import problems_of
+from retain.config import build
 from retain.eval.text_table import Column, text_table
 from retain.hf.model.gates import load_gates, new_gates
 from retain.hf.version_names import CACHE
@@ -61,11 +61,7 @@ def _text(about: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What is timed; each field is an option of the command.
-
-    Raises:
-        ValueError: Values out of range.
-    """
+    """What is timed; each field is an option of the command, which refuses values out of range."""
 
     model: Annotated[str, _text("a name, folder or hub id; random: of the shape below")] = "smollm2-135m"
     policies: Annotated[tuple[str, ...], _text("presets, between commas")] = (
@@ -75,7 +71,7 @@ class Setting:
         tuple[Annotated[float, Field(gt=0, le=1)], ...], Field(min_length=1, description="kept / seen")
     ] = (0.1, 0.2)
     batches: Annotated[tuple[Annotated[int, Field(ge=1)], ...], _text("prompts read at once")] = (1,)
-    gates: Annotated[str, _text("folder or hub id; random: right in time alone; empty: own")] = ""
+    gates: Annotated[str, _text("folder or hub id; random: right in time alone; empty: those that ship")] = ""
     tokens: Annotated[int, _at(1, "length of a prompt")] = 1024
     steps: Annotated[int, _at(1, "tokens decoded behind it")] = 16
     rounds: Annotated[int, _at(2, "measured lives of each cache, at least 2")] = 5
@@ -91,15 +87,12 @@ class Setting:
     intermediate: Annotated[int, _at(1, "width of its feed-forward part")] = 1376
 
     def __post_init__(self) -> None:
-        wrong = problems_of(self)
-        if not wrong and (self.width % (2 * self.heads) or self.heads % self.kv_heads):
-            wrong = [
-                f"width {self.width} is no multiple of 2 x {self.heads} heads, or these of {self.kv_heads}"
-            ]
+        if self.width % (2 * self.heads) or self.heads % self.kv_heads:
+            raise ValueError(
+                f"width {self.width} is no multiple of 2 x {self.heads} heads, or these of {self.kv_heads}."
+            )
         if self.on_gpu and not torch.cuda.is_available():
-            wrong.append(f"device {self.device!r} is not there: torch sees no CUDA device")
-        if wrong:
-            raise ValueError(f"speed: {'; '.join(wrong)}.")
+            raise ValueError(f"device {self.device!r} is not there: torch sees no CUDA device.")
 
     @property
     def on_gpu(self) -> bool:
@@ -401,7 +394,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     typed = sys.argv[1:] if arguments is None else list(arguments)
     given = vars(parser().parse_args(typed))
     output = given.pop("output")
-    setting, date = Setting(**given), now()
+    setting, date = build(given, Setting), now()
     found = measure(setting)
     device = setting.device
     if setting.on_gpu:

@@ -16,6 +16,7 @@ GONE: Mapping[str, str] = {
     "text": "task_settings for its changes, and chat, template, dtype, revision, device_map as keys",
     **dict.fromkeys(("unit_items", "workers"), "accelerate launch --num_processes N"),
     **dict.fromkeys(("preset_protection", "under"), "protections, which every policy is measured under too"),
+    **dict.fromkeys(("gate_sets", "uses"), "a variant that names its gates: [learned, gates=FOLDER]"),
     **dict.fromkeys(("temperature", "cache_dtype"), "nothing in its place: answers are greedy, in dtype"),
     **dict.fromkeys(("token_identity", "control_documents"), "the control oracle"),
     **dict.fromkeys(

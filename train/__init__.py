@@ -8,6 +8,5 @@ Run anywhere, or from the repository root with a YAML:
 
 Reading order: `distill` (the entry; `arguments` is its command line), `assembly`, `loop`, `stage` with the
 stages `local_stage`, `soft_stage` and `lookahead_stage`, `teacher` (the frozen model); `recipe` (the config;
-`settings` defines sections, `rules` collects what is wrong). The rooms: `data`, `objectives`, `calibration`,
-`run`.
+`settings` defines its sections). The rooms: `data`, `objectives`, `calibration`, `run`.
 """

@@ -26,9 +26,8 @@ from retain.train.data.settings import DataSettings, check_data, check_lengths
 from retain.train.objectives.case import LossSettings
 from retain.train.objectives.fit import check_fit, check_losses, check_unit
 from retain.train.objectives.targets import TargetSettings, check_targets
-from retain.train.rules import refuse
 from retain.train.run.schedule import TrainingSettings, check_training
-from retain.train.settings import section
+from retain.train.settings import refuse, section
 from retain.train.soft_stage import SoftSettings, check_soft
 from retain.train.stage import StageName
 from retain.train.teacher import Frozen

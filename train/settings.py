@@ -1,11 +1,12 @@
-"""Defines sections of a config whose fields say their meaning, and lists all keys for `--help`.
+"""Defines sections of a config whose fields say their meaning, collects what is wrong with one, and lists all
+keys for `--help`.
 
 A section is a class with `@section`: types and bounds are those of its fields, a field's meaning is the text
 below it, its default stands nowhere else. `retain.config` reads and checks it.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, TypeVar, cast, dataclass_transform, get_type_hints
 
@@ -13,6 +14,7 @@ from pydantic import ConfigDict, TypeAdapter
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from retain.config import STRICT
+from retain.registry import lookup
 
 X = TypeVar("X")
 SPOKEN = ConfigDict(use_attribute_docstrings=True, **STRICT)
@@ -63,3 +65,28 @@ def _typed(schema: dict[str, Any]) -> str:
         f"{sign} {schema[key]:,}" for key, sign in signs.items() if key in schema and abs(schema[key]) < 1e18
     ]
     return " ".join([name, *bounds])
+
+
+def broken(*rules: tuple[object, str]) -> list[str]:
+    """Returns the texts of the rules that are broken; a rule is (whether it is broken, what to say of it)."""
+    return [text for wrong, text in rules if wrong]
+
+
+def unknown(names: Iterable[str], known: Mapping[str, Any], *, what: str, key: str = "") -> list[str]:
+    """Returns a text for every unknown name, after the config's `key`; `what` they are is in the singular."""
+    problems = []
+    for name in names:
+        try:
+            lookup(name, known, what=what)
+        except ValueError as error:
+            problems.append(f"{key}: {error}" if key else str(error))
+    return problems
+
+
+def refuse(
+    *rules: tuple[object, str], found: Iterable[str] = (), separator: str = "; ", end: str = "."
+) -> None:
+    """Raises ValueError with all problems, if there are any: those that were `found` already, then the rules
+    that are broken."""
+    if problems := [*found, *broken(*rules)]:
+        raise ValueError(separator.join(problems) + end)

@@ -35,9 +35,8 @@ from retain.train.objectives.soft_threshold import (
     shift_,
 )
 from retain.train.objectives.targets import Example, TargetSettings
-from retain.train.rules import refuse, unknown
 from retain.train.run.parallel import Accelerator
-from retain.train.settings import section
+from retain.train.settings import refuse, section, unknown
 from retain.train.stage import HELD_OUT_STEP, Stage, Tally, joined
 from retain.train.teacher import Frozen, View, walk
 

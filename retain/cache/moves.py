@@ -4,8 +4,6 @@ Of a column no more than a piece exists twice, so that rows are packed in place 
 column by column. Every bit of every type comes through.
 """
 
-from collections.abc import Iterable
-
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
@@ -78,10 +76,3 @@ def packing(
     moved = (keep_N & (holes_N > 0)).nonzero()[:, 0]
     from_N = spans(starts_R, held_R)[moved]
     return from_N, from_N - holes_N[moved], spans(starts_R + held_R - gone_R, gone_R), gone_R
-
-
-def write_(columns: Iterable[tuple[Tensor, Tensor]], index_N: Int[Tensor, " N"]) -> None:
-    """Write `[B, H, S, ...]` into these slots, for each (column, values)."""
-    for column, values in columns:
-        values = (values.detach() if values.requires_grad else values).flatten(0, 2)
-        column.index_copy_(0, index_N, values.to(column.dtype))

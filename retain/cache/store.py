@@ -25,7 +25,7 @@ from torch import Tensor
 
 from retain.cache.codec import GROUPS, Codec
 from retain.cache.layout import Layout, count_free, filled, normal_tensors
-from retain.cache.moves import copy_, packing, spans, write_
+from retain.cache.moves import copy_, packing, spans
 from retain.kernels.backend import Path
 from retain.kernels.codes import Codes
 from retain.kernels.ragged_attention import path_of
@@ -282,7 +282,8 @@ class RaggedStore:
             index_RS = place_RS + (held_R1 + self.offsets_R1[:-1, None] - 1)
             real_BHS = valid_BS[:, None].expand(B, H, S)
             new = [one.masked_fill(~real_BHS[(...,) + (None,) * (one.ndim - 3)], 0) for one in new]
-        write_(zip(self.columns.values(), new, strict=True), index_RS.flatten())
+        for column, values in zip(self.columns.values(), new, strict=True):
+            column.index_copy_(0, index_RS.flatten(), values.detach().flatten(0, 2).to(column.dtype))
         # Raised last: had a write failed, only free slots would have been written to.
         self.lengths_R += num_new
         self.step_rows = None

@@ -211,12 +211,7 @@ def test_policies_of_a_config(tmp_path):
     for label in ("own", "joint"):
         gate, control = (find_policy(joint, Candidate(name, label)) for name in ("gate", "oracle"))
         assert (control.protection, control.scope, control.learned) == (gate.protection, gate.scope, True)
-        assert (control.observed, control.fusion, control.floor, control.draw) == (
-            None,
-            "learned",
-            None,
-            None,
-        )
+        assert (control.observed, control.fusion, control.draw) == (None, "learned", None)
     assert [one.label for one in candidates_of(joint, "prefill")][2:5] == [
         "oracle",
         "mine+joint",

@@ -209,3 +209,27 @@ def elsewhere(function):
     thread.start()
     thread.join()
     return found[0]
+
+
+@torch.no_grad()
+def test_other_threads_run_the_plain_model_or_their_own_lookahead_gates() -> None:
+    model, own, other, x = Decoder(), extension(), extension(), torch.randn(3, 6)
+    plain, state = model(x), list(model.state_dict())
+    alone = [inside_of(each, model, x) for each in (own, other)]
+    with own.extend(model):
+        assert torch.equal(elsewhere(lambda: model(x)), plain)
+        assert elsewhere(lambda: list(model.state_dict())) == state
+        assert torch.equal(elsewhere(lambda: inside_of(other, model, x)), alone[1])
+        assert torch.equal(elsewhere(lambda: inside_of(own, model, x)), alone[0])
+        assert torch.equal(model(x), alone[0])
+    assert torch.equal(model(x), plain) and "forward" not in vars(model.layers[0]["q_proj"])
+
+
+def test_training_reaches_threads_of_autograd_and_is_one_at_a_time() -> None:
+    model, own, x = Decoder(), extension(), torch.randn(3, 6)
+    wanted, refused = inside_of(own, model, x), None
+    with own.extend(model):
+        assert torch.equal(elsewhere(lambda: model(x)), wanted)
+        refused = elsewhere(lambda: inside_of(extension(), model, x))
+    assert isinstance(refused, ValueError) and "one set of them at a time" in str(refused)
+    assert "forward" not in vars(model.layers[0]["q_proj"])

@@ -37,6 +37,9 @@ def test_gates_given_loaded_are_checked_against_the_model(artifact: Path) -> Non
     layers = {0: {"E": 48, "H": 2}, 1: {"E": 48, "H": 3}}
     said = "2 layers and it has 3. .*layer 1, .* E 48, H 3 in the gates and E 48, H 2 in the"
     refused(said, Cache, model, "gate", keep_ratio=0.5, gates=build_gates("linear", layers))
+    two = build_gates("linear", {layer: {"E": 48, "H": 2} for layer in (0, 1)})
+    said = "2 layers and it has 3. .*layer 2, .* none in the gates and E 48, H 2"
+    refused(said, Cache, model, "gate", keep_ratio=0.5, gates=two)
     for nonsense in ({"linear": 1}, 3):
         said = "gates are a folder, a hub id or a loaded GateSet; got"
         refused(said, Cache, model, "gate", keep_ratio=0.5, gates=nonsense)

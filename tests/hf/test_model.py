@@ -1,5 +1,6 @@
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from retain.evidence import attention_probs
 from retain.hf.intercept.attach import attachment_of
 from retain.hf.intercept.observe import observe
 from retain.hf.model.decoder import base_model, describe, layout_of, rotary_of
+from retain.hf.model.families import Kind, kinds_of
 from retain.hf.model.identity import fingerprint
 from tests.close import MODEL, assert_close
 from tests.hf.masked import evicting
@@ -111,6 +113,9 @@ def test_where_every_layer_has_a_window_they_evict_inside_it():
     # However long it is, and whatever length the config states.
     wide = tiny_model("phi3", sliding_window=8192)
     assert [spec.window for spec in describe(wide)] == [8192, 8192] and not layout_of(wide).alone
+    assert layout_of(wide).shortest_window == 8192 and layout_of(whole).shortest_window == float("inf")
+    unbounded = SimpleNamespace(layer_types=["sliding_attention"] * 2, sliding_window=None)
+    assert kinds_of(unbounded, 2) == [Kind("full_attention")] * 2
     mixed = layout_of(tiny_model("gemma3", sliding_window=8192))
     assert [spec.window for spec in mixed.evicting] == [None] * len(mixed.evicting)
     assert {left.window for left in mixed.alone.values()} == {8192}

@@ -141,6 +141,18 @@ def test_a_large_bias_rounds_no_weight_away(store):
     assert module.bias is bias and torch.equal(module(torch.zeros(1, 48).bfloat16())[0], bias)
 
 
+class Offset(Int8Linear):
+    """A bias by another name, which a copy still adds."""
+
+    def forward(self, x):
+        return super().forward(x) + 4.0
+
+
+def test_a_bias_that_cannot_be_taken_away_is_no_weight():
+    module = Offset(nn.Linear(48, 40, bias=False))
+    assert_close(dense_weight(module, torch.float32).T, module.dense(), ops=4)
+
+
 def test_plain_weights_stay_views():
     linear = nn.Linear(8, 4)
     assert dense_weight(linear, torch.float64).data_ptr() == linear.weight.data_ptr()

@@ -57,11 +57,20 @@ def answer(cache: Cache, ids: torch.Tensor, mask: torch.Tensor, tokens: int, **h
 
 
 def assert_same_entries(one: Cache, other: Cache) -> None:
-    """The same entries in every layer, as equal as sums in another order are."""
+    """The same entries in every layer, as equal as sums in another order are; of codes one in a hundred may
+    be the next one, where a number lay between the two."""
     for a, b in zip(one.state.ragged, other.state.ragged, strict=True):
         (keys, values, *places), (others, other_values, *other_places) = a.store.flat(), b.store.flat()
         assert all(torch.equal(*pair) for pair in zip(places, other_places, strict=True))
-        torch.testing.assert_close((keys, values), (others, other_values), rtol=1e-3, atol=1e-4)
+        codec = None if a.store.packed is None else a.store.packed.codec
+        for mine, theirs in ((keys, others), (values, other_values)):
+            if codec is not None:
+                step = float(mine.max() - mine.min()) / (2**codec.bits - 1)
+                assert float((mine - theirs).abs().max()) <= 1.1 * step
+                close = torch.isclose(mine, theirs, rtol=1e-3, atol=1e-4)
+                assert float(close.float().mean()) > 0.99
+                continue
+            torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
 
 
 def assert_accounts(cache: Cache) -> None:
@@ -209,7 +218,11 @@ FEW_CHECKS = [
     (what_is_not_static_runs_as_written, ()),
 ]
 ALL_CHECKS = [
-    *((one_graph_and_the_same_tokens, own) for own in itertools.product(FAMILIES, POLICIES, PADS)),
+    *(
+        (one_graph_and_the_same_tokens, own)
+        for own in itertools.product(FAMILIES, POLICIES, PADS)
+        if own[:2] != ("mistral_window", "packed_merged")  # refused: its prompt is beyond the window
+    ),
     (evictions_while_decoding, ("criticalkv", 12)),
     (evictions_while_decoding, ("packed_ragged", 12)),
     *((further_prompts_make_no_graph, ((policy,),)) for policy in ("merge", *PACKED)),

@@ -64,7 +64,7 @@ def test_a_model_without_gates_is_told_every_choice():
         "--from nvidia/KVzap-mlp-Qwen3-8B",
         "--from Jang-Hyun/Fast-KVzip",
         "--from ngocbh/TrimKV-Qwen3-8B-Math",
-        "train/distill.py --config configs/distill/hub.yaml model=Qwen/Qwen3-8B",
+        "retain train Qwen/Qwen3-8B FILE.jsonl output=gates",
         f"policy={own.TRAINING_FREE_UNKNOWN!r} where the question comes after",
         f"policy={own.TRAINING_FREE_KNOWN!r} where it is read before",
     ):

@@ -10,8 +10,7 @@ from pydantic import Field
 
 from retain.config import Count, Positive, ProperShare, Tokens, Whole
 from retain.registry import suggest
-from retain.train.rules import broken, refuse
-from retain.train.settings import section
+from retain.train.settings import broken, refuse, section
 
 ROLES = ("text", "context", "question", "answer", "messages", "tools", "context_ids", "appendix_ids")
 # How a row can be read: the column that holds the context, and those that may go with it.

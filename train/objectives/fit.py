@@ -5,7 +5,7 @@ from retain.gates.base import UNITS
 from retain.train.objectives.case import LossSettings
 from retain.train.objectives.losses import TERMS
 from retain.train.objectives.targets import TargetSettings, target_unit
-from retain.train.rules import refuse, unknown
+from retain.train.settings import refuse, unknown
 from retain.train.teacher import Frozen
 
 PAIRED = {"pairwise", "hinge"}

@@ -15,8 +15,7 @@ from torch import Tensor
 from retain.config import Count, Positive, Tokens
 from retain.future import SOURCES, future_use
 from retain.gates import GateInputs
-from retain.train.rules import refuse, unknown
-from retain.train.settings import section
+from retain.train.settings import refuse, section, unknown
 from retain.train.teacher import View
 
 Granularity = Literal["head", "layer", "token"]
@@ -103,7 +102,9 @@ def future_target(view: View, settings: TargetSettings) -> tuple[Tensor, Tensor]
 
 
 # Name of `target.kind` -> (view, settings) -> target and where it is defined, `[H, T]` each.
-TARGETS: dict[str, Callable[[View, TargetSettings], tuple[Tensor, Tensor]]] = {"future_use": future_target}
+TARGETS: dict[str, Callable[[View, TargetSettings], tuple[Tensor, Tensor]]] = {
+    "future_use": future_target,
+}
 
 
 def joined_for(settings: TargetSettings) -> tuple[str, ...]:

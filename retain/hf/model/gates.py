@@ -100,10 +100,7 @@ def own_gates(model: nn.Module, policy: str) -> GateSet:
             f"others have published gates for {name}: python -m retain.hf.model.published "
             f"--from {repository} --model {name} --out gates, then gates='gates' (not tried here)"
         )
-    steps.append(
-        "train your own, in a checkout: accelerate launch train/distill.py --config configs/distill/hub.yaml "
-        f"model={name} data.path=FILE.jsonl output=gates, then gates='gates'"
-    )
+    steps.append(f"train your own: retain train {name} FILE.jsonl output=gates, then gates='gates'")
     steps.append(
         f"take no gates: policy={TRAINING_FREE_UNKNOWN!r} where the question comes after the eviction, "
         f"policy={TRAINING_FREE_KNOWN!r} where it is read before (docs/choose.md has the evidence)"
