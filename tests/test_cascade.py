@@ -116,6 +116,19 @@ def test_layers_that_ask_for_nothing(heads_file, name, num_layers):
     assert torch.stack(once).sum((0, 2, 3)).tolist() == [num_layers * 16, num_layers * 14]
 
 
+def test_a_share_that_a_light_layer_hardly_changes_is_not_rounded_down_before(heads_file):
+    """A share of 10.6 entries that becomes 10.59 with the last layer may still be rounded up to 11."""
+    policy, budget = kind("cake", heads_file), Budget(keep_ratio=0.5)
+    for seed in range(20):
+        layers, scores = many_layers(4, asks=0)
+        weights = torch.rand(4, 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        weights[-1] = 1e-3
+        scores = [replace(own, layer_weight_B=w) for own, w in zip(scores, weights, strict=True)]
+        once = [one.keep_BHT for one in decide_layers(policy, layers, budget, scores=scores)]
+        keeps, _, _ = run_cascade(plan_for(policy, layers, budget, None), scores)
+        assert all(map(torch.equal, keeps, once))
+
+
 def test_more_weight_is_more_memory_up_to_what_exists(heads_file):
     layers = make_evidence(1, 1, 40, (0,), num_layers=4)
     scores, policy = made_scores(layers, 1, ties=False), kind("cake", heads_file)
