@@ -59,10 +59,10 @@ def compare(arguments: Sequence[str]) -> int:
 
 
 def lm_eval(arguments: Sequence[str]) -> int:
-    """Runs lm-eval's own command line, in a process that knows the model class `retain`.
+    """Runs the command line of lm-eval, in a process that knows the model class `retain`.
 
     lm_eval 0.4.13 looks for no plug-ins, so the class is imported first. If no model is named, `retain` is
-    meant: lm-eval's own default would be the full cache.
+    meant: the default of lm-eval would be the full cache.
     """
     try:
         require("lm-eval", "lm_eval", what="retain lm-eval")

@@ -10,11 +10,9 @@ whether it holds.
 """
 
 import copy
-import gc
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,6 +24,7 @@ from retain.config import build
 from retain.eval.speed import RANDOM, Setting, load_model, parser, spread
 from retain.hf.model.gates import load_gates, new_gates
 from retain.hf.version_names import CACHE
+from retain.kernels.measure import quiet
 from retain.process.command import command
 
 DYNAMIC, ATTACHED, STATIC, FULL = "DynamicCache", "DynamicCache, attached", "StaticCache", "full"
@@ -58,7 +57,16 @@ def stepper(setting: Setting, run: Any, cache: Any, ids_BT: torch.Tensor) -> Cal
 
 
 def runs_of(setting: Setting, model: Any, compiled: Compile) -> dict[str, Callable[[], float]]:
-    """What is timed, by name, each with its prompt read."""
+    """What is timed, by name, each with its prompt read.
+
+    Raises:
+        ValueError: several keep ratios or batch sizes.
+    """
+    if len(setting.keep_ratios) > 1 or len(setting.batches) > 1:
+        raise ValueError(
+            f"compiled steps: keep_ratios {setting.keep_ratios} and batches {setting.batches} are several: "
+            "pass one of each."
+        )
     twin = copy.deepcopy(model, {id(weight): weight for weight in model.parameters()})
     gates: Any = new_gates(model, "linear", seed=setting.seed).eval() if setting.gates == RANDOM else None
     if setting.gates and gates is None:
@@ -96,23 +104,9 @@ def runs_of(setting: Setting, model: Any, compiled: Compile) -> dict[str, Callab
     return runs
 
 
-@contextmanager
-def quiet(setting: Setting) -> Iterator[None]:
-    """So many threads, no gradients and no garbage collection; afterwards as before."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(setting.threads)
-    gc.disable()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        gc.enable()
-        torch.set_num_threads(threads)
-
-
 def measure(setting: Setting, compiled: Compile) -> list[str]:
     """The lines of the report."""
-    with quiet(setting):
+    with quiet(setting.threads), torch.no_grad():
         runs = runs_of(setting, load_model(setting), compiled)
         times: dict[str, list[float]] = {name: [] for name in runs}
         for turn in range(-setting.warmup, setting.rounds):

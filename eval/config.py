@@ -83,7 +83,7 @@ class CompareConfig:
         trust_remote_code: Run code that comes with the checkpoint.
         device_map: How the model is spread over devices, as transformers takes it ("auto"); `device` moves
             nothing then.
-        device: Where the model runs: "cpu", "cuda" (under `accelerate launch` each process on its own GPU),
+        device: Where the model runs: "cpu", "cuda" (under `accelerate launch` each process on one GPU),
             or "auto".
         batch_items: Contexts that are read together; fewer take less memory, and more steps.
         max_sequences: Most sequences that are decoded together.

@@ -71,7 +71,7 @@ class Setting:
         tuple[Annotated[float, Field(gt=0, le=1)], ...], Field(min_length=1, description="kept / seen")
     ] = (0.1, 0.2)
     batches: Annotated[tuple[Annotated[int, Field(ge=1)], ...], _text("prompts read at once")] = (1,)
-    gates: Annotated[str, _text("folder or hub id; random: right in time alone; empty: own")] = ""
+    gates: Annotated[str, _text("folder or hub id; random: right in time alone; empty: those that ship")] = ""
     tokens: Annotated[int, _at(1, "length of a prompt")] = 1024
     steps: Annotated[int, _at(1, "tokens decoded behind it")] = 16
     rounds: Annotated[int, _at(2, "measured lives of each cache, at least 2")] = 5

@@ -107,6 +107,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "entropy": {"scope": "layer", "allocation": ENTROPY},
     "entropy, guaranteed": {"scope": "layer", "allocation": ENTROPY | GUARANTEED},
     "entropy, equal heads": {"allocation": ENTROPY},
+    "entropy, equal heads, by mass": {"allocation": ENTROPY, **MASS},
     "entropy, by mass": {"scope": "layer", "allocation": ENTROPY, **MASS},
     "entropy, drawn": {"scope": "layer", "allocation": ENTROPY, "draw": {"share": 0.3}},
     "cake": {"observed": "cake", "allocation": CAKE},

@@ -15,8 +15,10 @@ from retain.budget.joint import allocate_joint, make_bids
 from retain.budget.largest_remainder import exact, largest_remainder
 from retain.budget.statement import Budget
 from retain.policy import decide_layers
+from retain.protection import Protection
+from retain.scores import masked_score
 from retain.scores.lava import entropy_weight
-from tests.evictions import check, held_scores, kind, made_scores, make_evidence, stock_of
+from tests.evictions import check, held_scores, kind, made, made_scores, make_evidence, stock_of
 from tests.refused import refused
 
 # Exact shares.
@@ -161,6 +163,15 @@ def test_no_head_is_emptied_by_a_greedy_neighbour_and_no_budget_goes_beyond_what
     refused("is NaN", compete, score * float("nan"), nothing, [10])
 
 
+def test_a_head_that_all_others_outbid_keeps_one_entry_though_none_is_protected():
+    layers = make_evidence(0, 1, 20, (0,), num_layers=1)
+    loud = torch.tensor([9.0, 0.1]).view(1, 2, 1).expand(1, 2, 20)
+    scores = [masked_score(loud, layers[0].valid_BT, "risk")]
+    policy = made(scope="layer", protection=Protection(0, 0.0, 0.0, 0, 0))
+    (one,) = decide_layers(policy, layers, Budget(tokens_per_head=4), scores=scores)
+    assert one.keep_BHT.sum(-1).tolist() == [[7, 1]]
+
+
 @settings(deadline=None, max_examples=20)
 @given(st.integers(0, 10**6))
 def test_entropy_is_its_formula(seed):
@@ -201,8 +212,8 @@ def test_heads_that_hold_less_than_their_share_leave_it_to_the_others(heads_file
     layers = [replace(layer, held_BHT=own) for layer, own in zip(layers, held, strict=True)]
     scores = held_scores(layers, made_scores(layers, 5, ties=False))
     for ratio, whole in ((0.3, False), (0.5, False), (0.9, True)):
-        made = decide_layers(policy, layers, Budget(keep_ratio=ratio), scores=scores, stock=stock_of(layers))
-        counts = [one.keep_BHT.sum(-1).tolist()[0] for one in made]
+        once = decide_layers(policy, layers, Budget(keep_ratio=ratio), scores=scores, stock=stock_of(layers))
+        counts = [one.keep_BHT.sum(-1).tolist()[0] for one in once]
         assert sum(map(sum, counts)) == min(3 * int(ratio * 80 + 0.5), 180)
         assert (counts == [[10, 10], [40, 40], [40, 40]]) == whole
         # The first head of the first layer would get 21 of the 72, and holds ten: it keeps them all.

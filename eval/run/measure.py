@@ -43,9 +43,9 @@ class Keys:
 
     def key(self, row: Row, candidate: Candidate, budget: Budget, when: str, question: str) -> Key:
         """Key of a line."""
-        own = {"policy": candidate.policy, "protection": candidate.protection, "budget": budget_label(budget)}
-        own |= {"when": when, "question": question}
-        return tuple(own[name] if name in own else getattr(row, name) for name in KEY)
+        stated = {"policy": candidate.policy, "protection": candidate.protection}
+        stated |= {"budget": budget_label(budget), "when": when, "question": question}
+        return tuple(stated[name] if name in stated else getattr(row, name) for name in KEY)
 
     def identity_of(self, context: Context, number: int, candidate: Candidate) -> str:
         """Identity of a line: the model, the policy, the task's settings, and the row as the model reads it

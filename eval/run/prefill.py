@@ -9,7 +9,7 @@ with a sliding window or a recurrent state cannot be cropped: a model that has t
 - question unknown: the context is evicted, then each question is read behind the same evicted context.
 - question known: scores have observed the context and the question. All but the question's last token
   compete, and that token is read after the eviction, so that the answer's first token too comes from what was
-  kept. Each question has an eviction of its own.
+  kept. Each question has its eviction.
 
 Elsewhere entries go while the model reads or decodes, so each candidate has a `retain.Cache` of its policy.
 """

@@ -229,10 +229,10 @@ def test_processes_share_out_the_units(grid, whole, tmp_path):
     keys = entry.Keys(grid, entry.manifest_of(grid, loaded, contexts, "")["identity"])
     shares = []
     for rank in (0, 1):
-        own = replace(grid, results=str(tmp_path / str(rank)))
-        own.folder.mkdir(parents=True)
-        measure_all(own, loaded, units, keys, Processes(rank=rank, count=2))
-        shares.append(table_of(own.folder))
+        share = replace(grid, results=str(tmp_path / str(rank)))
+        share.folder.mkdir(parents=True)
+        measure_all(share, loaded, units, keys, Processes(rank=rank, count=2))
+        shares.append(table_of(share.folder))
     assert not {*shares[0]} & {*shares[1]} and all(shares)
     assert shares[0] | shares[1] == table_of(whole)
 

@@ -1,8 +1,10 @@
 """Decoded tokens as written and compiled, timed on a model of two layers."""
 
 import re
+from dataclasses import replace
 from functools import partial
 
+import pytest
 import torch
 
 from retain.eval.compiled_steps import measure
@@ -15,6 +17,8 @@ def test_each_way_is_timed_and_each_aim_is_said_to_hold_or_not():
         model="random", policies=("snapkv", "merge"), keep_ratios=(0.4,), gates="random", tokens=320,
         steps=2, rounds=2, threads=1, **shape,
     )  # fmt: skip
+    with pytest.raises(ValueError, match="pass one of each"):
+        measure(replace(setting, batches=(1, 2)), torch.compile)
     head, *lines = measure(setting, partial(torch.compile, backend="eager"))
     rows, aims = lines[:9], lines[9:]
     assert "ms" in head and len({re.split(r"  +", row)[0] for row in rows}) == 9

@@ -185,12 +185,12 @@ def test_a_cache_that_holds_more_than_its_budget_stops_the_run(gated, monkeypatc
         lines_of(small(gated))
 
 
-# What a second policy holds beside 100 entries of 10 bytes, and whether a run may go on.
+# What a second policy holds next to 100 entries of 10 bytes, and whether a run may go on.
 UNEQUAL = [
     ({}, "snapkv", True),
     ({"entries_held": 101}, "snapkv", False),
     ({"bytes_held": 1001}, "snapkv", False),
-    ({"entries_held": 99, "bytes_held": 990}, "counted", True),  # a number beside each entry
+    ({"entries_held": 99, "bytes_held": 990}, "counted", True),  # a number with each entry
     ({"entries_held": 90, "bytes_held": 900}, "counted", False),
     ({"entries_held": 180, "bytes_held": 990}, "packed", True),
     ({"entries_held": 180, "bytes_held": 1001}, "packed", False),
@@ -205,7 +205,8 @@ def test_policies_of_one_budget_hold_equally_much(tmp_path, changes, name, equal
         "packed": ("snapkv", "precision={bits: 4}"),
     }
     config = small(tmp_path, variants=variants)
-    policies = {(own, "own"): find_policy(config, Candidate(own)) for own in ("recency", "snapkv", *variants)}
+    names = ("recency", "snapkv", *variants)
+    policies = {(one, "own"): find_policy(config, Candidate(one)) for one in names}
     place = {"budget": "keep_ratio=0.5", "when": "prefill", "question": "known", "task": "t", "seed": 0}
     held = {"entries_held": 100, "entries_seen": 200, "bytes_held": 1000, "bytes_seen": 2000}
     line = {**place, **held, "protection": "own", "item": 0, "keep_ratio": 0.5, "policy": "recency"}
@@ -235,7 +236,7 @@ def test_policies_with_one_score_score_once(gated, shared, monkeypatch):
     monkeypatch.setattr(scores, "score_entries", count)
     variants = {
         "bare": ("snapkv", "protection.sinks=0"),
-        "other": ("snapkv", "observed_settings.window=16"),
+        "other": ("snapkv", "observed_settings.pool=max"),
         "gate_bare": ("gate", "protection.sinks=0"),
     }
     names = (
@@ -311,7 +312,7 @@ def test_each_set_of_gates_scores_as_it_would_alone(gated, ragged, tmp_path):
     config = small(gated, policies=("gate", "mine", "seen"), variants=variants, **grid)
     lines = lines_of(config)
     texts = {name: [line.text for line in lines if line.policy == name] for name in config.policies}
-    assert len({str(own) for own in texts.values()}) == 3, "all sets keep the same"
+    assert len({str(answers) for answers in texts.values()}) == 3, "all sets keep the same"
     assert {line.policy: line.gates for line in lines} == {"full": None, "gate": config.gates, **uses}
     for name, place in uses.items():
         alone = lines_of(small(tmp_path, policies=("gate",), gates=place, **grid))

@@ -32,7 +32,7 @@ def test_a_record_has_every_policy_beside_the_full_caches(tmp_path, capsys):
     for row in rows:
         seen = row["batch"] * 2 * 96
         most = seen * row["keep_ratio"] * ENTRY
-        # A merge pays its number beside each entry out of the budget.
+        # A merge pays its number with each entry out of the budget.
         assert most * 0.9 <= row["cache_bytes"]["held"] <= most
         assert row["held_of_full"] == row["cache_bytes"]["held"] / (seen * ENTRY)
         assert len(row["token_ms"]["all"]) == 2 and row["peak_bytes"] == {}

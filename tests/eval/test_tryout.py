@@ -33,7 +33,7 @@ def test_answers_bytes_and_a_page_that_is_safe(paths, capsys):
     rows = re.findall(r"^  ([\w ]+?) +(all|20%) +([\d.]+) MiB", said, flags=re.MULTILINE)
     assert [name for name, _, _ in rows] == ["full cache", "snapkv", "keydiff", "merge"]
     full, *others = (float(mib) for _, _, mib in rows)
-    assert full > 1 and all(own <= 0.2 * full + 0.1 for own in others)  # printed to a tenth
+    assert full > 1 and all(mib <= 0.2 * full + 0.1 for mib in others)  # printed to a tenth
     page = (paths / "page.html").read_text()
     assert "<script>alert" not in page and "What is &lt;b&gt; &amp; what is not?" in page
     assert page.count('<div class="tokens">') == 3 and "--a:1.00" in page and "--a:0.00" in page
