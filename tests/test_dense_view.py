@@ -103,7 +103,7 @@ def test_columns_are_the_union_of_what_heads_hold_and_what_is_asked(seed, B, H, 
                 assert columns.held_BHT[b, h, i] == held_BHT[b, h, t]
                 if held_BHT[b, h, t]:
                     n, index = entries[b * H + h, t]
-                    assert (columns.entries.column_N[n], columns.index_BHT[b, h, i]) == (i, index)
+                    assert (columns.entries[1][n], columns.index_BHT[b, h, i]) == (i, index)
     assert not (columns.held_BHT & ~columns.valid_BT[:, None]).any()
     assert (columns.index_BHT[~columns.held_BHT] == 0).all()
 
@@ -120,14 +120,16 @@ def test_there_and_back(seed, B, H, seen):
     held = columns.held_BHT
     assert torch.equal(kept_BHTD[held], keys_BHTD.gather(2, source_BHTD)[held])
     # From the columns back to the entries, in the order of the store.
-    assert torch.equal(columns.entries.select(kept_BHTD), store.put(keys_BHTD, held_BHT)[store.index_N])
+    assert torch.equal(
+        kept_BHTD.flatten(0, 1)[columns.entries], store.put(keys_BHTD, held_BHT)[store.index_N]
+    )
     keep_BHT = torch.rand(held.shape) < 0.5
-    keep_N = columns.entries.select(keep_BHT)
+    keep_N = keep_BHT.flatten(0, 1)[columns.entries]
     assert keep_N.sum() == (keep_BHT & held).sum()
-    where = columns.entries
-    assert where.rows_N.dtype == where.column_N.dtype == torch.int32
-    assert torch.equal(where.select(keep_BHT & held), keep_N)  # it asks about nothing else
-    assert torch.equal(columns.entries.select(columns.index_BHT), store.index_N)
+    assert all(index_N.dtype == torch.int32 for index_N in columns.entries)
+    held_N = (keep_BHT & held).flatten(0, 1)[columns.entries]
+    assert torch.equal(held_N, keep_N)  # it asks about nothing else
+    assert torch.equal(columns.index_BHT.flatten(0, 1)[columns.entries], store.index_N)
     kept = set(columns.index_BHT[keep_BHT & held].tolist())
     assert kept == set(store.index_N[keep_N].tolist())
     # What tokens have.
@@ -147,7 +149,7 @@ def test_a_store_of_nothing_has_the_columns_of_its_queries():
     assert columns.valid_BT.tolist() == columns.queried_BT.tolist() == [[True, True], [False, True]]
     assert not columns.held_BHT.any()
     assert columns.gather(torch.zeros(0, 3)).shape == (2, 2, 2, 3)
-    assert columns.entries.select(nothing[..., :2]).shape == (0,)
+    assert nothing[..., :2].flatten(0, 1)[columns.entries].shape == (0,)
     assert store.columns(positions_BT, valid_BT, 3).held_BHT.shape == (2, 2, 0)
 
 

@@ -1,8 +1,8 @@
 """Lays the ragged rows of one layer out as dense `[B, H, T, ...]` tensors, so that they can be scored again.
 
 A column is a token that *any* head of the layer still holds, or whose query is shown; a mask says which head
-holds which column. `DenseView` translates between the store's order and columns, `EntryColumns` is the part
-of it that a later cut needs, `align_last` brings the last queries to their columns.
+holds which column. `DenseView` translates between the store's order and columns, of which a later cut needs
+`entries` alone; `align_last` brings the last queries to their columns.
 
 Columns are in order of time and right-aligned, as in left-padded evidence: query `s` of `S` sits at column `T
 - S + s` in every sequence. No loop over rows; the device is waited for once, for the widest sequence's number
@@ -17,23 +17,6 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class EntryColumns:
-    """Column of each entry of a layer: enough to cut the layer, at 8 bytes an entry.
-
-    Args:
-        column_N: int32, the column of each entry, in the order in which the entries were given.
-        rows_N: int32, row `b * H + h` of each entry.
-    """
-
-    column_N: Int[Tensor, " N"]
-    rows_N: Int[Tensor, " N"]
-
-    def select(self, dense_BHT: Shaped[Tensor, "B H T *rest"]) -> Shaped[Tensor, "N ..."]:
-        """Values at the columns, such as a keep mask, entry by entry in the order of the store."""
-        return dense_BHT.flatten(0, 1)[self.rows_N, self.column_N]
-
-
-@dataclass(frozen=True)
 class DenseView:
     """Dense columns of one layer's ragged rows.
 
@@ -45,7 +28,8 @@ class DenseView:
         queried_BT: columns that are shown for their query's sake, held or not.
         held_BHT: which head holds which column.
         index_BHT: int64, where in the store the entry lies; 0 where the head does not hold it.
-        entries: column of each entry.
+        entries: int32, row `b * H + h` and column of each entry, in the order in which they were given. Values
+            at them, such as a keep mask, are `dense_BHT.flatten(0, 1)[entries]`.
     """
 
     token_BT: Int[Tensor, "B T"]
@@ -55,7 +39,7 @@ class DenseView:
     queried_BT: Bool[Tensor, "B T"]
     held_BHT: Bool[Tensor, "B H T"]
     index_BHT: Int[Tensor, "B H T"]
-    entries: EntryColumns
+    entries: tuple[Int[Tensor, " N"], Int[Tensor, " N"]]
 
     def gather(self, store_C: Tensor) -> Tensor:
         """Gather a column of the store: `[C, ...] -> [B, H, T, ...]`.
@@ -118,7 +102,7 @@ def dense_view(
         queried_BT=queried_BT.gather(1, token_BT) & column_valid_BT,
         held_BHT=held_BHT.view(B, H, T),
         index_BHT=index_BHT.view(B, H, T),
-        entries=EntryColumns(column_N.int(), rows_N.int()),
+        entries=(rows_N.int(), column_N.int()),
     )
 
 

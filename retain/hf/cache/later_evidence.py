@@ -173,7 +173,7 @@ def note_(
         running = bound.counted(evidence).running
         assert running is not None
         for name, side_BHT in _beside_of(running).items():
-            store.write_beside_(name, columns.entries.select(side_BHT))
+            store.write_beside_(name, side_BHT.flatten(0, 1)[columns.entries])
     layer.recent.hidden, layer.recent.stream = [], []
 
 
