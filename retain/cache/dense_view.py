@@ -28,8 +28,8 @@ class DenseView:
         queried_BT: columns that are shown for their query's sake, held or not.
         held_BHT: which head holds which column.
         index_BHT: int64, where in the store the entry lies; 0 where the head does not hold it.
-        entries: int32, row `b * H + h` and column of each entry, in the order in which they were given. Values
-            at them, such as a keep mask, are `dense_BHT.flatten(0, 1)[entries]`.
+        entries: int32, row `b * H + h` and column of each entry, in the order in which they were given;
+            values at them, such as a keep mask, are `dense_BHT.flatten(0, 1)[entries]`.
     """
 
     token_BT: Int[Tensor, "B T"]

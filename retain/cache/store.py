@@ -307,13 +307,10 @@ class RaggedStore:
             values_BHS: `[B, H, S]` or `[B, H, S, K]`.
             valid_BS: False on padding, as these tokens were appended with; None: all are real.
         """
-        column, wanted = self.columns.get(name), values_BHS.shape[3:]
-        assert values_BHS.shape[:2] == self.lengths_BH.shape and (
-            column is None or column.shape[1:] == wanted
-        )
+        column = self.columns.get(name)
         if column is None:
             with normal_tensors():
-                column = values_BHS.new_zeros(self.num_places, *wanted)
+                column = values_BHS.new_zeros(self.num_places, *values_BHS.shape[3:])
         index_RS, valid_RS = tail_index_RS(self, values_BHS.shape[2] if valid_BS is None else valid_BS)
         index_N, values = index_RS.flatten(), values_BHS.flatten(0, 2)
         if valid_BS is not None:
