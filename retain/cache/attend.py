@@ -19,7 +19,7 @@ from torch import Tensor
 from retain.cache.equal_rows import attend_runs, find_runs, fits
 from retain.cache.layer_store import Store
 from retain.cache.store import RaggedStore
-from retain.kernels.ragged_attention import merged, path_of, ragged_attention
+from retain.kernels.ragged_attention import merged, ragged_attention
 
 
 def attend(
@@ -41,12 +41,12 @@ def attend(
         **how: `scaling`, `soft_cap`, `sinks_Q` and `with_lse`, as the op takes them.
     """
     keys, values = (store.keys_CD, store.values_CD) if store.codec is None else store.codes
-    numbers = store.codec is None and not queries_BQSD.is_cuda and path_of(keys, values) == "reference"
     special = window, how.get("soft_cap"), how.get("sinks_Q"), how.get("with_lse") or None
-    if by_runs and numbers and all(one is None for one in special):
+    runs = None
+    if by_runs and store.codec is None and all(one is None for one in special) and fits(store, queries_BQSD):
         runs = find_runs(store, seen_RS, queries_BQSD.shape[1])
-        if runs is not None and fits(runs, queries_BQSD):
-            return attend_runs(queries_BQSD, runs, seen_RS, how["scaling"])
+    if runs:
+        return attend_runs(queries_BQSD, runs, seen_RS, how["scaling"])
     return ragged_attention(
         *(queries_BQSD, keys, values, store.offsets_R1, store.lengths_R, seen_RS),
         window=window,
@@ -80,6 +80,6 @@ def attend_store(
     all_RS = torch.where(seen_RS > 0, packed.lengths_R[:, None].to(seen_RS.dtype), 0)
     parts = [(plain, seen_RS), (packed, all_RS)]
     outs, lses = zip(
-        *(attend(part, queries_BQSD, own_RS, with_lse=True, **how) for part, own_RS in parts), strict=True
+        *(attend(part, queries_BQSD, sees_RS, with_lse=True, **how) for part, sees_RS in parts), strict=True
     )
     return merged(list(outs), list(lses), sinks_Q)

@@ -83,15 +83,15 @@ def find_runs(store: RaggedStore, seen_RS: Int[Tensor, "R S"], num_queries: int)
     return runs
 
 
-def fits(runs: Sequence[Run], queries_BQSD: Tensor) -> bool:
-    """Whether dense calls can serve these queries: one precision, and no gradients, which a store does not
-    have."""
-    if not runs:
+def fits(store: RaggedStore, queries_BQSD: Tensor) -> bool:
+    """Whether dense calls can serve these queries over a plain store: on a CPU, in one precision, and without
+    gradients, which a store does not have."""
+    (B, Q, _, D), R = queries_BQSD.shape, len(store.lengths_R)
+    keys, values = store.keys_CD, store.values_CD
+    if queries_BQSD.is_cuda or path_of(keys, values) != "reference" or not R or R % B or B * Q % R:
         return False
-    (B, Q, _, D), keys, values = queries_BQSD.shape, runs[0].keys, runs[0].values
-    R = runs[-1].row + runs[-1].keys.shape[0]
-    alike = queries_BQSD.dtype == keys.dtype == values.dtype and keys.shape[-1] == D
-    return alike and not (R % B or B * Q % R or torch.is_grad_enabled() and queries_BQSD.requires_grad)
+    alike = queries_BQSD.dtype == keys.dtype == values.dtype and keys.shape[1] == D
+    return alike and not (torch.is_grad_enabled() and queries_BQSD.requires_grad)
 
 
 def attend_runs(

@@ -136,7 +136,8 @@ def tensors_of(store: RaggedStore) -> dict[str, Tensor]:
         codes "value_scales", "groups" and "key_scales".
     """
     index_N = store.index_N()
-    found = {name if name in ENTRY else BESIDE + name: own[index_N] for name, own in store.columns.items()}
+    columns = {name if name in ENTRY else BESIDE + name: column for name, column in store.columns.items()}
+    found = {name: column[index_N] for name, column in columns.items()}
     table = {} if store.key_scales_G2D is None else {KEY_SCALES: store.key_scales_G2D}
     return {**found, "lengths": store.lengths_R.clone(), **table}
 
@@ -188,11 +189,9 @@ def layer_tensors(store: Store, bits: int | None) -> dict[str, Tensor]:
     Raises:
         ValueError: numbers that float16 does not hold.
     """
-    plain = tensors_of(store.plain if bits is None else encoded(store.plain, bits))
-    packed = {} if store.packed is None else tensors_of(store.packed)
-    return {f"store.{name}": own for name, own in plain.items()} | {
-        f"packed.{name}": own for name, own in packed.items()
-    }
+    parts = {"store.": store.plain if bits is None else encoded(store.plain, bits), "packed.": store.packed}
+    held = {where: tensors_of(part) for where, part in parts.items() if part is not None}
+    return {where + name: tensor for where, found in held.items() for name, tensor in found.items()}
 
 
 def layer_store_of(

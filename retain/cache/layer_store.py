@@ -126,8 +126,8 @@ class Store:
     def row(self, sequence: int, head: int) -> tuple[Tensor, Tensor, Tensor]:
         """Keys, values (decoded) and positions of one row, in order of time (for looking at)."""
         keys_ND, values_NV, positions_N, rows_N = self.flat()
-        own = rows_N == sequence * self.num_heads + head
-        return keys_ND[own], values_NV[own], positions_N[own]
+        chosen_N = rows_N == sequence * self.num_heads + head
+        return keys_ND[chosen_N], values_NV[chosen_N], positions_N[chosen_N]
 
     def set_beside_(self, name: str, values_BHS: Tensor, valid_BS: Tensor | None = None) -> None:
         """Write a side column for the last S tokens of every row; a new column is zeros elsewhere."""
@@ -139,8 +139,8 @@ class Store:
     def write_beside_(self, name: str, values_N: Tensor) -> None:
         """Write a side column for every entry, in the order of `index_N()`."""
         counts = [part.entries_held for part in self.parts]
-        for part, own_N in zip(self.parts, values_N.split(counts), strict=True):
-            part.write_beside_(name, own_N)
+        for part, values in zip(self.parts, values_N.split(counts), strict=True):
+            part.write_beside_(name, values)
 
     def forget_beside_(self, *names: str) -> None:
         """Let go of side columns."""
@@ -202,10 +202,10 @@ class Store:
         before_N = before_B.to(self.device)[self.rows_N() // self.num_heads]
         self.evict_(self.positions_C[self.index_N()] < before_N)
 
-    def drop_(self, gone_BP: Bool[Tensor, "B P"]) -> None:
+    def drop_(self, forgotten_BP: Bool[Tensor, "B P"]) -> None:
         """Forget, in each sequence, the entries at these positions, and give their bytes back."""
         positions_N = self.positions_C[self.index_N()].to(torch.int64)
-        self.evict_(~gone_BP.to(self.device)[self.rows_N() // self.num_heads, positions_N])
+        self.evict_(~forgotten_BP.to(self.device)[self.rows_N() // self.num_heads, positions_N])
 
 
 @normal_tensors()
@@ -256,6 +256,6 @@ def _stacked(parts: Sequence[RaggedStore | None], stores: Sequence[Store], slack
         for part, store in zip(parts, stores, strict=True)
     ]
     layout = Layout.of(torch.cat(lengths), slack)
-    places = layout.index_N().split([int(own_R.sum()) for own_R in lengths])
+    places = layout.index_N().split([int(lengths_R.sum()) for lengths_R in lengths])
     there = zip(parts, places, strict=True)
     return gathered(layout, [(part, part.index_N(), to_N) for part, to_N in there if part is not None], slack)

@@ -137,11 +137,11 @@ def packing(
     """
     held_R = lengths_R.to(torch.int64)
     starts_R = offsets_R1[:-1]
-    gone_N1 = pad((~keep_N).cumsum(0), (1, 0))
-    gone_R1 = gone_N1[pad(held_R.cumsum(0), (1, 0))]
-    gone_R = gone_R1.diff()
+    evicted_N1 = pad((~keep_N).cumsum(0), (1, 0))
+    evicted_R1 = evicted_N1[pad(held_R.cumsum(0), (1, 0))]
+    evicted_R = evicted_R1.diff()
     # Evicted entries before each one, in its row.
-    holes_N = gone_N1[1:] - torch.repeat_interleave(gone_R1[:-1], held_R)
+    holes_N = evicted_N1[1:] - torch.repeat_interleave(evicted_R1[:-1], held_R)
     moved = (keep_N & (holes_N > 0)).nonzero()[:, 0]
     from_N = spans(starts_R, held_R)[moved]
-    return from_N, from_N - holes_N[moved], spans(starts_R + held_R - gone_R, gone_R), gone_R
+    return from_N, from_N - holes_N[moved], spans(starts_R + held_R - evicted_R, evicted_R), evicted_R

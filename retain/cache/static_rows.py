@@ -91,8 +91,8 @@ class StaticRows:
     span: int = 1
 
     def tensors(self) -> list[Tensor]:
-        own = (self.offsets_R1, self.base_R, *self.work, *self.shown.values(), *self.packed)
-        return [one for one in own if one is not None]
+        held = (self.offsets_R1, self.base_R, *self.work, *self.shown.values(), *self.packed)
+        return [one for one in held if one is not None]
 
     def show(self, name: str, x_BSE: Tensor) -> None:
         """Keep an input of the attention that comes, if it is to be looked at."""
@@ -145,10 +145,10 @@ def _pool_of(stores: Sequence[RaggedStore], room: int, weighted: bool) -> list[P
     for name, column in like.items():
         columns[name] = column.new_zeros(rounded(starts[-1]), *column.shape[1:])
         for store, layout, (start, stop) in zip(stores, layouts, pairwise(starts), strict=True):
-            own = columns[name][start:stop]
+            view = columns[name][start:stop]
             if name in store.columns:
-                copy_(own, layout.index_N(), store.columns[name], (store.index_N(),))
-            store.columns[name] = own
+                copy_(view, layout.index_N(), store.columns[name], (store.index_N(),))
+            store.columns[name] = view
     for store, layout in zip(stores, layouts, strict=True):
         store.lay_out_anew_(layout, store.index_N(), moved=columns)
     return [(columns, store.offsets_R1 + start) for store, start in zip(stores, starts, strict=False)]
@@ -171,11 +171,11 @@ def packed_of(stores: Sequence[RaggedStore], room: int, weighted: bool, together
     most = rounded(max(FEWEST, max(map(len, scales)) + more))
     table = scales[0].new_zeros(len(stores), most, *scales[0].shape[1:])
     found = []
-    for store, own_G2D, own, (columns, offsets_R1) in zip(stores, scales, table, places, strict=True):
-        own[: len(own_G2D)] = own_G2D
-        store.key_scales_G2D = own[: len(own_G2D)]
+    for store, held_G2D, room_G2D, (columns, offsets_R1) in zip(stores, scales, table, places, strict=True):
+        room_G2D[: len(held_G2D)] = held_G2D
+        store.key_scales_G2D = room_G2D[: len(held_G2D)]
         parts = [columns[name] for name in ("keys", "values", "positions", VALUE_SCALES, GROUPS)]
-        parts += [own, offsets_R1, store.lengths_R.to(torch.int32, copy=True)]
+        parts += [room_G2D, offsets_R1, store.lengths_R.to(torch.int32, copy=True)]
         found.append([*parts, columns[LOG_WEIGHT]] if weighted else parts)
     return found
 
@@ -184,5 +184,5 @@ def spare_bytes(stores: Sequence[Store]) -> int:
     """Bytes of the storages behind stores that none of them lives in."""
     parts = [part for store in stores for part in store.parts]
     tensors = [tensor for part in parts for tensor in part.storages()]
-    storages = {own.untyped_storage().data_ptr(): own.untyped_storage().nbytes() for own in tensors}
+    storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}
     return max(0, sum(storages.values()) - sum(bytes_of(part.storages()) for part in parts))

@@ -332,12 +332,12 @@ class RaggedStore:
             keep_N: True = kept, in the order of `flat()`.
         """
         assert keep_N.shape == (self.entries_held,) and keep_N.dtype == torch.bool
-        from_N, to_N, freed, gone_R = packing(keep_N, self.offsets_R1, self.lengths_R)
+        from_N, to_N, freed, evicted_R = packing(keep_N, self.offsets_R1, self.lengths_R)
         for column in self.columns.values():
             copy_(column, to_N, column, (from_N,))
             # Zeros, not garbage: a masked entry has weight 0, and 0 x NaN would still be NaN.
             column.index_fill_(0, freed, 0)
-        self.lengths_R -= gone_R
+        self.lengths_R -= evicted_R
         self.step_rows = None
         self.free = count_free(self.pages, self.lengths_R.tolist())
         self._forget_groups_()
