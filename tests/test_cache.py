@@ -131,7 +131,7 @@ def test_compacting_in_place_keeps_the_storage_and_filtering_returns_it():
     for _ in range(4):  # the freed room is used again, and its side columns are zeros again
         store.append_(*(torch.zeros(B, H, 1, D),) * 2, torch.full((B, 1), 999))
     assert store.keys_CD.data_ptr() == storage
-    index, _ = tail_index_RS(store, 4)
+    index, _ = tail_index_RS(store, torch.ones(B, 4, dtype=torch.bool))
     assert not any(column[index].any() for column in store.beside.values())
 
 

@@ -129,7 +129,7 @@ class Store:
         chosen_N = rows_N == sequence * self.num_heads + head
         return keys_ND[chosen_N], values_NV[chosen_N], positions_N[chosen_N]
 
-    def set_beside_(self, name: str, values_BHS: Tensor, valid_BS: Tensor | None = None) -> None:
+    def set_beside_(self, name: str, values_BHS: Tensor, valid_BS: Bool[Tensor, "B S"]) -> None:
         """Write a side column for the last S tokens of every row; a new column is zeros elsewhere."""
         self.plain.set_beside_(name, values_BHS, valid_BS)
         if self.packed is not None and name not in self.packed.columns:

@@ -299,24 +299,21 @@ class RaggedStore:
         self.free -= S
         return seen_RS
 
-    def set_beside_(self, name: str, values_BHS: Tensor, valid_BS: Bool[Tensor, "B S"] | None = None) -> None:
+    def set_beside_(self, name: str, values_BHS: Tensor, valid_BS: Bool[Tensor, "B S"]) -> None:
         """Write a side column for the last S tokens of every row; a new column is zeros elsewhere.
 
         Args:
             name: of the column.
             values_BHS: `[B, H, S]` or `[B, H, S, K]`.
-            valid_BS: False on padding, as these tokens were appended with; None: all are real.
+            valid_BS: False on padding, as these tokens were appended with.
         """
         column = self.columns.get(name)
         if column is None:
             with normal_tensors():
                 column = values_BHS.new_zeros(self.num_places, *values_BHS.shape[3:])
-        index_RS, valid_RS = tail_index_RS(self, values_BHS.shape[2] if valid_BS is None else valid_BS)
-        index_N, values = index_RS.flatten(), values_BHS.flatten(0, 2)
-        if valid_BS is not None:
-            real_N = valid_RS.flatten()
-            index_N, values = index_N[real_N], values[real_N]
-        column.index_copy_(0, index_N, values.detach().to(column.dtype))
+        index_RS, valid_RS = tail_index_RS(self, valid_BS)
+        values_N = values_BHS.flatten(0, 2)[valid_RS.flatten()]
+        column.index_copy_(0, index_RS[valid_RS], values_N.detach().to(column.dtype))
         self.columns[name] = column
 
     def write_beside_(self, name: str, values_N: Tensor) -> None:
@@ -411,13 +408,12 @@ def _width(*columns: Tensor) -> int:
 
 
 def tail_index_RS(
-    store: RaggedStore, tail: Bool[Tensor, "B S"] | int
+    store: RaggedStore, valid_BS: Bool[Tensor, "B S"]
 ) -> tuple[Int[Tensor, "R S"], Bool[Tensor, "R S"]]:
     """Places of the tokens that were appended last.
 
     Args:
-        store: they were appended to.
-        tail: which of the last S tokens are real (the `valid_BS` they were appended with); or S, if all are.
+        valid_BS: which of the last S tokens are real.
 
     Returns:
         the index of each row's last tokens into the store (padding: that of the row's room), and which are
@@ -425,10 +421,7 @@ def tail_index_RS(
     """
     starts_R1 = store.offsets_R1[:-1, None]
     ends_R1 = starts_R1 + store.lengths_R[:, None]
-    if isinstance(tail, int):
-        index_RS = ends_R1 + torch.arange(-tail, 0, device=ends_R1.device)
-        return index_RS, torch.ones_like(index_RS, dtype=torch.bool)
-    valid_RS = tail.to(ends_R1.device).repeat_interleave(store.num_heads, dim=0)
+    valid_RS = valid_BS.to(ends_R1.device).repeat_interleave(store.num_heads, dim=0)
     rank_RS = valid_RS.cumsum(-1)
     return torch.where(valid_RS, ends_R1 - rank_RS[:, -1:] + rank_RS - 1, starts_R1), valid_RS
 

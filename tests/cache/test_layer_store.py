@@ -55,7 +55,7 @@ class Beside:
         tokens = self.new(batch, num)
         positions = torch.tensor(self.seen)[:, None] + torch.arange(num)
         seen_RS = self.store.plain.append_(KEYS[tokens], VALUES[tokens], positions)
-        self.store.set_beside_("score", SCORE[tokens])
+        self.store.set_beside_("score", SCORE[tokens], torch.ones(batch, num, dtype=torch.bool))
         for row, own in enumerate(self.rows):
             for s in range(num):
                 b, h = divmod(row, H)
