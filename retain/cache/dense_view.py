@@ -63,7 +63,7 @@ def dense_view(
     *,
     positions_BT: Int[Tensor, "B seen"],
     valid_BT: Bool[Tensor, "B seen"],
-    queries_from: int | Int[Tensor, " B"],
+    queries_from: Int[Tensor, " B"],
 ) -> DenseView:
     """Compute the columns of a layer's rows.
 
@@ -74,15 +74,14 @@ def dense_view(
         num_heads: KV heads.
         positions_BT: RoPE position of every token seen, ascending over a sequence's own tokens.
         valid_BT: False on padding, which may stand between a sequence's tokens too.
-        queries_from: tokens from this index on (of each sequence: `last_tokens`) are columns in any case.
+        queries_from: tokens of each sequence from this index on (`last_tokens`) are columns in any case.
     """
     B, H, device = len(valid_BT), num_heads, valid_BT.device
     rows_N = rows_N.long()
     sequence_N = rows_N // H
     token_N = _tokens_at(positions_C[index_N].long(), sequence_N, positions_BT, valid_BT)
 
-    from_B1 = queries_from if isinstance(queries_from, int) else queries_from[:, None]
-    queried_BT = valid_BT & (torch.arange(valid_BT.shape[1], device=device) >= from_B1)
+    queried_BT = valid_BT & (torch.arange(valid_BT.shape[1], device=device) >= queries_from[:, None])
     shown_BT = queried_BT.clone()
     shown_BT[sequence_N, token_N] = True
     token_BT, column_valid_BT, column_BT = _to_the_right(shown_BT)
@@ -124,18 +123,15 @@ def _tokens_at(
     return found_N - sequence_N * seen
 
 
-def align_last(
-    x_BQnD: Shaped[Tensor, "B Q n D"], valid_BT: Bool[Tensor, "B n"], num: int | None = None
-) -> Shaped[Tensor, "B Q S D"]:
-    """Gather the last tokens of each sequence, right-aligned and without the padding between them.
+def align_last(x_BQnD: Shaped[Tensor, "B Q n D"], valid_BT: Bool[Tensor, "B n"]) -> Shaped[Tensor, "B Q S D"]:
+    """Gather the tokens of each sequence, right-aligned and without the padding between them.
 
     Of queries, `[B, Q, n, D] -> [B, Q, S, D]`, as `Evidence` needs them (real ones: `DenseView.queried_BT`);
-    zero where a sequence has fewer.
+    S is the number of the sequence with the most (one wait for the device), zero where others have fewer.
 
     Args:
         x_BQnD: values of n tokens, per head.
         valid_BT: False on padding, wherever it stands.
-        num: tokens at most; None: as many as the sequence with the most has (one wait for the device).
 
     Examples:
         >>> import torch
@@ -143,17 +139,16 @@ def align_last(
         >>> align_last(x_Bn[:, None, :, None], x_Bn > 0)[:, 0, :, 0].tolist()
         [[1, 2], [0, 3]]
     """
-    source_BS, there_BS, _ = _to_the_right(valid_BT, num)
+    source_BS, there_BS, _ = _to_the_right(valid_BT)
     sequence_B1 = torch.arange(len(valid_BT), device=valid_BT.device)[:, None]
     picked = x_BQnD.transpose(1, 2)[sequence_B1, source_BS]
     return picked.masked_fill(~there_BS[..., None, None], 0).transpose(1, 2)
 
 
 def _to_the_right(
-    chosen_BT: Bool[Tensor, "B T"], num: int | None = None
+    chosen_BT: Bool[Tensor, "B T"],
 ) -> tuple[Int[Tensor, "B S"], Bool[Tensor, "B S"], Int[Tensor, "B T"]]:
-    """Slots for the chosen tokens of each sequence, right-aligned: for its last `num` ones, or None: for as
-    many as the sequence with the most has.
+    """Slots for the chosen tokens of each sequence, right-aligned, as many as the one with the most needs.
 
     Returns:
         the token of each slot (0: none), whether there is one, and the slot of each token (S: none).
@@ -161,9 +156,9 @@ def _to_the_right(
     B, seen = chosen_BT.shape
     rank_BT = _from_the_end(chosen_BT)
     count_B1 = rank_BT[:, :1] if seen else rank_BT.new_zeros(B, 1)
-    S = min(seen, num if num is not None else int(count_B1.max()) if B else 0)
+    S = int(count_B1.max()) if B else 0
     # Slot S collects tokens without a slot.
-    slot_BT = torch.where(chosen_BT & (rank_BT <= S), S - rank_BT, S)
+    slot_BT = torch.where(chosen_BT, S - rank_BT, S)
     token_T = torch.arange(seen, device=chosen_BT.device)
     token_BS = token_T.new_zeros(B, S + 1).scatter_(1, slot_BT, token_T.expand(B, -1))[:, :S]
     return token_BS, torch.arange(S, device=chosen_BT.device) >= S - count_B1, slot_BT

@@ -396,9 +396,9 @@ class RaggedStore:
         more = max(self.slack, int(GROWTH * sum(lengths) / len(lengths)))
         self.lay_out_anew_(Layout.of(self.lengths_R, num_new + more), self.index_N())
 
-    def came_(self, real_B: Sequence[int]) -> None:
-        """Count so many entries of each sequence, which were written behind its rows."""
-        self.lengths_R += torch.tensor(real_B, device=self.device).repeat_interleave(self.num_heads)
+    def came_(self, num: int) -> None:
+        """Count so many entries of each row, which were written behind it."""
+        self.lengths_R += num
         self.step_rows, self.free = None, count_free(self.pages, self.lengths_R.tolist())
 
 

@@ -266,7 +266,7 @@ class StaticDecoding:
         positions_BN = last_B[:, None] + steps_N
         with state.changing():
             for store in self.stores.values():
-                store.came_([came] * len(last_B))
+                store.came_(came)
             for idx, layer in self.windowed.items():
                 _put_back(layer, self.stores[idx], came)
             history.came_(positions_BN, None if ids_BN is None else ids_BN[:, :came])
