@@ -96,7 +96,9 @@ def query(store, seen, queries, first, *, scaling=0.3, soft_cap=None, window=Non
     given = {"soft_cap": soft_cap, "sinks_Q": sinks, "window": window}
     if window is not None:
         given["query_positions_BS"] = torch.arange(first, first + S).expand(B, S)
-    return attend(store, queries, seen, scaling=scaling, by_runs=runs, **given)
+    if runs:
+        return attend(store, queries, seen, scaling=scaling, **given)
+    return attend(store, queries, seen, scaling=scaling, with_lse=True, **given)[0]  # no dense call has it
 
 
 def ragged(queries, *inputs, weights=None, **options):

@@ -29,7 +29,6 @@ def attend(
     *,
     window: int | None = None,
     query_positions_BS: Int[Tensor, "B S"] | None = None,
-    by_runs: bool = True,
     **how: Any,
 ) -> Any:
     """Softmax attention of each query over the first `seen` entries of its row.
@@ -37,13 +36,12 @@ def attend(
     Args:
         store: plain or of codes.
         window, query_positions_BS: a query at position p sees positions above `p - window` only.
-        by_runs: whether dense calls may serve it; else the op does.
         **how: `scaling`, `soft_cap`, `sinks_Q` and `with_lse`, as the op takes them.
     """
     keys, values = (store.keys_CD, store.values_CD) if store.codec is None else store.codes
     special = window, how.get("soft_cap"), how.get("sinks_Q"), how.get("with_lse") or None
     runs = None
-    if by_runs and store.codec is None and all(one is None for one in special) and fits(store, queries_BQSD):
+    if store.codec is None and all(one is None for one in special) and fits(store, queries_BQSD):
         runs = find_runs(store, seen_RS, queries_BQSD.shape[1])
     if runs:
         return attend_runs(queries_BQSD, runs, seen_RS, how["scaling"])
