@@ -306,7 +306,8 @@ class GateSet(nn.Module, ModelHubMixin):
         """Read gates from a folder or the hub (`retain.load_gates`, which also checks the model).
 
         Args:
-            **how: `revision` and `token` of the hub.
+            **how: of the hub, as huggingface_hub's mixin has them: `revision`, `token`, `cache_dir`,
+                `force_download`, `local_files_only`.
         """
         folder = import_module("retain.gates.hub").fetch(pretrained_model_name_or_path, **how)
         return import_module("retain.gates.artifact").load_gates(folder)
