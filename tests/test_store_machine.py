@@ -104,7 +104,7 @@ class StoreMachine(RuleBasedStateMachine):
             [[entry for entry, kept in self.paired(b, h, keep.tolist()) if kept] for h in range(H)]
             for b in range(len(self.rows))
         ]
-        (self.store.compact_ if in_place else self.store.filter_)(keep)
+        self.store.evict_(keep, in_place=in_place)
 
     def paired(self, b, h, keep):
         """A row's entries with their elements of `keep`."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from retain.attention.rotary import Rotary
 from retain.budget.statement import Stock
 from retain.cache.attend import attend_store
-from retain.cache.step_rows import StepRows, step_rows_of
+from retain.cache.equal_rows import StepRows, step_rows_of
 from retain.correction.cuts import cut_
 from retain.eviction import Eviction
 from retain.evidence import Evidence

@@ -282,7 +282,7 @@ def expire_(store: Store, window: int, last_B: Int[Tensor, " B"]) -> bool:
     alive_N = store.positions_C[store.index_N()] > (last_B.to(store.device) + 1 - window)[sequence_N]
     if bool(alive_N.all()):
         return False
-    store.compact_(alive_N)
+    store.evict_(alive_N, in_place=True)
     return True
 
 
