@@ -1,10 +1,12 @@
 """Whether a device computes in half precision is read off its processor's flags."""
 
+from io import StringIO
 from pathlib import Path
 
 import pytest
 import torch
 
+from retain.process import provenance
 from retain.process.half_precision import multiplies
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -29,3 +31,9 @@ def test_a_processor_says_what_it_multiplies(flags, dtype, answer, monkeypatch) 
 
     monkeypatch.setattr(Path, "read_text", read)
     assert multiplies(CPU, dtype) is answer and multiplies(CUDA, dtype) is True
+
+
+def test_a_manifest_names_the_processor(monkeypatch) -> None:
+    text = "processor : 0\nmodel name\t: A: fast one\n\nprocessor : 1\nmodel name\t: A: fast one\n"
+    monkeypatch.setattr(provenance, "open", lambda path, encoding: StringIO(text), raising=False)
+    assert provenance.environment("cpu", 1)["processor"] == "A: fast one"

@@ -111,6 +111,19 @@ def test_a_check_sees_what_is_wrong(monkeypatch):
     assert "output: error" in check(CASES["decay"], torch.float32, DEVICE)
 
 
+def test_a_check_allows_what_plain_pytorch_errs(monkeypatch):
+    def changed(case, kwargs):
+        output, *rest = run(case, kwargs)
+        return [output if output.dtype == torch.float64 else output + 0.01, *rest]
+
+    monkeypatch.setattr(cases, "run", changed)
+    assert "output: error" in check(CASES["decay"], torch.float32, DEVICE)
+    monkeypatch.setattr(cases, "plain", lambda kwargs: plain(kwargs) + 0.01)
+    assert check(CASES["decay"], torch.float32, DEVICE) is None
+    monkeypatch.setattr(cases, "PLAIN_CELLS", 1)  # it would hold too many logits
+    assert "output: error" in check(CASES["decay"], torch.float32, DEVICE)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, *OTHERS], ids=str)
 @pytest.mark.parametrize("name", CASES)

@@ -9,6 +9,7 @@ from retain.kernels import backend
 from retain.kernels.measure import cast, extra_bytes
 from retain.kernels.value_norm import reference, value_norm
 from retain.kernels.value_norm.cases import CASES, LARGE, Case, check, inputs, plain, run
+from retain.kernels.value_norm.launch import chosen, tile
 from tests.close import assert_close
 from tests.kernels.device import DEVICE
 
@@ -130,6 +131,16 @@ def test_the_bound_on_memory_changes_no_result(floats_at_once, monkeypatch):
     for name in ("G = 1, odd lengths", "p = 2"):
         kwargs = inputs(CASES[name], torch.float32, DEVICE)
         assert_norms(value_norm(**kwargs), kwargs)
+
+
+@pytest.mark.parametrize(
+    ("entries", "rows", "is_tall", "full"),
+    [(1, 4096, False, True), (64, 4096, False, True), (65, 4096, True, True), (5000, 1, False, False)],
+)
+def test_a_tile_is_tall_where_entries_fill_it_and_tiles_a_gpu(entries, rows, is_tall, full):
+    tall, short = (tile(torch.bfloat16, 128, 90, short=short) for short in (False, True))
+    cut = tall if is_tall else short
+    assert chosen(torch.bfloat16, 128, 90, entries, rows) == (cut, full) and tall.m > short.m == 64
 
 
 def test_no_gradient_passes():

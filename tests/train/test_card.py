@@ -94,6 +94,7 @@ def test_the_card_says_what_was_made_how_and_how_well() -> None:
         "| random | 0.210 |",
         "| recency | 0.120 |",
         "| value norm | 0.300 |",
+        "Held-out losses: loss 0.500.",
         "| 0 | 0.625 | 0.500 | 0.750 |",
         "| 10 | 0.625 | 0.600 | 0.650 |",
         "| `target.sources.own` | `1.0` |",
@@ -183,6 +184,15 @@ def test_a_run_gets_a_card_with_pictures(tmp_path: Path, capsys: pytest.CaptureF
     assert not list(tmp_path.glob("*.new*"))
     assert main([str(tmp_path)]) == 0 and str(path) in capsys.readouterr().out
     assert main([str(tmp_path / "none")]) == 2 and "error: " in capsys.readouterr().err
+
+
+def test_pictures_are_drawn_of_what_was_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Path] = []
+    for name in ("draw_curves", "draw_heads"):
+        monkeypatch.setattr(curves, name, lambda given, path: drawn.append(path))
+    assert curves.draw_all(tmp_path, RECORDS, {}) == ([CURVES], None)
+    assert curves.draw_all(tmp_path, RECORDS[:1], {"0": [0.5]}) == ([HEADS], None)
+    assert drawn == [tmp_path / CURVES, tmp_path / HEADS]
 
 
 def test_the_lines_of_the_card_load_the_gates_and_answer(tmp_path: Path) -> None:

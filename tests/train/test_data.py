@@ -236,6 +236,7 @@ def test_every_document_is_checked_as_it_is_read(tmp_path: Path) -> None:
 def test_settings_that_mean_nothing(changes: dict[str, Any], message: str) -> None:
     fine = DataSettings(source="jsonl", path="d.jsonl", documents=0)
     check_data(fine)
+    check_data(replace(fine, min_tokens=fine.max_tokens))  # contexts of one length
     refused(message, check_data, replace(fine, **changes))
 
 

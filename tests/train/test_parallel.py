@@ -7,12 +7,13 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 
 from retain.hf.model.identity import fingerprint
 from retain.train.run.checkpoint import begin_, latest, load_checkpoint, save_checkpoint
@@ -220,6 +221,25 @@ def test_transformers_does_not_partition_while_it_loads(tmp_path: Path) -> None:
     finally:
         deepspeed.unset_hf_deepspeed_config()
     assert "FSDP_CPU_RAM_EFFICIENT_LOADING" not in os.environ
+
+
+def test_around_sharded_layers_all_goes_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, sharded, moved = torch.device("cuda"), [], []
+
+    def to(tensor: Tensor, where: torch.device) -> Tensor:
+        assert where == device
+        moved.append(tensor.data_ptr())
+        return tensor
+
+    model = tiny_model("llama")
+    monkeypatch.setattr("torch.distributed.fsdp.fully_shard", lambda layer, **how: sharded.append(layer))
+    monkeypatch.setattr("torch.distributed.device_mesh.init_device_mesh", lambda *shape: None)
+    monkeypatch.setattr(Tensor, "to", to)
+    shard_frozen_(model, Mock(Accelerator, device=device), sharding="fsdp2")
+    assert sharded == [*model.model.layers]
+    around = (model.model.embed_tokens, model.model.norm, model.model.rotary_emb, model.lm_head)
+    wanted = {tensor.data_ptr() for part in around for tensor in (*part.parameters(), *part.buffers())}
+    assert set(moved) == wanted and len(wanted) >= 4
 
 
 @pytest.mark.parametrize("way", ["fsdp", pytest.param("zero3", marks=needs_deepspeed)])

@@ -1,7 +1,14 @@
 """Settings of an engine and options of a request: each of them, and every refusal."""
 
-import pytest
+import importlib.util
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
+import torch
+
+from retain import vllm
 from retain.budget.statement import Budget
 from retain.vllm.settings import Settings, options_of, settings_from
 from tests.refused import refused
@@ -90,3 +97,21 @@ def test_every_option():
 )
 def test_options_that_do_not_fit_are_refused(extra, says):
     refused(f"(?s)options of the request do not fit: .*{says}", options_of, SETTINGS, extra, None)
+
+
+def test_a_quantised_output_projection_is_refused(monkeypatch):
+    """What loads the weights is read without an engine."""
+    stubs = {"vllm.config": "VllmConfig", "vllm.model_executor.layers.attention": "Attention"}
+    stubs |= {"retain.vllm.backend": "worker_here", "retain.vllm.check": "MODULES"}
+    for module, name in stubs.items():
+        monkeypatch.setitem(sys.modules, module, SimpleNamespace(**{name: None}))
+    spec = importlib.util.spec_from_file_location("models", Path(vllm.__file__).with_name("models.py"))
+    models = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(models)
+    attention = SimpleNamespace(num_heads=2, head_size=4)
+    plain = SimpleNamespace(o_proj=torch.nn.Linear(8, 6), qkv_proj=torch.nn.Linear(6, 24))
+    assert models._output_of("layer", attention, plain).shape == (2, 4, 6)
+    packed = SimpleNamespace(weight=torch.zeros(6, 8, dtype=torch.int8))
+    for parent in ({}, {"o_proj": packed}, {"o_proj": plain.o_proj, "dense": plain.o_proj}):
+        with pytest.raises(ValueError, match=r"of layer is not found as a plain matrix \[E, 8\]"):
+            models._output_of("layer", attention, SimpleNamespace(**parent))
