@@ -186,15 +186,6 @@ def test_a_run_gets_a_card_with_pictures(tmp_path: Path, capsys: pytest.CaptureF
     assert main([str(tmp_path / "none")]) == 2 and "error: " in capsys.readouterr().err
 
 
-def test_pictures_are_drawn_of_what_was_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[Path] = []
-    for name in ("draw_curves", "draw_heads"):
-        monkeypatch.setattr(curves, name, lambda given, path: drawn.append(path))
-    assert curves.draw_all(tmp_path, RECORDS, {}) == ([CURVES], None)
-    assert curves.draw_all(tmp_path, RECORDS[:1], {"0": [0.5]}) == ([HEADS], None)
-    assert drawn == [tmp_path / CURVES, tmp_path / HEADS]
-
-
 def test_the_lines_of_the_card_load_the_gates_and_answer(tmp_path: Path) -> None:
     """What the card says is run, against a real artifact of a reference model."""
     from retain.hf.model.decoder import describe
