@@ -38,7 +38,7 @@ def fetch(
     revision: str | None = None,
     token: str | bool | None = None,
     *,
-    cache_dir: str | os.PathLike[str] | None = None,
+    cache_dir: str | Path | None = None,
     force_download: bool = False,
     local_files_only: bool = False,
 ) -> Path:
