@@ -114,10 +114,14 @@ def _gates(loaded: Loaded, candidate: Any) -> dict[str, Any] | None:
 def manifest_of(
     config: CompareConfig, loaded: Loaded, contexts: dict[str, list[Context]], typed: str
 ) -> dict[str, Any]:
-    """What made the lines of a run. `identity` decides their values."""
+    """What made the lines of a run. `identity` decides their values, and `rows` are the items of each task and
+    seed that this config asks for."""
     tasks = {task: {"settings": config.task_settings.get(task, {})} for task in contexts}
     machine = environment(loaded.device.type, 0)
-    ids = {task: [one.encoded for one in of_task] for task, of_task in contexts.items()}
+    rows: dict[str, dict[str, list[int]]] = {task: {} for task in contexts}
+    for task, of_task in contexts.items():
+        for row in (row for context in of_task for row in context.rows):
+            rows[task].setdefault(str(row.seed), []).append(row.item)
     return {
         "run": config.run,
         "command": typed or f"retain compare {config.model} run={config.run}",
@@ -126,7 +130,7 @@ def manifest_of(
         "config": to_mapping(config),
         "identity": identity_of_run(config, loaded) | {"tasks": tasks},
         "gates": {place: str(gates.metadata.get("sha256"))[:12] for place, gates in loaded.gates.items()},
-        "items_sha": {task: digest([[asdict(row) for row in rows] for rows in ids[task]]) for task in ids},
+        "rows": rows,
         "code": code_state(Path(__file__).parent),
         "versions": machine.pop("versions"),
         "machine": machine,
