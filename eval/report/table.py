@@ -10,7 +10,7 @@ from retain.eval.run.table import read_manifest, read_table
 from retain.process.extras import deferred
 
 with deferred("eval", "pandas", what="the table of a comparison"):
-    from pandas import DataFrame, MultiIndex
+    from pandas import DataFrame, MultiIndex, Series
 
 WHEN = {
     "prefill": "Eviction once, behind the prompt",
@@ -27,8 +27,9 @@ class Table:
     """The results of a run.
 
     Attributes:
-        frame: A row an answer: the columns of `results.jsonl`, and `line`: the policy, with its protection
-            where that is not the policy's usual one.
+        frame: A row an answer: the columns of `results.jsonl`; `line`: the policy, with its protection where
+            that is not the policy's usual one; and `trained`: whether it takes gates, or weights of heads,
+            which are measured beforehand.
         manifest: Content of `manifest.json`.
     """
 
@@ -49,7 +50,7 @@ def read(folder: Path) -> Table:
     """
     manifest = read_manifest(folder)
     frame = asked_for(DataFrame(list(read_table(folder).values())), manifest)
-    return Table(with_lines(frame), manifest)
+    return Table(with_lines(frame, manifest["identity"]), manifest)
 
 
 def asked_for(frame: "DataFrame", manifest: Mapping[str, Any]) -> "DataFrame":
@@ -80,13 +81,21 @@ def asked_for(frame: "DataFrame", manifest: Mapping[str, Any]) -> "DataFrame":
     return frame[asked]
 
 
-def with_lines(frame: "DataFrame") -> "DataFrame":
-    """The table with the column `line`; none where it has no row."""
+def with_lines(frame: "DataFrame", identity: Mapping[str, Any] | None = None) -> "DataFrame":
+    """The table with the columns `line` and `trained`; none where it has no row. By a run's `identity` also
+    policies are trained that take measured weights of heads, whatever they are called."""
     if not len(frame):
         return frame
-    pairs = zip(frame["policy"], frame["protection"], strict=True)
+    pairs = [*zip(frame["policy"], frame["protection"], strict=True)]
+    by_heads = {
+        label
+        for label, one in (identity or {}).get("policies", {}).items()
+        if (one["policy"].get("allocation") or {}).get("weights")
+    }
+    labels = [policy if under == PRESET else f"{policy}+{under}" for policy, under in pairs]
     return frame.assign(
-        line=[policy if under == PRESET else f"{policy}, protection {under}" for policy, under in pairs]
+        line=[policy if under == PRESET else f"{policy}, protection {under}" for policy, under in pairs],
+        trained=frame["gates"].notna() | Series([label in by_heads for label in labels], frame.index),
     )
 
 
