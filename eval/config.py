@@ -248,8 +248,10 @@ def resolve_device(name: str, local_rank: int = 0) -> torch.device:
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise ValueError(f"device is {name!r}, and torch sees no GPU here: take device=cpu, or auto.")
+        if (device.index or 0) >= (count := torch.cuda.device_count()):
+            raise ValueError(f"device is {name!r}, and torch sees {count} GPUs, counted from 0.")
         if ":" not in kind:
-            device = torch.device("cuda", local_rank % torch.cuda.device_count())
+            device = torch.device("cuda", local_rank % count)
     return device
 
 
