@@ -47,7 +47,8 @@ def _known_score(name: str) -> str:
 class Policy(Split):
     """Settings of all stages that decide which entries stay. Without any score, everything stays.
 
-    It is a `HeadPolicy`, a `LayerPolicy` or a `ModelPolicy`, which say how heads split a budget.
+    Made as a `HeadPolicy`, a `LayerPolicy` or a `ModelPolicy`, which say how heads split a budget; a
+    `Policy(...)` itself is a TypeError.
 
     Args:
         name: how it is called in reports.
@@ -80,6 +81,11 @@ class Policy(Split):
     paper: str = ""
     variants: dict[str, tuple[str, ...]] = field(default_factory=dict)
     KINDS: ClassVar[Any]
+
+    def __new__(cls, *arguments: Any, **settings: Any) -> "Policy":
+        if cls is Policy:
+            raise TypeError("a Policy is made as HeadPolicy, LayerPolicy or ModelPolicy (retain.presets).")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         score: Score | None = None

@@ -52,6 +52,28 @@ def test_a_control_runs_through_the_same_stages():
         assert not (decision.protected_BT[:, None] & ~decision.keep_BHT).any()
 
 
+def test_a_first_stage_by_mass_guarantees_every_head_what_the_fullest_needs():
+    """Heads of a layer have equal budgets: three entries of head 0 hold the mass, so head 1 gets three too,
+    though by the entropy of its scores the layer would get nothing."""
+    policy = policy_of(
+        "own",
+        observed="critical",
+        protection=Protection(0, 0.0, 0.0, 0, 0),
+        allocation={"layers": "entropy"},
+        first_stage={"by": "mass", "share": 0.8},
+    )
+    layers = [replace(random_evidence((0,), num_tokens=8, seed=idx), layer_idx=idx) for idx in range(2)]
+    spread, sharp = torch.tensor([0.25] * 4 + [0.0] * 4), torch.tensor([1.0] + [0.0] * 7)
+    made = ((sharp, (spread, sharp)), (torch.ones(8), (sharp, sharp)))  # values; first of each head
+    scores = [
+        masked_score(values.expand(1, 2, 8), layer.valid_BT, "risk", first_BHT=torch.stack(first)[None])
+        for layer, (values, first) in zip(layers, made, strict=True)
+    ]
+    decisions = decide_layers(policy, layers, Budget(tokens_per_head=4), scores=scores)
+    assert [one.keep_BHT.sum(-1).tolist() for one in decisions] == [[[3, 3]], [[5, 5]]]
+    assert decisions[0].keep_BHT[0, 0].nonzero().flatten().tolist() == [1, 2, 3], "of equals the later ones"
+
+
 def test_kept_sets_need_not_nest_when_protection_is_a_fraction_of_the_budget():
     """Counterexample: from 19 to 20 entries, prefix and suffix each grow by one, and a scored entry is "
     "pushed out."""

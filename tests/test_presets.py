@@ -1,5 +1,7 @@
 """Presets: what their files say, and what cannot be meant."""
 
+import copy
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -11,6 +13,7 @@ from retain.policy import decide_layers, load_policy, policies, score_entries
 from retain.presets import REGIMES
 from retain.protection import Protection
 from retain.scores import SCORES, masked_score
+from retain.split import Draw, Pyramid
 from tests.evictions import FOLDER, PRESETS, SHARED, learned_scores, make_evidence, policy_of, small
 from tests.refused import refused
 
@@ -189,6 +192,21 @@ REFUSED = [
 @pytest.mark.parametrize(("settings_", "message"), REFUSED)
 def test_what_cannot_be_meant_is_found_when_a_policy_is_made(settings_, message):
     refused(message, policy_of, "mine", **settings_)
+
+
+def test_a_policy_made_in_code_is_one_of_three_kinds():
+    """Each kind refuses what contradicts its scope, which the class that they share could not."""
+    for stated in (
+        {},
+        {"scope": "head", "draw": Draw(0.5)},
+        {"scope": "model", "allocation": Pyramid("pyramid")},
+    ):
+        with pytest.raises(TypeError, match="HeadPolicy, LayerPolicy or ModelPolicy"):
+            presets.Policy("mine", observed="snapkv", **stated)
+    made = presets.ModelPolicy("mine", observed="snapkv", draw=Draw(0.5))
+    assert pickle.loads(pickle.dumps(made)) == copy.deepcopy(made) == replace(made, draw=made.draw)
+    refused("draw", presets.HeadPolicy, "mine", observed="snapkv", draw=Draw(0.5))
+    refused("allocation", presets.ModelPolicy, "mine", observed="snapkv", allocation=Pyramid("pyramid"))
 
 
 def test_a_package_without_its_presets_says_so(tmp_path, monkeypatch):

@@ -84,7 +84,7 @@ class StoreMachine(RuleBasedStateMachine):
         positions = torch.tensor(self.seen)[:, None] + valid.cumsum(-1) - 1
         sees = self.store.plain.append_(KEYS[tokens], VALUES[tokens], positions, valid if padded else None)
         for name, column in BESIDE.items():
-            self.store.set_beside_(name, column[tokens], valid if padded else None)
+            self.store.set_beside_(name, column[tokens], valid)
         for b in range(batch):
             for h in range(H):
                 for s in range(num):
@@ -92,7 +92,7 @@ class StoreMachine(RuleBasedStateMachine):
                         self.rows[b][h].append((int(tokens[b, h, s]), int(positions[b, s])))
                     assert int(sees[b * H + h, s]) == (len(self.rows[b][h]) if valid[b, s] else 0)
             self.seen[b] += int(valid[b].sum())
-        index, real = tail_index_RS(self.store.plain, valid if padded else num)
+        index, real = tail_index_RS(self.store.plain, valid)
         assert torch.equal(real, valid.repeat_interleave(H, 0))
         assert index.min() >= 0 and index.max() < max(1, len(self.store.keys_CD))
         assert torch.equal(self.store.beside["access"][index][real], tokens.flatten(0, 1)[real])
@@ -104,7 +104,7 @@ class StoreMachine(RuleBasedStateMachine):
             [[entry for entry, kept in self.paired(b, h, keep.tolist()) if kept] for h in range(H)]
             for b in range(len(self.rows))
         ]
-        (self.store.compact_ if in_place else self.store.filter_)(keep)
+        self.store.evict_(keep, in_place=in_place)
 
     def paired(self, b, h, keep):
         """A row's entries with their elements of `keep`."""

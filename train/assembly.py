@@ -59,7 +59,8 @@ def fresh_gates(config: DistillConfig, model: nn.Module) -> GateSet:
             f"{gates[gates.layers[0]].dims()}: state the same family and settings."
         )
     earlier.calibrators = nn.ModuleDict()  # of scores that will not be these any more
-    earlier.metadata = {"initial_stage": earlier.metadata.get("stage")}
+    read = earlier.metadata
+    earlier.metadata = {"initial_stage": read.get("stage"), "initial_sha256": read["sha256"]}
     return earlier.requires_grad_(True)
 
 

@@ -94,7 +94,7 @@ def _distill(config: DistillConfig, accelerator: Accelerator) -> Path:
     gates = fresh_gates(config, frozen.model)
     score_unit = score_unit_of(config, gates)
     base = fingerprint(frozen.model)
-    inputs = describe_inputs(str(base["sha256"]), corpus)
+    inputs = describe_inputs(str(base["sha256"]), corpus, gates.metadata.get("initial_sha256"))
     parallel.check_alike(inputs)
     if state != "fresh":
         check_inputs(folder, inputs)

@@ -5,8 +5,8 @@ and KV head) owns the room `offsets[r] .. offsets[r + 1]` and holds `lengths[r]`
 result is `[B, Q, S, D]`. Counts replace a mask (`seen_RS`): query `s` of a row sees the first `seen` entries
 of the row, whatever their positions, and under a sliding window only those of recent positions.
 
-On a CPU plain softmax attention runs as a few dense calls (`retain.cache.equal_rows`), and a decoding step
-appends and attends in one (`retain.cache.step_rows`). Everything else (CUDA, soft caps, sinks, windows, many
+On a CPU plain softmax attention runs as a few dense calls, and a decoding step appends and attends in one
+(`retain.cache.equal_rows`). Everything else (CUDA, soft caps, sinks, windows, many
 short rows, codes) is the op `retain.kernels.ragged_attention`, which is also the definition.
 """
 
@@ -19,11 +19,7 @@ from torch import Tensor
 from retain.cache.equal_rows import attend_runs, find_runs, fits
 from retain.cache.layer_store import Store
 from retain.cache.store import RaggedStore
-from retain.kernels.backend import Path
 from retain.kernels.ragged_attention import merged, ragged_attention
-
-# Names of the paths in reports.
-CALLED = {"triton": "Triton kernels over ragged rows", "reference": "plain PyTorch over ragged rows"}
 
 
 def attend(
@@ -33,7 +29,6 @@ def attend(
     *,
     window: int | None = None,
     query_positions_BS: Int[Tensor, "B S"] | None = None,
-    by_runs: bool = True,
     **how: Any,
 ) -> Any:
     """Softmax attention of each query over the first `seen` entries of its row.
@@ -41,24 +36,22 @@ def attend(
     Args:
         store: plain or of codes.
         window, query_positions_BS: a query at position p sees positions above `p - window` only.
-        by_runs: whether dense calls may serve it; else the op does.
-        **how: `scaling`, and where there is one `soft_cap`, `sinks_Q` and `with_lse`, as the op takes them.
+        **how: `scaling`, `soft_cap`, `sinks_Q` and `with_lse`, as the op takes them.
     """
-    pages, weights = store.pages, store.log_weight_C
-    plain = store.codec is None and set(how) == {"scaling"} and window is None
-    if by_runs and plain and not queries_BQSD.is_cuda and store.path == "reference":
-        columns = store.keys_CD, store.values_CD
-        runs = find_runs(pages, *columns, seen_RS, queries_BQSD.shape[1], weights)
-        if runs is not None and fits(runs, queries_BQSD):
-            return attend_runs(queries_BQSD, runs, seen_RS, how["scaling"])
     keys, values = (store.keys_CD, store.values_CD) if store.codec is None else store.codes
+    special = window, how.get("soft_cap"), how.get("sinks_Q"), how.get("with_lse") or None
+    runs = None
+    if store.codec is None and all(one is None for one in special) and fits(store, queries_BQSD):
+        runs = find_runs(store, seen_RS, queries_BQSD.shape[1])
+    if runs:
+        return attend_runs(queries_BQSD, runs, seen_RS, how["scaling"])
     return ragged_attention(
         *(queries_BQSD, keys, values, store.offsets_R1, store.lengths_R, seen_RS),
         window=window,
         positions_C=None if window is None else store.positions_C,
         query_positions_BS=query_positions_BS,
-        pages=pages,
-        log_weight_C=weights,
+        pages=store.pages,
+        log_weight_C=store.log_weight_C,
         **how,
     )
 
@@ -69,7 +62,6 @@ def attend_store(
     seen_RS: Int[Tensor, "R S"],
     *,
     sinks_Q: Float[Tensor, " Q"] | None = None,
-    soft_cap: float | None = None,
     **how: Any,
 ) -> Float[Tensor, "B Q S D"]:
     """Attention of new tokens' queries over what a layer holds: where some of it is packed, over either part,
@@ -81,18 +73,11 @@ def attend_store(
         **how: the rest of what `attend` takes.
     """
     plain, packed = store.plain, store.packed
-    how |= {} if soft_cap is None else {"soft_cap": soft_cap}
     if packed is None:
-        how |= {} if sinks_Q is None else {"sinks_Q": sinks_Q}
-        return attend(plain, queries_BQSD, seen_RS, **how)
+        return attend(plain, queries_BQSD, seen_RS, sinks_Q=sinks_Q, **how)
     all_RS = torch.where(seen_RS > 0, packed.lengths_R[:, None].to(seen_RS.dtype), 0)
     parts = [(plain, seen_RS), (packed, all_RS)]
     outs, lses = zip(
-        *(attend(part, queries_BQSD, own_RS, with_lse=True, **how) for part, own_RS in parts), strict=True
+        *(attend(part, queries_BQSD, sees_RS, with_lse=True, **how) for part, sees_RS in parts), strict=True
     )
     return merged(list(outs), list(lses), sinks_Q)
-
-
-def path_named(path: Path) -> str:
-    """Name of a path in reports."""
-    return CALLED[path]

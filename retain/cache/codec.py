@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from retain.cache.moves import spans
-from retain.kernels.codes import Codes, decode, encode
+from retain.cache.layout import spans
+from retain.kernels.codes import encode
 from retain.precision import GROUP
 
 # Columns that are no numbers of an entry: the scales of its value, and the group that its key shares.
@@ -55,22 +55,6 @@ class Codec:
         columns = {"keys": keys.codes_CW, "values": values.codes_CW}
         columns |= {VALUE_SCALES: values.scales_G2N, GROUPS: groups_N.to(torch.int32)}
         return columns, keys.scales_G2N
-
-    def codes(
-        self, columns: dict[str, Tensor], key_scales_G2D: Float[Tensor, "G 2 D"]
-    ) -> tuple[Codes, Codes]:
-        """Keys and values as attention reads them."""
-        return (
-            Codes(columns["keys"], key_scales_G2D, columns[GROUPS], self.bits, 1, self.head_dim),
-            Codes(columns["values"], columns[VALUE_SCALES], None, self.bits, self.span, self.value_dim),
-        )
-
-    def decoded(
-        self, columns: dict[str, Tensor], key_scales_G2D: Float[Tensor, "G 2 D"]
-    ) -> tuple[Float[Tensor, "C D"], Float[Tensor, "C V"]]:
-        """Keys and values as numbers, rounded once to the model's precision."""
-        keys, values = self.codes(columns, key_scales_G2D)
-        return decode(keys, torch.float32).to(self.dtype), decode(values, self.dtype)
 
 
 def groups_of(lengths_R: Int[Tensor, " R"]) -> Int[Tensor, " N"]:

@@ -1,8 +1,8 @@
 """Lays the ragged rows of one layer out as dense `[B, H, T, ...]` tensors, so that they can be scored again.
 
 A column is a token that *any* head of the layer still holds, or whose query is shown; a mask says which head
-holds which column. `DenseView` translates between the store's order and columns, `EntryColumns` is the part
-of it that a later cut needs, `align_last` brings the last queries to their columns.
+holds which column. `DenseView` translates between the store's order and columns, of which a later cut needs
+`entries` alone; `align_last` brings the last queries to their columns.
 
 Columns are in order of time and right-aligned, as in left-padded evidence: query `s` of `S` sits at column `T
 - S + s` in every sequence. No loop over rows; the device is waited for once, for the widest sequence's number
@@ -17,23 +17,6 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class EntryColumns:
-    """Column of each entry of a layer: enough to cut the layer, at 8 bytes an entry.
-
-    Args:
-        column_N: int32, the column of each entry, in the order in which the entries were given.
-        rows_N: int32, row `b * H + h` of each entry.
-    """
-
-    column_N: Int[Tensor, " N"]
-    rows_N: Int[Tensor, " N"]
-
-    def select(self, dense_BHT: Shaped[Tensor, "B H T *rest"]) -> Shaped[Tensor, "N ..."]:
-        """Values at the columns, such as a keep mask, entry by entry in the order of the store."""
-        return dense_BHT.flatten(0, 1)[self.rows_N, self.column_N]
-
-
-@dataclass(frozen=True)
 class DenseView:
     """Dense columns of one layer's ragged rows.
 
@@ -45,7 +28,8 @@ class DenseView:
         queried_BT: columns that are shown for their query's sake, held or not.
         held_BHT: which head holds which column.
         index_BHT: int64, where in the store the entry lies; 0 where the head does not hold it.
-        entries: column of each entry.
+        entries: int32, row `b * H + h` and column of each entry, in the order in which they were given;
+            values at them, such as a keep mask, are `dense_BHT.flatten(0, 1)[entries]`.
     """
 
     token_BT: Int[Tensor, "B T"]
@@ -55,7 +39,7 @@ class DenseView:
     queried_BT: Bool[Tensor, "B T"]
     held_BHT: Bool[Tensor, "B H T"]
     index_BHT: Int[Tensor, "B H T"]
-    entries: EntryColumns
+    entries: tuple[Int[Tensor, " N"], Int[Tensor, " N"]]
 
     def gather(self, store_C: Tensor) -> Tensor:
         """Gather a column of the store: `[C, ...] -> [B, H, T, ...]`.
@@ -67,10 +51,8 @@ class DenseView:
         return store_C[self.index_BHT]
 
     def of_tokens(self, token_Bt: Tensor) -> Tensor:
-        """Gather values of all tokens seen: `[B, seen, ...] -> [B, T, ...]`, zero where there is no
-        column."""
-        picked = token_Bt[torch.arange(len(token_Bt), device=token_Bt.device)[:, None], self.token_BT]
-        return picked.masked_fill(_beside(~self.valid_BT, picked), 0)
+        """Gather values of all tokens seen: `[B, seen] -> [B, T]`, zero where there is no column."""
+        return token_Bt.gather(1, self.token_BT).masked_fill(~self.valid_BT, 0)
 
 
 def dense_view(
@@ -81,7 +63,7 @@ def dense_view(
     *,
     positions_BT: Int[Tensor, "B seen"],
     valid_BT: Bool[Tensor, "B seen"],
-    queries_from: int | Int[Tensor, " B"],
+    queries_from: Int[Tensor, " B"],
 ) -> DenseView:
     """Compute the columns of a layer's rows.
 
@@ -92,26 +74,18 @@ def dense_view(
         num_heads: KV heads.
         positions_BT: RoPE position of every token seen, ascending over a sequence's own tokens.
         valid_BT: False on padding, which may stand between a sequence's tokens too.
-        queries_from: tokens from this index on (of each sequence: `last_tokens`) are columns in any case.
+        queries_from: tokens of each sequence from this index on (`last_tokens`) are columns in any case.
     """
-    (B, seen), H, device = valid_BT.shape, num_heads, valid_BT.device
-    rows_N, token_seen = rows_N.long(), torch.arange(seen, device=device)
+    B, H, device = len(valid_BT), num_heads, valid_BT.device
+    rows_N = rows_N.long()
     sequence_N = rows_N // H
     token_N = _tokens_at(positions_C[index_N].long(), sequence_N, positions_BT, valid_BT)
 
-    from_B1 = queries_from if isinstance(queries_from, int) else queries_from[:, None]
-    queried_BT = valid_BT & (token_seen >= from_B1)
+    queried_BT = valid_BT & (torch.arange(valid_BT.shape[1], device=device) >= queries_from[:, None])
     shown_BT = queried_BT.clone()
     shown_BT[sequence_N, token_N] = True
-    number_BT = shown_BT.cumsum(-1)
-    count_B1 = number_BT[:, -1:] if seen else number_BT.new_zeros(B, 1)
-    T = int(count_B1.max()) if B else 0
-    # Column T collects tokens without a column.
-    column_BT = torch.where(shown_BT, number_BT - 1 + (T - count_B1), T)
-    token_BT = token_seen.new_zeros(B, T + 1).scatter_(1, column_BT, token_seen.expand(B, -1))[:, :T]
-
-    column_valid_BT = torch.arange(T, device=device) >= T - count_B1
-
+    token_BT, column_valid_BT, column_BT = _to_the_right(shown_BT)
+    T = token_BT.shape[1]
     column_N = column_BT[sequence_N, token_N]
     entry_N = rows_N * T + column_N
     index_BHT = index_N.new_zeros(B * H * T, dtype=torch.int64)
@@ -127,7 +101,7 @@ def dense_view(
         queried_BT=queried_BT.gather(1, token_BT) & column_valid_BT,
         held_BHT=held_BHT.view(B, H, T),
         index_BHT=index_BHT.view(B, H, T),
-        entries=EntryColumns(column_N.int(), rows_N.int()),
+        entries=(rows_N.int(), column_N.int()),
     )
 
 
@@ -149,37 +123,45 @@ def _tokens_at(
     return found_N - sequence_N * seen
 
 
-def align_last(
-    x_BQnD: Shaped[Tensor, "B heads n *rest"], valid_BT: Bool[Tensor, "B n"], num: int | None = None
-) -> Shaped[Tensor, "B heads last *rest"]:
-    """Gather the last tokens of each sequence, right-aligned and without the padding between them.
+def align_last(x_BQnD: Shaped[Tensor, "B Q n D"], valid_BT: Bool[Tensor, "B n"]) -> Shaped[Tensor, "B Q S D"]:
+    """Gather the tokens of each sequence, right-aligned and without the padding between them.
 
     Of queries, `[B, Q, n, D] -> [B, Q, S, D]`, as `Evidence` needs them (real ones: `DenseView.queried_BT`);
-    zero where a sequence has fewer.
+    S is the number of the sequence with the most (one wait for the device), zero where others have fewer.
 
     Args:
         x_BQnD: values of n tokens, per head.
         valid_BT: False on padding, wherever it stands.
-        num: tokens at most; None: as many as the sequence with the most has (one wait for the device).
 
     Examples:
         >>> import torch
-        >>> x_BHn = torch.tensor([[[1, 2, 0]], [[0, 3, 0]]])
-        >>> align_last(x_BHn, x_BHn[:, 0] > 0).squeeze(1).tolist()
+        >>> x_Bn = torch.tensor([[1, 2, 0], [0, 3, 0]])
+        >>> align_last(x_Bn[:, None, :, None], x_Bn > 0)[:, 0, :, 0].tolist()
         [[1, 2], [0, 3]]
     """
-    B, n = valid_BT.shape
-    rank_BT = _from_the_end(valid_BT)
-    count_B1 = rank_BT[:, :1] if n else rank_BT.new_zeros(B, 1)
-    S = min(n, num if num is not None else int(count_B1.max()) if B else 0)
+    source_BS, there_BS, _ = _to_the_right(valid_BT)
+    sequence_B1 = torch.arange(len(valid_BT), device=valid_BT.device)[:, None]
+    picked = x_BQnD.transpose(1, 2)[sequence_B1, source_BS]
+    return picked.masked_fill(~there_BS[..., None, None], 0).transpose(1, 2)
+
+
+def _to_the_right(
+    chosen_BT: Bool[Tensor, "B T"],
+) -> tuple[Int[Tensor, "B S"], Bool[Tensor, "B S"], Int[Tensor, "B T"]]:
+    """Slots for the chosen tokens of each sequence, right-aligned, as many as the one with the most needs.
+
+    Returns:
+        the token of each slot (0: none), whether there is one, and the slot of each token (S: none).
+    """
+    B, seen = chosen_BT.shape
+    rank_BT = _from_the_end(chosen_BT)
+    count_B1 = rank_BT[:, :1] if seen else rank_BT.new_zeros(B, 1)
+    S = int(count_B1.max()) if B else 0
     # Slot S collects tokens without a slot.
-    slot_BT = torch.where(valid_BT & (rank_BT <= S), S - rank_BT, S)
-    token_n = torch.arange(n, device=valid_BT.device)
-    source_BS = token_n.new_zeros(B, S + 1).scatter_(1, slot_BT, token_n.expand(B, -1))[:, :S]
-    first_B1 = torch.arange(B, device=valid_BT.device)[:, None]
-    picked = x_BQnD.transpose(1, 2)[first_B1, source_BS]
-    missing_BS = torch.arange(S, device=valid_BT.device) < S - count_B1
-    return picked.masked_fill(_beside(missing_BS, picked), 0).transpose(1, 2)
+    slot_BT = torch.where(chosen_BT, S - rank_BT, S)
+    token_T = torch.arange(seen, device=chosen_BT.device)
+    token_BS = token_T.new_zeros(B, S + 1).scatter_(1, slot_BT, token_T.expand(B, -1))[:, :S]
+    return token_BS, torch.arange(S, device=chosen_BT.device) >= S - count_B1, slot_BT
 
 
 def last_tokens(valid_BT: Bool[Tensor, "B seen"], num: int) -> Int[Tensor, " B"]:
@@ -193,8 +175,3 @@ def last_tokens(valid_BT: Bool[Tensor, "B seen"], num: int) -> Int[Tensor, " B"]
 def _from_the_end(valid_BT: Bool[Tensor, "B n"]) -> Int[Tensor, "B n"]:
     """1 for a sequence's last token, 2 for the one before it, ..."""
     return valid_BT.flip(-1).cumsum(-1).flip(-1)
-
-
-def _beside(mask_BT: Tensor, x: Tensor) -> Tensor:
-    """The mask with as many axes as x."""
-    return mask_BT.view(*mask_BT.shape, *[1] * (x.dim() - 2))

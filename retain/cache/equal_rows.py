@@ -1,21 +1,30 @@
-"""Attends over the rows of a ragged store by a few dense calls, on a CPU.
+"""Attends over the rows of a ragged store by a few dense calls, on a CPU; and decodes tokens there.
 
 Neighbouring rows of equal room and length are a *run*: one strided `[rows, length, D]` view of the store,
 which PyTorch's attention reads without a copy. A policy with equal head budgets has one run or two (if a
 total does not divide), one with a budget for each head about one run a head.
 `retain.kernels.ragged_attention` is the definition; it is several times slower here.
+
+A token is decoded in one call a layer: append, then attend (`StepRows`), by runs or, where rows have many
+lengths, soft caps, sinks or windows, by the op in C++ (`retain.kernels.decode_step`), once a compiled step
+has built it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from retain.kernels.ragged_attention.pages import PAGE, Pages
+from retain.cache.layout import normal_tensors
+from retain.cache.store import RaggedStore
+from retain.kernels.decode_step import build
+from retain.kernels.ragged_attention import path_of
+from retain.kernels.ragged_attention.pages import PAGE
 
 # Runs up to which each is a call of its own: a call costs some 20 us, a page of the op's batch 2.
 MOST_RUNS = 64
@@ -42,28 +51,20 @@ class Run:
     log_weight: Float[Tensor, "rows 1 1 room"] | None = None
 
 
-def find_runs(
-    pages: Pages,
-    keys_CD: Tensor,
-    values_CD: Tensor,
-    seen_RS: Int[Tensor, "R S"],
-    num_queries: int,
-    log_weight_C: Tensor | None = None,
-) -> list[Run] | None:
-    """Group the rows of a store into runs, by how much their last queries see; None if the op is faster.
+def find_runs(store: RaggedStore, seen_RS: Int[Tensor, "R S"], num_queries: int) -> list[Run] | None:
+    """Group the rows of a plain store into runs, by what their last queries see; None if the op is faster.
 
     Args:
-        pages, keys_CD, values_CD, log_weight_C: of the store.
         seen_RS: entries that each query sees.
         num_queries: query heads of a sequence.
     """
-    (R, S), C = seen_RS.shape, PAGE * pages.num_pages
-    if len(pages.counts) != R or keys_CD.shape[0] != C or values_CD.shape[0] != C:
+    S, counts, log_weight_C = seen_RS.shape[1], store.pages.counts, store.log_weight_C
+    if len(counts) != len(seen_RS):
         return None  # the op raises the error
     seen = seen_RS[:, -1].tolist()
     if S > 1 and (num_queries * S * max(seen, default=0) > MOST_MASKED or not bool(seen_RS.all())):
         return None
-    rows = zip(range(R), accumulate(pages.counts, initial=0), pages.counts, seen, strict=False)
+    rows = zip(range(len(seen)), accumulate(counts, initial=0), counts, seen, strict=False)
     found = [list(alike) for _, alike in groupby(rows, key=lambda row: row[2:])]
     if len(found) > MOST_RUNS:
         return None
@@ -73,7 +74,7 @@ def find_runs(
         places = slice(PAGE * start, PAGE * (start + len(alike) * count))
         keys, values = (
             column[places].view(len(alike), 1, PAGE * count, column.shape[1])
-            for column in (keys_CD, values_CD)
+            for column in (store.keys_CD, store.values_CD)
         )
         weights = None
         if log_weight_C is not None:
@@ -82,19 +83,15 @@ def find_runs(
     return runs
 
 
-def fits(runs: Sequence[Run], queries_BQSD: Tensor) -> bool:
-    """Whether dense calls can serve these queries: one precision, and no gradients, which a store does not
-    have."""
-    if not runs:
+def fits(store: RaggedStore, queries_BQSD: Tensor) -> bool:
+    """Whether dense calls can serve these queries over a plain store: on a CPU, in one precision, and without
+    gradients, which a store does not have."""
+    (B, Q, _, D), R = queries_BQSD.shape, len(store.lengths_R)
+    keys, values = store.keys_CD, store.values_CD
+    if queries_BQSD.is_cuda or path_of(keys, values) != "reference" or not R or R % B or B * Q % R:
         return False
-    keys, values = runs[0].keys, runs[0].values
-    if not queries_BQSD.dtype == keys.dtype == values.dtype or queries_BQSD.shape[-1] != keys.shape[-1]:
-        return False
-    R = runs[-1].row + runs[-1].keys.shape[0]
-    heads, rest = divmod(R, queries_BQSD.shape[0])
-    if rest or queries_BQSD.shape[1] % heads:
-        return False
-    return not (torch.is_grad_enabled() and (queries_BQSD.requires_grad or keys.requires_grad))
+    alike = queries_BQSD.dtype == keys.dtype == values.dtype and keys.shape[1] == D
+    return alike and not (torch.is_grad_enabled() and queries_BQSD.requires_grad)
 
 
 def attend_runs(
@@ -127,3 +124,67 @@ def attend_runs(
         outs.append(scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scaling))
     out = outs[0] if len(outs) == 1 else torch.cat(outs)
     return out.view(B, Q, S, out.shape[-1])
+
+
+class StepRows:
+    """The rows of one layer for decoding steps; good until its store is laid out anew.
+
+    Args:
+        store: of the layer.
+        runs: its rows as runs; None: the op in C++ runs.
+        how: scaling, soft cap and window of its attention; 0: there is none.
+
+    Attributes:
+        positions_R, last_B: of the token that comes, int32 a row and int64 a sequence; set before each step.
+        queries: collects the queries of steps; None: nobody looks at them.
+    """
+
+    positions_R: Tensor
+    last_B: Tensor
+    queries: list[Tensor] | None = None
+
+    @normal_tensors()
+    def __init__(self, store: RaggedStore, runs: list[Run] | None, how: tuple[float, float, int]):
+        self.runs, self.how = runs, how
+        self.next_R, self.lengths_R = store.offsets_R1[:-1] + store.lengths_R, store.lengths_R
+        self.columns = store.keys_CD, store.values_CD, store.positions_C
+        self.offsets_R1, self.log_weight_C = store.offsets_R1, store.log_weight_C
+        self.zero_1 = torch.zeros(1, dtype=torch.int64)
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, dense: Any, given: Mapping[str, Any]
+    ) -> tuple[Tensor, None]:
+        """As `retain.hf.intercept.interceptor.Step.attend` is called; the output is `[B, 1, Q, V]`."""
+        if self.queries is not None:
+            self.queries.append(query)
+        self.lengths_R.add_(1)
+        if self.runs is None:
+            rows = self.offsets_R1, self.lengths_R, self.zero_1, self.last_B, self.log_weight_C
+            how = (given.get("s_aux"), *self.how, None, None, None, None, (), 0, 1)
+            return torch.ops.retain.decode_step.default(query, key, value, *self.columns, *rows, *how), None
+        keys_CD, values_CV, positions_C = self.columns
+        R = self.next_R.shape[0]
+        keys_CD.index_copy_(0, self.next_R, key.reshape(R, -1))
+        values_CV.index_copy_(0, self.next_R, value.reshape(R, -1))
+        positions_C.index_copy_(0, self.next_R, self.positions_R)
+        self.next_R.add_(1)
+        for run in self.runs:
+            run.length += 1
+        out_BQ1V = attend_runs(query, self.runs, self.lengths_R[:, None], self.how[0])
+        return out_BQ1V.transpose(1, 2), None
+
+
+def step_rows_of(
+    store: RaggedStore, *, scaling: float, soft_cap: float | None, window: int | None, sinks: bool
+) -> StepRows | None:
+    """The rows of a store for decoding steps; None: it is on a GPU, or no way here is short."""
+    if store.device.type != "cpu" or path_of(store.keys_CD, store.values_CD) != "reference":
+        return None
+    runs = None
+    if not (soft_cap or window or sinks):
+        runs = find_runs(store, store.lengths_R[:, None], 1)
+    if build.is_there() and (runs is None or len(runs) > 1):
+        runs = None
+    elif runs is None:
+        return None
+    return StepRows(store, runs, (scaling, soft_cap or 0.0, window or 0))

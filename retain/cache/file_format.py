@@ -20,7 +20,6 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +28,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from retain import config
-from retain.cache.codec import GROUPS, VALUE_SCALES, Codec
+from retain.cache.codec import Codec
 from retain.cache.layer_store import Store, encoded
-from retain.cache.store import SLACK, RaggedStore
+from retain.cache.store import ENTRY, SLACK, RaggedStore
 from retain.precision import Precision
 from retain.process.disk import save_beside
 
@@ -137,7 +136,7 @@ def tensors_of(store: RaggedStore) -> dict[str, Tensor]:
         codes "value_scales", "groups" and "key_scales".
     """
     index_N = store.index_N()
-    columns = {**store.columns, **{BESIDE + name: column for name, column in store.beside.items()}}
+    columns = {name if name in ENTRY else BESIDE + name: column for name, column in store.columns.items()}
     found = {name: column[index_N] for name, column in columns.items()}
     table = {} if store.key_scales_G2D is None else {KEY_SCALES: store.key_scales_G2D}
     return {**found, "lengths": store.lengths_R.clone(), **table}
@@ -155,31 +154,19 @@ def store_of(
         codec: of its keys and values.
 
     Raises:
-        ValueError: a tensor is missing, or lengths and entries do not fit together.
+        KeyError: a tensor is missing.
+        ValueError: lengths and entries do not fit together.
     """
-    names = ["keys", "values", "positions", *([] if codec is None else [VALUE_SCALES, GROUPS])]
-    missing = [name for name in (*names, "lengths") if name not in tensors]
-    if missing:
+    columns = {name: tensors[name] for name in ENTRY[: 3 if codec is None else 5]}
+    columns |= within(tensors, BESIDE)
+    lengths_R, sizes = tensors["lengths"], {name: len(column) for name, column in columns.items()}
+    R, N = len(lengths_R), int(lengths_R.sum())
+    if {*sizes.values()} != {N} or R % num_heads:
         raise ValueError(
-            f"a saved store lacks {', '.join(missing)} among {', '.join(sorted(tensors)) or 'nothing'}: "
-            "save it again, with tensors_of()."
+            f"a saved store of {R} rows and {num_heads} KV heads has {N} entries by its lengths, and columns "
+            f"of {sizes}: the file was cut, or is another model's."
         )
-    lengths_R, table = tensors["lengths"], tensors.get(KEY_SCALES)
-    beside, entries = within(tensors, BESIDE), {name: tensors[name] for name in names}
-    N = int(lengths_R.sum())
-    wrong = [
-        f"{name} {tuple(one.shape)}" for name, one in {**entries, **beside}.items() if one.shape[:1] != (N,)
-    ]
-    if lengths_R.shape[0] % num_heads or bool((lengths_R < 0).any()):
-        wrong.append(f"{lengths_R.shape[0]} rows")
-    if wrong:
-        raise ValueError(
-            f"a saved store has lengths of {N} entries for {num_heads} KV heads, but {', '.join(wrong)}: "
-            "the file was cut, or is another model's; save it again, with tensors_of()."
-        )
-    return RaggedStore(
-        entries, lengths_R, num_heads, slack=slack, beside=beside, codec=codec, key_scales_G2D=table
-    )
+    return RaggedStore.from_rows(columns, lengths_R, num_heads, slack, codec, tensors.get(KEY_SCALES))
 
 
 def precision_of(record: Mapping[str, Any]) -> Precision | None:
@@ -188,12 +175,8 @@ def precision_of(record: Mapping[str, Any]) -> Precision | None:
     Raises:
         ValueError: settings that there are not.
     """
-    return config.build({PRECISION: record.get(PRECISION)}, _Packed).precision
-
-
-@dataclass(frozen=True)
-class _Packed:
-    precision: Precision | None = None
+    held = record.get(PRECISION)
+    return None if held is None else config.build(held, Precision, PRECISION)
 
 
 def layer_tensors(store: Store, bits: int | None) -> dict[str, Tensor]:
@@ -206,10 +189,9 @@ def layer_tensors(store: Store, bits: int | None) -> dict[str, Tensor]:
     Raises:
         ValueError: numbers that float16 does not hold.
     """
-    plain = store.plain if bits is None else encoded(store.plain, bits)
-    parts = {"store.": plain, "packed.": store.packed}
+    parts = {"store.": store.plain if bits is None else encoded(store.plain, bits), "packed.": store.packed}
     held = {where: tensors_of(part) for where, part in parts.items() if part is not None}
-    return {where + name: tensor for where, own in held.items() for name, tensor in own.items()}
+    return {where + name: tensor for where, found in held.items() for name, tensor in found.items()}
 
 
 def layer_store_of(

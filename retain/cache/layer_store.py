@@ -12,8 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from retain.cache.codec import Codec
-from retain.cache.layout import Layout, bytes_of, normal_tensors
-from retain.cache.moves import spans
+from retain.cache.layout import Layout, bytes_of, normal_tensors, spans
 from retain.cache.store import LOG_WEIGHT, RaggedStore, gathered
 from retain.precision import Precision
 
@@ -75,11 +74,6 @@ class Store:
         return torch.stack([part.bytes_B for part in self.parts]).sum(0)
 
     @property
-    def log_weight_bytes_B(self) -> Int[Tensor, " B"]:
-        """Of these, those of what is added to logits."""
-        return torch.stack([part.lengths_BH.sum(-1) * part.log_weight_bytes for part in self.parts]).sum(0)
-
-    @property
     def bytes_held(self) -> int:
         """Bytes of all sequences; what copies of a sequence share counts once."""
         return sum(part.bytes_held for part in self.parts)
@@ -132,48 +126,44 @@ class Store:
     def row(self, sequence: int, head: int) -> tuple[Tensor, Tensor, Tensor]:
         """Keys, values (decoded) and positions of one row, in order of time (for looking at)."""
         keys_ND, values_NV, positions_N, rows_N = self.flat()
-        own = rows_N == sequence * self.num_heads + head
-        return keys_ND[own], values_NV[own], positions_N[own]
+        chosen_N = rows_N == sequence * self.num_heads + head
+        return keys_ND[chosen_N], values_NV[chosen_N], positions_N[chosen_N]
 
-    def set_beside_(self, name: str, values_BHS: Tensor, valid_BS: Tensor | None = None) -> None:
+    def set_beside_(self, name: str, values_BHS: Tensor, valid_BS: Bool[Tensor, "B S"]) -> None:
         """Write a side column for the last S tokens of every row; a new column is zeros elsewhere."""
         self.plain.set_beside_(name, values_BHS, valid_BS)
-        if self.packed is not None and name not in self.packed.beside:
+        if self.packed is not None and name not in self.packed.columns:
             shape = self.packed.num_places, *values_BHS.shape[3:]
-            self.packed.beside[name] = values_BHS.new_zeros(shape)
+            self.packed.columns[name] = values_BHS.new_zeros(shape)
 
     def write_beside_(self, name: str, values_N: Tensor) -> None:
         """Write a side column for every entry, in the order of `index_N()`."""
         counts = [part.entries_held for part in self.parts]
-        for part, own_N in zip(self.parts, values_N.split(counts), strict=True):
-            part.write_beside_(name, own_N)
+        for part, values in zip(self.parts, values_N.split(counts), strict=True):
+            part.write_beside_(name, values)
 
     def forget_beside_(self, *names: str) -> None:
         """Let go of side columns."""
         for part in self.parts:
-            part.forget_beside_(*names)
+            for name in names:
+                part.columns.pop(name, None)
 
-    def compact_(self, keep_N: Bool[Tensor, " N"]) -> None:
-        """Evict in place; rooms stay, and their slack grows.
+    def evict_(self, keep_N: Bool[Tensor, " N"], *, in_place: bool = False) -> None:
+        """Keep some entries, in rooms of their size plus slack.
 
         Args:
             keep_N: True = kept, in the order of `index_N()`.
+            in_place: rooms stay, and their slack grows.
         """
-        self._evict_(RaggedStore.compact_, keep_N)
-
-    def filter_(self, keep_N: Bool[Tensor, " N"]) -> None:
-        """Keep some entries (in the order of `index_N()`), in rooms of their size plus slack."""
-        self._evict_(RaggedStore.filter_, keep_N)
-
-    def _evict_(self, how: Callable[[RaggedStore, Tensor], None], keep_N: Tensor) -> None:
         assert keep_N.shape == (self.entries_held,) and keep_N.dtype == torch.bool
+        evict_ = RaggedStore.compact_ if in_place else RaggedStore.filter_
         if self.packed is not None:
-            own_N, keep_N = keep_N.split([self.packed.entries_held, self.plain.entries_held])
-            if bool(own_N.any()):
-                how(self.packed, own_N)
+            packed_N, keep_N = keep_N.split([self.packed.entries_held, self.plain.entries_held])
+            if bool(packed_N.any()):
+                evict_(self.packed, packed_N)
             else:
                 self.packed = None
-        how(self.plain, keep_N)
+        evict_(self.plain, keep_N)
 
     def pack_(self) -> None:
         """Pack the plain entries but for the last `recent` of each row, where there is a precision.
@@ -192,11 +182,8 @@ class Store:
         if old is not None:
             layout = Layout.of(old.lengths_R + made.lengths_R, 0)
             starts_R = layout.offsets_R1[:-1]
-            before_N, behind_N = (
-                spans(starts_R, old.lengths_R),
-                spans(starts_R + old.lengths_R, made.lengths_R),
-            )
-            made = gathered(layout, [(old, old.index_N(), before_N), (made, made.index_N(), behind_N)])
+            old_N, made_N = spans(starts_R, old.lengths_R), spans(starts_R + old.lengths_R, made.lengths_R)
+            made = gathered(layout, [(old, old.index_N(), old_N), (made, made.index_N(), made_N)], 0)
         plain.filter_(~goes_N)
         self.packed = made
 
@@ -213,12 +200,12 @@ class Store:
     def crop_(self, before_B: Int[Tensor, " B"]) -> None:
         """Forget, in each sequence, the entries at positions `>= before`, and give their bytes back."""
         before_N = before_B.to(self.device)[self.rows_N() // self.num_heads]
-        self.filter_(self.positions_C[self.index_N()] < before_N)
+        self.evict_(self.positions_C[self.index_N()] < before_N)
 
-    def drop_(self, gone_BP: Bool[Tensor, "B P"]) -> None:
+    def drop_(self, forgotten_BP: Bool[Tensor, "B P"]) -> None:
         """Forget, in each sequence, the entries at these positions, and give their bytes back."""
         positions_N = self.positions_C[self.index_N()].to(torch.int64)
-        self.filter_(~gone_BP.to(self.device)[self.rows_N() // self.num_heads, positions_N])
+        self.evict_(~forgotten_BP.to(self.device)[self.rows_N() // self.num_heads, positions_N])
 
 
 @normal_tensors()
@@ -232,13 +219,10 @@ def encoded(plain: RaggedStore, bits: int, which_N: Bool[Tensor, " N"] | None = 
     if which_N is not None:
         index_N, rows_N = index_N[which_N], rows_N[which_N]
     codec = Codec(bits, plain.keys_CD.shape[1], plain.values_CD.shape[1], plain.dtype)
-    lengths_R = torch.bincount(rows_N, minlength=plain.num_rows)
-    entries, table = codec.encode(plain.keys_CD[index_N], plain.values_CD[index_N], lengths_R)
-    entries["positions"] = plain.positions_C[index_N]
-    beside = {name: column[index_N] for name, column in plain.beside.items()}
-    return RaggedStore(
-        entries, lengths_R, plain.num_heads, slack=0, beside=beside, codec=codec, key_scales_G2D=table
-    )
+    lengths_R = torch.bincount(rows_N, minlength=len(plain.lengths_R))
+    columns, table = codec.encode(plain.keys_CD[index_N], plain.values_CD[index_N], lengths_R)
+    columns |= {name: plain.columns[name][index_N] for name in ("positions", *plain.beside)}
+    return RaggedStore.from_rows(columns, lengths_R, plain.num_heads, 0, codec, table)
 
 
 def stacked(stores: Sequence[Store], slack: int | None = None) -> Store:
@@ -249,14 +233,8 @@ def stacked(stores: Sequence[Store], slack: int | None = None) -> Store:
         slack: free entries per plain row; default: the largest of the stores'.
 
     Raises:
-        ValueError: their side columns differ, or the bits in which they are packed.
+        ValueError: the bits in which they are packed differ.
     """
-    names = [sorted(store.plain.beside) for store in stores]
-    if any(own != names[0] for own in names):
-        raise ValueError(
-            f"stores to stack have side columns {names}: "
-            "stack stores of one kind, or set the missing columns first."
-        )
     bits = {store.packed.codec.bits for store in stores if store.packed is not None and store.packed.codec}
     if len(bits) > 1:
         raise ValueError(
@@ -278,8 +256,6 @@ def _stacked(parts: Sequence[RaggedStore | None], stores: Sequence[Store], slack
         for part, store in zip(parts, stores, strict=True)
     ]
     layout = Layout.of(torch.cat(lengths), slack)
-    places = layout.index_N().split([int(own_R.sum()) for own_R in lengths])
+    places = layout.index_N().split([int(lengths_R.sum()) for lengths_R in lengths])
     there = zip(parts, places, strict=True)
-    whole = gathered(layout, [(part, part.index_N(), to_N) for part, to_N in there if part is not None])
-    whole.slack = slack
-    return whole
+    return gathered(layout, [(part, part.index_N(), to_N) for part, to_N in there if part is not None], slack)

@@ -8,7 +8,7 @@ meet shapes that a graph has seen.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from retain.cache.codec import GROUPS, VALUE_SCALES
 from retain.cache.layer_store import Store
-from retain.cache.layout import Layout, bytes_of, normal_tensors
+from retain.cache.layout import Layout, bytes_of, copy_, normal_tensors
 from retain.cache.store import LOG_WEIGHT, RaggedStore
 from retain.kernels.ragged_attention.pages import PAGE
 from retain.precision import GROUP
@@ -91,8 +91,8 @@ class StaticRows:
     span: int = 1
 
     def tensors(self) -> list[Tensor]:
-        own = (self.offsets_R1, self.base_R, *self.work, *self.shown.values(), *self.packed)
-        return [one for one in own if one is not None]
+        held = (self.offsets_R1, self.base_R, *self.work, *self.shown.values(), *self.packed)
+        return [one for one in held if one is not None]
 
     def show(self, name: str, x_BSE: Tensor) -> None:
         """Keep an input of the attention that comes, if it is to be looked at."""
@@ -109,63 +109,49 @@ class StaticRows:
             pool.clock_1.add_(1)
         if "queries" in self.shown:
             self.shown["queries"].index_copy_(0, pool.clock_1 - 1, query.permute(2, 0, 1, 3))
-        step = torch.ops.retain.decode_step
-        out_B1QV = step(
-            query,
-            key,
-            value,
-            pool.keys_PD,
-            pool.values_PV,
-            pool.positions_P,
-            self.offsets_R1,
-            self.base_R,
-            pool.clock_1,
-            pool.last_B,
-            pool.log_weight_P,
-            given.get("s_aux"),
-            self.scaling if given.get("scaling") is None else given["scaling"],
-            given.get("softcap") or 0.0,
-            self.window or 0,
-            *self.work,
-            self.packed,
-            self.bits,
-            self.span,
-        )
+        places = pool.keys_PD, pool.values_PV, pool.positions_P
+        rows = self.offsets_R1, self.base_R, pool.clock_1, pool.last_B, pool.log_weight_P
+        scaling = self.scaling if given.get("scaling") is None else given["scaling"]
+        how = given.get("s_aux"), scaling, given.get("softcap") or 0.0, self.window or 0
+        packed = self.packed, self.bits, self.span
+        out_B1QV = torch.ops.retain.decode_step(query, key, value, *places, *rows, *how, *self.work, *packed)
         return out_B1QV, None
 
 
 @normal_tensors()
-def pool_of(stores: Sequence[RaggedStore], room: int, weighted: bool) -> list[Placed]:
-    """Lay stores out in one pool, column by column, so that no more than one column of all exists twice.
+def pools_of(stores: Sequence[RaggedStore], room: int, weighted: bool, together: int) -> list[Placed]:
+    """Lay stores out in pools, column by column, so that no more than one column of a pool exists twice.
 
     Args:
-        stores: of one device and kind; they go on as views of the pool.
+        stores: of one device and kind; they go on as views of the pools.
         room: tokens to come, for each row.
         weighted: something is added to the logits of some entries.
+        together: layers of a pool.
 
     Returns:
-        for each store, the pool's columns, and where its rooms begin and end there.
+        for each store, its pool's columns, and where its rooms begin and end there.
     """
-    first, layouts = stores[0], [Layout.of(store.lengths_R, room) for store in stores]
-    sizes = [PAGE * layout.pages.num_pages for layout in layouts]
-    starts = [0, *accumulate(sizes)]
-    like = dict(first.columns)
+    parts = [stores[first : first + together] for first in range(0, len(stores), together)]
+    return [placed for part in parts for placed in _pool_of(part, room, weighted)]
+
+
+def _pool_of(stores: Sequence[RaggedStore], room: int, weighted: bool) -> list[Placed]:
+    layouts = [Layout.of(store.lengths_R, room) for store in stores]
+    starts = [0, *accumulate(PAGE * layout.pages.num_pages for layout in layouts)]
+    like = stores[0].entries
     if weighted:
-        like[LOG_WEIGHT] = torch.zeros(0, device=first.device)
+        like[LOG_WEIGHT] = torch.zeros(0, device=stores[0].device)
     columns = {}
     for name, column in like.items():
         columns[name] = column.new_zeros(rounded(starts[-1]), *column.shape[1:])
-        for store, layout, start, size in zip(stores, layouts, starts[:-1], sizes, strict=True):
-            store.move_(name, columns[name][start : start + size], layout)
+        for store, layout, (start, stop) in zip(stores, layouts, pairwise(starts), strict=True):
+            view = columns[name][start:stop]
+            if name in store.columns:
+                copy_(view, layout.index_N(), store.columns[name], (store.index_N(),))
+            store.columns[name] = view
     for store, layout in zip(stores, layouts, strict=True):
-        store.adopt_(layout, columns)
-    return [(columns, store.offsets_R1 + start) for store, start in zip(stores, starts[:-1], strict=True)]
-
-
-def pools_of(stores: Sequence[RaggedStore], room: int, weighted: bool, together: int) -> list[Placed]:
-    """The same in several pools, of so many layers each."""
-    parts = [stores[first : first + together] for first in range(0, len(stores), together)]
-    return [placed for own in parts for placed in pool_of(own, room, weighted)]
+        store.lay_out_anew_(layout, store.index_N(), moved=columns)
+    return [(columns, store.offsets_R1 + start) for store, start in zip(stores, starts, strict=False)]
 
 
 @normal_tensors()
@@ -180,16 +166,16 @@ def packed_of(stores: Sequence[RaggedStore], room: int, weighted: bool, together
         of each store, as `retain.kernels.decode_step` takes them.
     """
     places = pools_of(stores, room, weighted, together)
-    more = stores[0].num_rows * -(-room // GROUP)
+    more = len(stores[0].lengths_R) * -(-room // GROUP)
     scales = [store.key_scales_G2D for store in stores if store.key_scales_G2D is not None]
     most = rounded(max(FEWEST, max(map(len, scales)) + more))
     table = scales[0].new_zeros(len(stores), most, *scales[0].shape[1:])
     found = []
-    for store, own_G2D, own, (columns, offsets_R1) in zip(stores, scales, table, places, strict=True):
-        own[: len(own_G2D)] = own_G2D
-        store.key_scales_G2D = own[: len(own_G2D)]
+    for store, held_G2D, room_G2D, (columns, offsets_R1) in zip(stores, scales, table, places, strict=True):
+        room_G2D[: len(held_G2D)] = held_G2D
+        store.key_scales_G2D = room_G2D[: len(held_G2D)]
         parts = [columns[name] for name in ("keys", "values", "positions", VALUE_SCALES, GROUPS)]
-        parts += [own, offsets_R1, store.lengths_R.to(torch.int32, copy=True)]
+        parts += [room_G2D, offsets_R1, store.lengths_R.to(torch.int32, copy=True)]
         found.append([*parts, columns[LOG_WEIGHT]] if weighted else parts)
     return found
 
@@ -198,5 +184,5 @@ def spare_bytes(stores: Sequence[Store]) -> int:
     """Bytes of the storages behind stores that none of them lives in."""
     parts = [part for store in stores for part in store.parts]
     tensors = [tensor for part in parts for tensor in part.storages()]
-    storages = {own.untyped_storage().data_ptr(): own.untyped_storage().nbytes() for own in tensors}
+    storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}
     return max(0, sum(storages.values()) - sum(bytes_of(part.storages()) for part in parts))

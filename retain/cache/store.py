@@ -23,14 +23,13 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from retain.cache.codec import GROUPS, Codec
-from retain.cache.layout import Layout, count_free, filled, normal_tensors
-from retain.cache.moves import copy_, packing, spans
-from retain.kernels.backend import Path
-from retain.kernels.codes import Codes
-from retain.kernels.ragged_attention import path_of
+from retain.cache.codec import GROUPS, VALUE_SCALES, Codec
+from retain.cache.layout import Layout, copy_, count_free, normal_tensors, packing, spans
+from retain.kernels.codes import Codes, decode
 from retain.kernels.ragged_attention.pages import PAGE
 
+# Columns of an entry itself, of which codes have the last two; all others are side columns.
+ENTRY = ("keys", "values", "positions", VALUE_SCALES, GROUPS)
 # The side column that attention adds to the logits of its entries, after a soft cap: float32.
 LOG_WEIGHT = "log_weight"
 # Free entries given to each row, at least, when a store is made.
@@ -47,44 +46,54 @@ class RaggedStore:
     entries. Methods that end in `_` change the store in place, all others leave it alone and share no memory
     with it. Free slots hold finite numbers, and zeros in side columns.
 
-    Attributes:
+    Args:
+        layout: rooms of the rows.
         num_heads: H.
         slack: free entries given to each row, at least, when the store is laid out anew.
-        beside: side columns `[C, ...]` by name, such as a score or the mass of attention received.
+        columns: `[C, ...]` in these rooms: those of `ENTRY`, and side columns, such as a score or the mass of
+            attention received.
         codec: how keys and values are held; None: as they are.
         key_scales_G2D: scales of each group of keys, where there is a codec.
+
+    Attributes:
         pages: the row that each page belongs to.
         free: new tokens that surely fit into every row.
     """
 
-    columns: dict[str, Tensor]
-    beside: dict[str, Tensor]
-    key_scales_G2D: Float[Tensor, "G 2 D"] | None
-    step_rows: Any  # for decoding steps on a CPU (`retain.cache.step_rows`), made by who decodes them
+    step_rows: Any  # for decoding steps on a CPU (`retain.cache.equal_rows`), made by who decodes them
 
-    @normal_tensors()
     def __init__(
         self,
-        entries: Mapping[str, Tensor],
-        lengths_R: Int[Tensor, " R"],
+        layout: Layout,
         num_heads: int,
-        *,
-        slack: int = SLACK,
-        beside: Mapping[str, Tensor] | None = None,
+        slack: int,
+        columns: Mapping[str, Tensor],
         codec: Codec | None = None,
         key_scales_G2D: Float[Tensor, "G 2 D"] | None = None,
     ):
+        self.num_heads, self.slack, self.columns = num_heads, slack, {**columns}
+        self.codec, self.key_scales_G2D = codec, key_scales_G2D
+        self.take_(layout)
+
+    @classmethod
+    @normal_tensors()
+    def from_rows(
+        cls,
+        columns: Mapping[str, Tensor],
+        lengths_R: Int[Tensor, " R"],
+        num_heads: int,
+        slack: int = SLACK,
+        codec: Codec | None = None,
+        key_scales_G2D: Float[Tensor, "G 2 D"] | None = None,
+    ) -> "RaggedStore":
         """Lay out entries that come row after row (`lengths_R[r]` of row 0, of row 1, ...), in order of time.
 
         Args:
-            entries: columns `[N, ...]`: `keys`, `values`, `positions`, and of codes `value_scales`, `groups`.
-            beside: side columns `[N, ...]`.
+            columns: `[N, ...]`, else as above.
         """
-        layout = Layout.of(lengths_R, slack)
-        self._begin_(layout, num_heads, slack, entries, beside or {}, codec, key_scales_G2D)
-        index_N = layout.index_N()
-        for columns, name in self._columns():
-            columns[name] = filled(layout, index_N, columns[name], None)
+        layout, placed = Layout.of(lengths_R, slack), {**columns}
+        layout.fill_(placed, None)
+        return cls(layout, num_heads, slack, placed, codec, key_scales_G2D)
 
     @classmethod
     @normal_tensors()
@@ -107,16 +116,22 @@ class RaggedStore:
         """
         B, H, T, _ = keys_BHTD.shape
         assert keep_BHT.shape == (B, H, T) and keep_BHT.dtype == torch.bool
-        assert all(column.shape[:3] == (B, H, T) for column in (beside or {}).values())
-        layout = Layout.of(keep_BHT.sum(-1).flatten(), slack)
         positions = positions_BT[:, None].expand(B, H, T).to(torch.int32)
-        entries = {"keys": keys_BHTD, "values": values_BHTD, "positions": positions}
-        store: RaggedStore = object.__new__(cls)
-        store._begin_(layout, H, slack, entries, beside or {}, None, None)
-        index_N, where = layout.index_N(), keep_BHT.nonzero(as_tuple=True)
-        for columns, name in store._columns():
-            columns[name] = filled(layout, index_N, columns[name], where)
-        return store
+        columns = {"keys": keys_BHTD, "values": values_BHTD, "positions": positions, **(beside or {})}
+        assert all(column.shape[:3] == (B, H, T) for column in columns.values())
+        layout = Layout.of(keep_BHT.sum(-1).flatten(), slack)
+        layout.fill_(columns, keep_BHT.nonzero(as_tuple=True))
+        return cls(layout, H, slack, columns)
+
+    @property
+    def entries(self) -> dict[str, Tensor]:
+        """The columns of entries themselves."""
+        return {name: column for name, column in self.columns.items() if name in ENTRY}
+
+    @property
+    def beside(self) -> dict[str, Tensor]:
+        """The side columns."""
+        return {name: column for name, column in self.columns.items() if name not in ENTRY}
 
     @property
     def keys_CD(self) -> Float[Tensor, "C D"]:
@@ -130,10 +145,6 @@ class RaggedStore:
     def positions_C(self) -> Int[Tensor, " C"]:
         """RoPE positions of the entries (int32; `flat` and `row` give int64)."""
         return self.columns["positions"]
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.lengths_R)
 
     @property
     def num_places(self) -> int:
@@ -150,30 +161,28 @@ class RaggedStore:
         return self.keys_CD.dtype if self.codec is None else self.codec.dtype
 
     @property
-    def path(self) -> Path:
-        """The path of attention over these entries."""
-        return path_of(self.keys_CD, self.values_CD)
-
-    @property
     def codes(self) -> tuple[Codes, Codes]:
         """Keys and values of a store with a codec, as attention reads them."""
-        assert self.codec is not None and self.key_scales_G2D is not None
-        return self.codec.codes(self.columns, self.key_scales_G2D)
+        codec, columns, table = self.codec, self.columns, self.key_scales_G2D
+        assert codec is not None and table is not None
+        bits, scales = codec.bits, columns[VALUE_SCALES]
+        keys = Codes(columns["keys"], table, columns[GROUPS], bits, 1, codec.head_dim)
+        return keys, Codes(columns["values"], scales, None, bits, codec.span, codec.value_dim)
 
     def decoded(self) -> tuple[Float[Tensor, "C D"], Float[Tensor, "C V"]]:
         """Keys and values as numbers: of codes a copy, rounded once to the model's precision."""
         if self.codec is None:
             return self.keys_CD, self.values_CD
-        assert self.key_scales_G2D is not None
-        return self.codec.decoded(self.columns, self.key_scales_G2D)
+        keys, values = self.codes
+        return decode(keys, torch.float32).to(self.dtype), decode(values, self.dtype)
 
     def as_numbers(self) -> "RaggedStore":
         """The same entries without a codec, rounded once to the model's precision."""
-        keys_ND, values_ND, positions_N, _ = self.flat()
+        keys_ND, values_ND, _, _ = self.flat()
         index_N = self.index_N()
-        entries = {"keys": keys_ND, "values": values_ND, "positions": positions_N.to(torch.int32)}
-        beside = {name: column[index_N] for name, column in self.beside.items()}
-        return RaggedStore(entries, self.lengths_R, self.num_heads, slack=self.slack, beside=beside)
+        columns = {name: self.columns[name][index_N] for name in ("positions", *self.beside)}
+        columns = {"keys": keys_ND, "values": values_ND, **columns}
+        return RaggedStore.from_rows(columns, self.lengths_R, self.num_heads, self.slack)
 
     @property
     def lengths_BH(self) -> Int[Tensor, "B H"]:
@@ -189,12 +198,12 @@ class RaggedStore:
     def entry_bytes(self) -> int:
         """Bytes of what attention reads of an entry alone, but for what is added to its logits: of its key
         and its value, and of codes the scales and the group."""
-        return _width(*(column for name, column in self.columns.items() if name != "positions"))
+        return _width(*(column for name, column in self.entries.items() if name != "positions"))
 
     @property
     def log_weight_C(self) -> Float[Tensor, " C"] | None:
         """What is added to the logits of each entry; None: nothing is."""
-        return self.beside.get(LOG_WEIGHT)
+        return self.columns.get(LOG_WEIGHT)
 
     @property
     def bytes_B(self) -> Int[Tensor, " B"]:
@@ -224,7 +233,7 @@ class RaggedStore:
         """All tensors that the store is made of."""
         tables = [self.offsets_R1, self.lengths_R, *self.pages.tables()]
         tables += [] if self.key_scales_G2D is None else [self.key_scales_G2D]
-        return [*tables, *(columns[name] for columns, name in self._columns())]
+        return [*tables, *self.columns.values()]
 
     def index_N(self) -> Int[Tensor, " N"]:
         """Where every entry lies in the store, row after row, in order of time."""
@@ -260,7 +269,7 @@ class RaggedStore:
             padding. Side columns of the new entries are zeros until `set_beside_`.
         """
         B, H, S, _ = keys_BHSD.shape
-        if self.num_rows != B * H:
+        if len(self.lengths_R) != B * H:
             raise ValueError(
                 f"new keys are of {B} sequences x {H} KV heads, but the store holds "
                 f"{len(self.lengths_BH)} x {self.num_heads}: select or repeat the cache's sequences to match "
@@ -282,7 +291,7 @@ class RaggedStore:
             index_RS = place_RS + (held_R1 + self.offsets_R1[:-1, None] - 1)
             real_BHS = valid_BS[:, None].expand(B, H, S)
             new = [one.masked_fill(~real_BHS[(...,) + (None,) * (one.ndim - 3)], 0) for one in new]
-        for column, values in zip(self.columns.values(), new, strict=True):
+        for column, values in zip((self.keys_CD, self.values_CD, self.positions_C), new, strict=True):
             column.index_copy_(0, index_RS.flatten(), values.detach().flatten(0, 2).to(column.dtype))
         # Raised last: had a write failed, only free slots would have been written to.
         self.lengths_R += num_new
@@ -290,39 +299,28 @@ class RaggedStore:
         self.free -= S
         return seen_RS
 
-    def set_beside_(self, name: str, values_BHS: Tensor, valid_BS: Bool[Tensor, "B S"] | None = None) -> None:
+    def set_beside_(self, name: str, values_BHS: Tensor, valid_BS: Bool[Tensor, "B S"]) -> None:
         """Write a side column for the last S tokens of every row; a new column is zeros elsewhere.
 
         Args:
             name: of the column.
             values_BHS: `[B, H, S]` or `[B, H, S, K]`.
-            valid_BS: False on padding, as these tokens were appended with; None: all are real.
+            valid_BS: False on padding, as these tokens were appended with.
         """
-        column, wanted = self.beside.get(name), values_BHS.shape[3:]
-        assert values_BHS.shape[:2] == self.lengths_BH.shape and (
-            column is None or column.shape[1:] == wanted
-        )
+        column = self.columns.get(name)
         if column is None:
             with normal_tensors():
-                column = values_BHS.new_zeros(self.num_places, *wanted)
-        index_RS, valid_RS = tail_index_RS(self, values_BHS.shape[2] if valid_BS is None else valid_BS)
-        index_N, values = index_RS.flatten(), values_BHS.flatten(0, 2)
-        if valid_BS is not None:
-            real_N = valid_RS.flatten()
-            index_N, values = index_N[real_N], values[real_N]
-        column.index_copy_(0, index_N, values.detach().to(column.dtype))
-        self.beside[name] = column
+                column = values_BHS.new_zeros(self.num_places, *values_BHS.shape[3:])
+        index_RS, valid_RS = tail_index_RS(self, valid_BS)
+        values_N = values_BHS.flatten(0, 2)[valid_RS.flatten()]
+        column.index_copy_(0, index_RS[valid_RS], values_N.detach().to(column.dtype))
+        self.columns[name] = column
 
     def write_beside_(self, name: str, values_N: Tensor) -> None:
         """Write a side column for every entry, in the order of `flat()`."""
         with normal_tensors():
             column = values_N.new_zeros(self.num_places, *values_N.shape[1:])
-            self.beside[name] = column.index_copy_(0, self.index_N(), values_N)
-
-    def forget_beside_(self, *names: str) -> None:
-        """Let go of side columns, where they are."""
-        for name in names:
-            self.beside.pop(name, None)
+            self.columns[name] = column.index_copy_(0, self.index_N(), values_N)
 
     def compact_(self, keep_N: Bool[Tensor, " N"]) -> None:
         """Evict in place: entries behind a row's first hole move forward, rooms stay (their slack grows).
@@ -331,12 +329,12 @@ class RaggedStore:
             keep_N: True = kept, in the order of `flat()`.
         """
         assert keep_N.shape == (self.entries_held,) and keep_N.dtype == torch.bool
-        from_N, to_N, freed, gone_R = packing(keep_N, self.offsets_R1, self.lengths_R)
-        for columns, name in self._columns():
-            copy_(columns[name], to_N, columns[name], (from_N,))
+        from_N, to_N, freed, evicted_R = packing(keep_N, self.offsets_R1, self.lengths_R)
+        for column in self.columns.values():
+            copy_(column, to_N, column, (from_N,))
             # Zeros, not garbage: a masked entry has weight 0, and 0 x NaN would still be NaN.
-            columns[name].index_fill_(0, freed, 0)
-        self.lengths_R -= gone_R
+            column.index_fill_(0, freed, 0)
+        self.lengths_R -= evicted_R
         self.step_rows = None
         self.free = count_free(self.pages, self.lengths_R.tolist())
         self._forget_groups_()
@@ -344,17 +342,16 @@ class RaggedStore:
     def filter_(self, keep_N: Bool[Tensor, " N"]) -> None:
         """Keep some entries (in the order of `flat()`) in a new store of their size plus slack."""
         assert keep_N.shape == (self.entries_held,) and keep_N.dtype == torch.bool
-        kept_R = torch.bincount(self.rows_N()[keep_N], minlength=self.num_rows)
-        self._lay_out_anew_(kept_R, self.slack, self.index_N()[keep_N])
+        kept_R = torch.bincount(self.rows_N()[keep_N], minlength=len(self.lengths_R))
+        self.lay_out_anew_(Layout.of(kept_R, self.slack), self.index_N()[keep_N])
         self._forget_groups_()
 
     @normal_tensors()
     def fork(self) -> "RaggedStore":
         """An independent copy."""
-        other = self._like(Layout(self.pages, self.offsets_R1.clone(), self.lengths_R.clone(), self.free))
-        for columns, name in other._columns():
-            columns[name] = columns[name].clone()
-        return other
+        layout = Layout(self.pages, self.offsets_R1.clone(), self.lengths_R.clone(), self.free)
+        columns = {name: column.clone() for name, column in self.columns.items()}
+        return RaggedStore(layout, self.num_heads, self.slack, columns, self.codec, self.key_scales_G2D)
 
     def select_batch(self, idx: Int[Tensor, " B2"]) -> "RaggedStore":
         """The sequences `idx`, in that order; an index may repeat (beams, `batch_repeat_interleave`)."""
@@ -362,28 +359,22 @@ class RaggedStore:
         row_R = (idx[:, None] * heads + torch.arange(heads, device=self.device)).flatten()
         from_N = spans(self.offsets_R1[row_R], self.lengths_R[row_R])
         layout = Layout.of(self.lengths_R[row_R], self.slack)
-        other = gathered(layout, [(self, from_N, layout.index_N())])
+        other = gathered(layout, [(self, from_N, layout.index_N())], self.slack)
         other._forget_groups_()
         return other
 
-    def _columns(self) -> list[tuple[dict[str, Tensor], str]]:
-        """Every column, as the mapping that holds it and its name there."""
-        return [(columns, name) for columns in (self.columns, self.beside) for name in columns]
-
-    def _take_(self, layout: Layout) -> None:
+    def take_(self, layout: Layout) -> None:
         """Adopt a layout; the caller moves the columns."""
         self.pages, self.offsets_R1 = layout.pages, layout.offsets_R1
         self.lengths_R, self.free = layout.lengths_R, layout.free
         self.step_rows = None
 
     @normal_tensors()
-    def _lay_out_anew_(self, lengths_R: Tensor, slack: int, from_N: Tensor) -> None:
-        """Move these entries to new rooms. An old column is let go before the next new one is made."""
-        layout = Layout.of(lengths_R, slack)
-        index_N = layout.index_N()
-        for columns, name in self._columns():
-            columns[name] = filled(layout, index_N, columns[name], (from_N,))
-        self._take_(layout)
+    def lay_out_anew_(self, layout: Layout, from_N: Int[Tensor, " N"], moved: Collection[str] = ()) -> None:
+        """Move these entries to new rooms; these columns were moved already. An old column is let go before
+        the next new one is made."""
+        layout.fill_(self.columns, (from_N,), moved)
+        self.take_(layout)
 
     @normal_tensors()
     def _forget_groups_(self) -> None:
@@ -403,49 +394,12 @@ class RaggedStore:
         if self.free >= num_new:
             return
         more = max(self.slack, int(GROWTH * sum(lengths) / len(lengths)))
-        self._lay_out_anew_(self.lengths_R, num_new + more, self.index_N())
+        self.lay_out_anew_(Layout.of(self.lengths_R, num_new + more), self.index_N())
 
-    def move_(self, name: str, column: Tensor, layout: Layout) -> None:
-        """Let a column live in these places, which are zeros, of rows of this layout; `adopt_` comes next."""
-        own = self.columns if name in self.columns else self.beside
-        if name in own:
-            copy_(column, layout.index_N(), own[name], (self.index_N(),))
-        own[name] = column
-
-    def adopt_(self, layout: Layout, moved: Collection[str]) -> None:
-        """Go on in a layout to which these columns were moved; the others follow."""
-        for columns, name in self._columns():
-            if name not in moved:
-                columns[name] = filled(layout, layout.index_N(), columns[name], (self.index_N(),))
-        self._take_(layout)
-
-    def came_(self, real_B: Sequence[int]) -> None:
-        """Count so many entries of each sequence, which were written behind its rows."""
-        self.lengths_R += torch.tensor(real_B, device=self.device).repeat_interleave(self.num_heads)
+    def came_(self, num: int) -> None:
+        """Count so many entries of each row, which were written behind it."""
+        self.lengths_R += num
         self.step_rows, self.free = None, count_free(self.pages, self.lengths_R.tolist())
-
-    def _like(self, layout: Layout) -> "RaggedStore":
-        """A store of this layout that still shares its columns with this one."""
-        store: RaggedStore = object.__new__(RaggedStore)
-        columns = self.columns, self.beside
-        store._begin_(layout, self.num_heads, self.slack, *columns, self.codec, self.key_scales_G2D)
-        return store
-
-    def _begin_(
-        self,
-        layout: Layout,
-        num_heads: int,
-        slack: int,
-        entries: Mapping[str, Tensor],
-        beside: Mapping[str, Tensor],
-        codec: Codec | None,
-        key_scales_G2D: Tensor | None,
-    ) -> None:
-        """Set everything, with these columns as they are."""
-        self.num_heads, self.slack = num_heads, slack
-        self.codec, self.key_scales_G2D = codec, key_scales_G2D
-        self.columns, self.beside = {**entries}, {**beside}
-        self._take_(layout)
 
 
 def _width(*columns: Tensor) -> int:
@@ -454,13 +408,12 @@ def _width(*columns: Tensor) -> int:
 
 
 def tail_index_RS(
-    store: RaggedStore, tail: Bool[Tensor, "B S"] | int
+    store: RaggedStore, valid_BS: Bool[Tensor, "B S"]
 ) -> tuple[Int[Tensor, "R S"], Bool[Tensor, "R S"]]:
     """Places of the tokens that were appended last.
 
     Args:
-        store: they were appended to.
-        tail: which of the last S tokens are real (the `valid_BS` they were appended with); or S, if all are.
+        valid_BS: which of the last S tokens are real.
 
     Returns:
         the index of each row's last tokens into the store (padding: that of the row's room), and which are
@@ -468,29 +421,24 @@ def tail_index_RS(
     """
     starts_R1 = store.offsets_R1[:-1, None]
     ends_R1 = starts_R1 + store.lengths_R[:, None]
-    if isinstance(tail, int):
-        index_RS = ends_R1 + torch.arange(-tail, 0, device=ends_R1.device)
-        return index_RS, torch.ones_like(index_RS, dtype=torch.bool)
-    valid_RS = tail.to(ends_R1.device).repeat_interleave(store.num_heads, dim=0)
+    valid_RS = valid_BS.to(ends_R1.device).repeat_interleave(store.num_heads, dim=0)
     rank_RS = valid_RS.cumsum(-1)
     return torch.where(valid_RS, ends_R1 - rank_RS[:, -1:] + rank_RS - 1, starts_R1), valid_RS
 
 
 @normal_tensors()
-def gathered(layout: Layout, parts: Sequence[tuple[RaggedStore, Tensor, Tensor]]) -> RaggedStore:
+def gathered(layout: Layout, parts: Sequence[tuple[RaggedStore, Tensor, Tensor]], slack: int) -> RaggedStore:
     """A store of this layout, with entries of others of one kind: of each store those at the first index, at
     the second one. Nothing is encoded again."""
-    first = parts[0][0]
-    whole = first._like(layout)
-    for columns, name in whole._columns():
-        column = columns[name].new_zeros(layout.pages.num_pages * PAGE, *columns[name].shape[1:])
+    first, columns = parts[0][0], {}
+    for name, like in first.columns.items():
+        columns[name] = like.new_zeros(layout.pages.num_pages * PAGE, *like.shape[1:])
         counted = 0
         for store, from_N, to_N in parts:
-            copy_(column, to_N, (store.beside if columns is whole.beside else store.columns)[name], (from_N,))
-            if name == GROUPS and columns is not whole.beside and store.key_scales_G2D is not None:
-                column[to_N] += counted
+            copy_(columns[name], to_N, store.columns[name], (from_N,))
+            if name == GROUPS and store.key_scales_G2D is not None:
+                columns[name][to_N] += counted
                 counted += len(store.key_scales_G2D)
-        columns[name] = column
     scales = [store.key_scales_G2D for store, _, _ in parts if store.key_scales_G2D is not None]
-    whole.key_scales_G2D = torch.cat(scales) if scales else None
-    return whole
+    table = torch.cat(scales) if scales else None
+    return RaggedStore(layout, first.num_heads, slack, columns, first.codec, table)

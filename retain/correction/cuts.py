@@ -51,7 +51,7 @@ def cut_(
     Args:
         keep_N: True = kept, in the order of `flat()`.
         correction: None: what goes is lost.
-        in_place: leave the store its size (`compact_`, else `filter_`).
+        in_place: leave the store its size.
 
     """
     merged = None
@@ -59,10 +59,7 @@ def cut_(
         # `retain.capability`: what is in fewer bits is cut without a correction.
         assert store.packed is None
         merged = _merged(store.plain, keep_N, correction)
-    if in_place:
-        store.compact_(keep_N)
-    else:
-        store.filter_(keep_N)
+    store.evict_(keep_N, in_place=in_place)
     if merged is not None and correction is not None:
         _write_(store.plain, merged, correction.count)
 

@@ -306,13 +306,15 @@ class GateSet(nn.Module, ModelHubMixin):
         """Read gates from a folder or the hub (`retain.load_gates`, which also checks the model).
 
         Args:
-            **how: `revision` and `token` of the hub.
+            **how: of the hub, as huggingface_hub's mixin has them: `revision`, `token`, `cache_dir`,
+                `force_download`, `local_files_only`.
         """
         folder = import_module("retain.gates.hub").fetch(pretrained_model_name_or_path, **how)
         return import_module("retain.gates.artifact").load_gates(folder)
 
     def _save_pretrained(self, save_directory: Path) -> None:
-        """Write the artifact; a ValueError if the gates do not say which model they belong to."""
+        """Write the artifact, and drop an earlier card, in whose place the mixin writes one of these gates; a
+        ValueError if the gates do not say which model they belong to."""
         if not (fingerprint := self.metadata.get("fingerprint")):
             raise ValueError(
                 "these gates do not say which model they belong to, so that nobody could check it: save them "
@@ -320,6 +322,7 @@ class GateSet(nn.Module, ModelHubMixin):
                 "fingerprint(model)), and push what retain.load_gates(folder) returns."
             )
         import_module("retain.gates.artifact").save_gates(self, save_directory, fingerprint=fingerprint)
+        (save_directory / "README.md").unlink(missing_ok=True)
 
     def push_to_hub(self, repo_id: str, **how: Any) -> str:
         """Publish these gates with a model card, and return the address of the commit.
@@ -329,7 +332,8 @@ class GateSet(nn.Module, ModelHubMixin):
             **how: of huggingface_hub's mixin: `branch`, `private`, `token`, `commit_message`, ...
         """
         place = f"{repo_id}@{how['branch']}" if how.get("branch") else repo_id
-        return str(super().push_to_hub(repo_id, model_card_kwargs={"place": place}, **how))
+        card = {"place": place} | (how.pop("model_card_kwargs", None) or {})
+        return str(super().push_to_hub(repo_id, model_card_kwargs=card, **how))
 
     def generate_model_card(self, **how: Any) -> ModelCard:
         """The card of these gates (`retain.gates.card.card_of`, whose arguments `model_card_kwargs` are)."""

@@ -55,7 +55,7 @@ class Beside:
         tokens = self.new(batch, num)
         positions = torch.tensor(self.seen)[:, None] + torch.arange(num)
         seen_RS = self.store.plain.append_(KEYS[tokens], VALUES[tokens], positions)
-        self.store.set_beside_("score", SCORE[tokens])
+        self.store.set_beside_("score", SCORE[tokens], torch.ones(batch, num, dtype=torch.bool))
         for row, own in enumerate(self.rows):
             for s in range(num):
                 b, h = divmod(row, H)
@@ -90,7 +90,7 @@ class Beside:
     def evict(self, share, in_place):
         order = self.order()
         keep_N = torch.rand(len(order), generator=self.draw) < share
-        (self.store.compact_ if in_place else self.store.filter_)(keep_N)
+        self.store.evict_(keep_N, in_place=in_place)
         gone = {pair for pair, keep in zip(order, keep_N.tolist(), strict=True) if not keep}
         self.rows = [
             [entry for number, entry in enumerate(own) if (row, number) not in gone]
@@ -131,7 +131,7 @@ def storages(store):
     held = [] if store.packed is None else [store.packed.key_scales_G2D]
     for part in store.parts:
         held += [part.offsets_R1, part.lengths_R, *part.pages.tables()]
-        held += [columns[name] for columns, name in part._columns()]
+        held += part.columns.values()
     return sum({own.data_ptr(): own.untyped_storage().nbytes() for own in held if own.numel()}.values())
 
 
@@ -241,7 +241,7 @@ def test_stores_packed_or_not_are_stacked(name):
     assert torch.equal(whole.lengths_BH, torch.cat([store.lengths_BH for store in stores]))
     assert stacked([three.store, four]).packed is None
     # The stack shares nothing with its parts.
-    whole.compact_(torch.arange(whole.entries_held) % 2 == 0)
+    whole.evict_(torch.arange(whole.entries_held) % 2 == 0, in_place=True)
     for store, part in zip(stores, parts, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(store.flat(), part, strict=True))
 

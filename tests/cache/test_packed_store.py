@@ -35,9 +35,9 @@ def numbers(lengths, seed=0):
 def encoded(codec, keys, values, positions, lengths, **beside):
     """A store of entries that come row after row."""
     lengths = torch.tensor(lengths)
-    entries, table = codec.encode(keys, values, lengths)
-    entries["positions"] = positions.int()
-    return RaggedStore(entries, lengths, H, slack=0, beside=beside, codec=codec, key_scales_G2D=table)
+    columns, table = codec.encode(keys, values, lengths)
+    columns |= {"positions": positions.int(), **beside}
+    return RaggedStore.from_rows(columns, lengths, H, 0, codec, table)
 
 
 def made(name, lengths=LENGTHS, seed=0, **beside):

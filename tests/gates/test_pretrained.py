@@ -9,7 +9,7 @@ import yaml
 from huggingface_hub import HfApi
 
 import retain
-from retain.gates import GateSet, build_gates
+from retain.gates import GateSet, build_gates, hub
 from retain.gates.artifact import save_gates
 from tests.refused import refusal
 
@@ -31,11 +31,32 @@ def test_saved_gates_are_the_same_gates_with_a_card(gates: GateSet, tmp_path: Pa
     back = GateSet.from_pretrained(tmp_path / "saved")
     assert back.metadata == gates.metadata
     assert all(torch.equal(back.state_dict()[name], one) for name, one in gates.state_dict().items())
+    back.metadata["license"] = "apache-2.0"
+    back.save_pretrained(tmp_path / "saved")
+    card = (tmp_path / "saved" / "README.md").read_text()
+    assert "Licence: `apache-2.0`" in card and "`mit`" not in card, "the card of the gates beside it"
     with refusal("do not say which model they belong to"):
         build_gates("mlp", {0: {"E": 6, "H": 2}}).save_pretrained(tmp_path / "other")
 
 
-def test_pushed_gates_have_a_card_that_loads_them(gates: GateSet, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_arguments_of_the_mixin_go_to_the_hub(gates: GateSet, tmp_path: Path, monkeypatch: Any) -> None:
+    commit = tmp_path / "cache" / "models--owner--name" / "snapshots" / ("0" * 40)
+    gates.save_pretrained(commit)
+    (commit.parents[1] / "refs").mkdir()
+    (commit.parents[1] / "refs" / "v1").write_text(commit.name)
+    where = {"revision": "v1", "cache_dir": tmp_path / "cache", "local_files_only": True}
+    assert GateSet.from_pretrained("owner/name", **where).metadata == gates.metadata
+    with refusal("local_files_only asks no hub"):
+        GateSet.from_pretrained("owner/name", cache_dir=tmp_path / "empty", local_files_only=True)
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(hub, "snapshot_download", lambda _, **how: asked.update(how) or commit)
+    GateSet.from_pretrained("owner/name", force_download=True, token="mine")
+    assert asked["force_download"] and asked["token"] == "mine" and not asked["local_files_only"]
+
+
+def test_pushed_gates_have_a_card_that_loads_them(
+    gates: GateSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pushed: dict[str, Any] = {}
 
     def create_repo(api: HfApi, repo_id: str, **how: Any) -> Any:
@@ -61,3 +82,5 @@ def test_pushed_gates_have_a_card_that_loads_them(gates: GateSet, monkeypatch: p
         "Licence: `mit`",
     ):
         assert line in card
+    gates.save_pretrained(tmp_path / "saved", push_to_hub=True, repo_id="owner/other")
+    assert "retain.load_gates('owner/other', model)" in pushed["files"]["README.md"].decode()

@@ -1,6 +1,6 @@
 """Manages a run's folder: decides fresh, resume or finished; writes checkpoints and the log.
 
-    run.json                hashes of the base model and of the documents, written before the config
+    run.json                hashes of base model, documents and initial gates, written before the config
     config.yaml             the resolved config, written before the first step
     log.jsonl               one line a step, one more whenever the held-out documents are looked at
     LOCK                    who trains in it (`retain.process.lock`)
@@ -11,9 +11,9 @@
         manifest.json           bytes and sha256 of the other three, written last
     gates.safetensors, gates.json    the artifact; there only once a run has finished
 
-A run is known by the part of its config that decides what is trained, and by the model and the documents that
-the config named when it began. The same run resumes or has nothing left to do; another one never touches the
-folder unless `overwrite=true`.
+A run is known by the part of its config that decides what is trained, and by the model, the documents and the
+initial gates that the config named when it began. The same run resumes or has nothing left to do; another one
+never touches the folder unless `overwrite=true`.
 
 A checkpoint is independent of the number of processes: state is saved whole, and documents and draws are
 functions of the step, so that a run may resume with another number of processes, under DDP, FSDP or DeepSpeed
@@ -147,23 +147,27 @@ def locked(folder: Path, accelerator: Accelerator) -> Iterator[None]:
             release()
 
 
-def describe_inputs(model_sha256: str, corpus: AnyCorpus) -> dict[str, str]:
-    """Returns `{"base model": sha256, "documents": sha256}` of what a run is trained on: a corpus in memory
-    token by token, in its order, which decides what each step reads; a stream by its files, its settings and
-    its first documents."""
-    return {"base model": model_sha256, "documents": corpus.describe()}
+def describe_inputs(
+    model_sha256: str, corpus: AnyCorpus, initial_sha256: str | None = None
+) -> dict[str, str]:
+    """Returns `{"base model": sha256, "documents": sha256}` of what a run is trained on, and the sha256 of
+    its `initial gates` where it begins with those of an artifact. A corpus in memory counts token by token,
+    in its order, which decides what each step reads; a stream by its files, its settings and its first
+    documents."""
+    inputs = {"base model": model_sha256, "documents": corpus.describe()}
+    return inputs if initial_sha256 is None else {**inputs, "initial gates": initial_sha256}
 
 
 def check_inputs(folder: Path, inputs: Mapping[str, str]) -> None:
-    """Raises ValueError if the folder's run was on another model or other documents than `inputs`
-    (`describe_inputs` of now), or did not write down on which."""
+    """Raises ValueError if the folder's run began with another model, other documents or other gates
+    than `inputs` (`describe_inputs` of now), or did not write down with which."""
     path = folder / RUN_FILE
     try:
         earlier = read_mapping(path) if path.is_file() else {}
     except ValueError as error:
         raise ValueError(
-            f"{path} is damaged ({' '.join(str(error).split())}), and says on which model and documents the "
-            "run was trained: restore it, choose another `output`, or pass overwrite=true to train anew."
+            f"{path} is damaged ({' '.join(str(error).split())}), and says with which model, documents and "
+            "gates the run began: restore it, choose another `output`, or pass overwrite=true to train anew."
         ) from error
     differ = [
         f"{name}: sha256 {earlier.get(name, 'not recorded')} -> {now}"
@@ -172,7 +176,8 @@ def check_inputs(folder: Path, inputs: Mapping[str, str]) -> None:
     ]
     if differ:
         raise ValueError(
-            f"{folder} holds a run of this config on another model or other documents ({'; '.join(differ)}): "
+            f"{folder} holds a run of this config with another model, other documents or other initial gates "
+            f"({'; '.join(differ)}): "
             "choose another `output`, or pass overwrite=true to replace it."
         )
 

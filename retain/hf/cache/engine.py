@@ -19,7 +19,7 @@ from torch import Tensor
 from retain.attention.rotary import Rotary
 from retain.budget.statement import Stock
 from retain.cache.attend import attend_store
-from retain.cache.step_rows import StepRows, step_rows_of
+from retain.cache.equal_rows import StepRows, step_rows_of
 from retain.correction.cuts import cut_
 from retain.eviction import Eviction
 from retain.evidence import Evidence
@@ -584,7 +584,7 @@ class Engine(Interceptor):
         keeps = step.finish()
         with state.changing():
             for store, entries, keep_BHT in zip(state.stores, where, keeps, strict=True):
-                keep_N = entries.select(keep_BHT.to(store.device))
+                keep_N = keep_BHT.to(store.device).flatten(0, 1)[entries]
                 spare = len(store.lengths_R) * (state.slack + state.regime.every + PAGE)
                 in_place = (
                     not release and sum(part.num_places for part in store.parts) <= int(keep_N.sum()) + spare

@@ -173,7 +173,7 @@ def note_(
         running = bound.counted(evidence).running
         assert running is not None
         for name, side_BHT in _beside_of(running).items():
-            store.write_beside_(name, columns.entries.select(side_BHT))
+            store.write_beside_(name, side_BHT.flatten(0, 1)[columns.entries])
     layer.recent.hidden, layer.recent.stream = [], []
 
 
@@ -282,7 +282,7 @@ def expire_(store: Store, window: int, last_B: Int[Tensor, " B"]) -> bool:
     alive_N = store.positions_C[store.index_N()] > (last_B.to(store.device) + 1 - window)[sequence_N]
     if bool(alive_N.all()):
         return False
-    store.compact_(alive_N)
+    store.evict_(alive_N, in_place=True)
     return True
 
 

@@ -15,9 +15,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from retain.cache.equal_rows import StepRows
 from retain.cache.layer_store import Store
 from retain.cache.static_rows import StaticRows
-from retain.cache.step_rows import StepRows
 
 # Decoded tokens whose queries and attention inputs are held before they are looked at, where no eviction is
 # due.

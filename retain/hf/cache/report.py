@@ -14,7 +14,6 @@ from jaxtyping import Int64
 from torch import Tensor
 from torch.nn.functional import pad
 
-from retain.cache.attend import path_named
 from retain.cache.static_rows import spare_bytes
 from retain.evidence import Evidence
 from retain.hf.cache.engine import Engine
@@ -25,6 +24,8 @@ from retain.kernels.ragged_attention import path_of
 
 # A table of more heads than these shows their range and not each of them.
 WIDEST = 16
+# Names of the paths of attention.
+CALLED = {"triton": "Triton kernels over ragged rows", "reference": "plain PyTorch over ragged rows"}
 
 
 @dataclass(frozen=True)
@@ -231,13 +232,14 @@ class ReportingCache(InterceptedCache):
                 held, allocated = layer.store.entries_held, layer.store.bytes_allocated
                 entry = layer.store.plain.entry_bytes
                 num_bytes = layer.store.bytes_held - int(state.unused_bytes_B(layer.store).sum())
-                paths.append(path_named(layer.store.plain.path))
+                plain = layer.store.plain
+                paths.append(CALLED[path_of(plain.keys_CD, plain.values_CD)])
             elif layer.keys is not None:
                 dense = layer.dense()
                 held, allocated = seen, sum(tensor.untyped_storage().nbytes() for tensor in dense)
                 entry = sum(tensor.shape[-1] * tensor.element_size() for tensor in dense)
                 num_bytes = held * entry
-                paths.append(path_named(path_of(*dense)))
+                paths.append(CALLED[path_of(*dense)])
             else:
                 held = allocated = entry = num_bytes = 0
             name = f"layer {spec.layer_idx}"

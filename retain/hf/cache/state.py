@@ -327,8 +327,8 @@ class State:
         """Of the bytes that each sequence holds in a layer, those that stand there for others of its batch
         alone: nothing went of it, and what is added to its logits is zero."""
         seen_B = torch.tensor(self.history.lengths_B if self.history else [], device=store.device)
-        whole_B = store.lengths_BH.sum(-1) == seen_B * store.num_heads
-        return store.log_weight_bytes_B * whole_B
+        held_B = store.lengths_BH.sum(-1)
+        return held_B * (held_B == seen_B * store.num_heads) * store.plain.log_weight_bytes
 
     def held_BL(self) -> tuple[tuple[int, ...], ...]:
         """Entries that each sequence holds in each layer, in one transfer."""

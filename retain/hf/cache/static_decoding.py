@@ -103,9 +103,9 @@ def _put_back(layer: Any, store: RaggedStore, came: int) -> None:
 
 def _columns_of(store: Any) -> list[Tensor | None]:
     """What a store holds, by which one that was laid out anew is told."""
-    columns = [*store.plain.columns.values(), store.plain.log_weight_C]
+    columns = [*store.plain.entries.values(), store.plain.log_weight_C]
     codes = store.packed
-    return columns if codes is None else [*columns, *codes.columns.values(), codes.key_scales_G2D]
+    return columns if codes is None else [*columns, *codes.entries.values(), codes.key_scales_G2D]
 
 
 @normal_tensors()
@@ -266,7 +266,7 @@ class StaticDecoding:
         positions_BN = last_B[:, None] + steps_N
         with state.changing():
             for store in self.stores.values():
-                store.came_([came] * len(last_B))
+                store.came_(came)
             for idx, layer in self.windowed.items():
                 _put_back(layer, self.stores[idx], came)
             history.came_(positions_BN, None if ids_BN is None else ids_BN[:, :came])
