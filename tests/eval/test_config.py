@@ -103,7 +103,7 @@ WRONG = {
         "unknown key 'protection.sink'",
         "scope: input should be one of 'head', 'layer', 'model', got 'heads'",
         "unknown policy 'bad_kee' (did you mean 'bad_key'?)",
-        "'papper' (did you mean 'paper'?)",
+        "unknown variant 'snapkv:papper': did you mean 'snapkv:paper'?",
     ),
     "the grid": (
         {
@@ -124,7 +124,7 @@ WRONG = {
         "protection 'own' is a list of `protection.field=value` and `scope=value` under another label",
         "got ['floor=mean']; other changes belong in a variant",
         "protection 'joint': ",
-        "scope 'model' lets layers compete",
+        "allocation.layers: input should be 'uniform', got 'cake'",
     ),
     "no budget": ({"keep_ratios": ()}, "`keep_ratios` is empty, and so is `tokens_per_head`"),
     "controls alone": ({"policies": ("oracle",), "when": ("decode",)}, "the policies are controls"),
