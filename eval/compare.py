@@ -15,12 +15,12 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from retain.eval.config import CompareConfig, all_candidates, compare_parser, config_of
+from retain.eval.config import CompareConfig, all_candidates, compare_parser, config_of, policy_settings
 from retain.process.command import command, parse_first
 
 if __name__ == "__main__":
@@ -34,12 +34,10 @@ from retain.eval.report.render import write_report
 from retain.eval.run.checks import load_checked
 from retain.eval.run.measure import Keys, measure
 from retain.eval.run.memory import check_equal_bytes
-from retain.eval.run.plan import Context, Loaded, Unit, units_of
+from retain.eval.run.plan import Context, Loaded, Unit, task_settings, units_of
 from retain.eval.run.table import append_lines, digest, finish_run, key_of, open_run, read_table
-from retain.head_weights import read_weights
 from retain.hf.model.identity import fingerprint, identity_of
 from retain.models.named import commit_of
-from retain.presets import Policy
 from retain.process.disk import disk_errors
 from retain.process.extras import require
 from retain.process.lock import lock_folder
@@ -89,20 +87,15 @@ def identity_of_run(config: CompareConfig, loaded: Loaded) -> dict[str, Any]:
             "attention": getattr(model.config, "_attn_implementation", None),
             "device": loaded.device.type,
         },
-        "settings": {name: getattr(config, name) for name in ("every", "chunk_tokens", "context_tokens")},
+        "settings": {
+            name: getattr(config, name)
+            for name in ("every", "chunk_tokens", "context_tokens", "chat", "template")
+        },
         "policies": {
-            one.label: {"policy": _settings(loaded.policies[one]), "gates": _gates(loaded, one)}
+            one.label: {"policy": policy_settings(loaded.policies[one]), "gates": _gates(loaded, one)}
             for one in all_candidates(config)
         },
     }
-
-
-def _settings(policy: Policy) -> dict[str, Any]:
-    """Settings of a policy that its entries depend on; weights of heads by their numbers."""
-    settings = asdict(replace(policy, paper="", regime="any"))
-    if (path := policy.weights) is not None:
-        settings["allocation"]["weights"] = {str(layer): [*row] for layer, row in read_weights(path).items()}
-    return settings
 
 
 def _gates(loaded: Loaded, candidate: Any) -> dict[str, Any] | None:
@@ -114,10 +107,14 @@ def _gates(loaded: Loaded, candidate: Any) -> dict[str, Any] | None:
 def manifest_of(
     config: CompareConfig, loaded: Loaded, contexts: dict[str, list[Context]], typed: str
 ) -> dict[str, Any]:
-    """What made the lines of a run. `identity` decides their values."""
-    tasks = {task: {"settings": config.task_settings.get(task, {})} for task in contexts}
+    """What made the lines of a run. `identity` decides their values; `rows` are the items of each task and
+    seed that this config asks for."""
+    tasks = {task: {"settings": task_settings(config, task)} for task in contexts}
     machine = environment(loaded.device.type, 0)
-    ids = {task: [one.encoded for one in of_task] for task, of_task in contexts.items()}
+    rows: dict[str, dict[str, list[int]]] = {task: {} for task in contexts}
+    for task, of_task in contexts.items():
+        for row in (row for context in of_task for row in context.rows):
+            rows[task].setdefault(str(row.seed), []).append(row.item)
     return {
         "run": config.run,
         "command": typed or f"retain compare {config.model} run={config.run}",
@@ -126,7 +123,7 @@ def manifest_of(
         "config": to_mapping(config),
         "identity": identity_of_run(config, loaded) | {"tasks": tasks},
         "gates": {place: str(gates.metadata.get("sha256"))[:12] for place, gates in loaded.gates.items()},
-        "items_sha": {task: digest([[asdict(row) for row in rows] for rows in ids[task]]) for task in ids},
+        "rows": rows,
         "code": code_state(Path(__file__).parent),
         "versions": machine.pop("versions"),
         "machine": machine,

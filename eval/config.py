@@ -5,13 +5,14 @@ can work is checked by `retain.eval.run.checks` before anything is measured.
 """
 
 import argparse
+import hashlib
 import inspect
 import json
 import os
 import re
 import sys
 import textwrap
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -21,7 +22,9 @@ from pydantic import Field
 
 from retain.budget.statement import Budget
 from retain.config import Count, Many, ProperShare, Whole, load
+from retain.head_weights import read_weights
 from retain.presets import Policy, load_policy
+from retain.scores.trial import FILES
 
 When = Literal["prefill", "chunk", "decode", "prefill+decode", "chunk+decode"]
 Question = Literal["unknown", "known"]
@@ -189,6 +192,21 @@ def _policy(label: str, parts: tuple[str, ...]) -> Policy:
     return replace(load_policy(parts[0], parts[1:]), name=label, variants={})
 
 
+def policy_settings(policy: Policy) -> dict[str, Any]:
+    """Settings that decide which entries a policy keeps; files by what they hold, not by where they are.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+    """
+    settings = asdict(replace(policy, paper="", regime="any", variants={}))
+    if (path := policy.weights) is not None:
+        settings["allocation"]["weights"] = {str(layer): [*row] for layer, row in read_weights(path).items()}
+    for name in FILES:
+        if (path := settings["observed_settings"].get(name)) is not None:
+            settings["observed_settings"][name] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    return settings
+
+
 def gates_of(config: CompareConfig, name: str) -> str | None:
     """Where a policy's gates come from; None if it takes none, as controls do."""
     if name in CONTROLS or not find_policy(config, Candidate(name)).learned:
@@ -230,8 +248,10 @@ def resolve_device(name: str, local_rank: int = 0) -> torch.device:
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise ValueError(f"device is {name!r}, and torch sees no GPU here: take device=cpu, or auto.")
+        if (device.index or 0) >= (count := torch.cuda.device_count()):
+            raise ValueError(f"device is {name!r}, and torch sees {count} GPUs, counted from 0.")
         if ":" not in kind:
-            device = torch.device("cuda", local_rank % torch.cuda.device_count())
+            device = torch.device("cuda", local_rank % count)
     return device
 
 

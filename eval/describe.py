@@ -37,7 +37,7 @@ from retain.hf.model.layout import Layout
 from retain.kernels.backend import why_reference
 from retain.kernels.build import OPS
 from retain.models.catalogue import CATALOGUE
-from retain.models.named import reference_seed
+from retain.models.named import dtype_of, reference_seed
 from retain.models.unloaded import meta_model_of, named_config, named_precision
 from retain.presets import Policy, load_policy
 from retain.process.command import command
@@ -217,7 +217,7 @@ def describe_model(
     config: Any = named_config(name)
     text = config.get_text_config()
     named = torch.float32 if reference_seed(name) is not None else named_precision(config)
-    precision = (named or UNSTATED) if dtype == "auto" else getattr(torch, dtype)
+    precision = (named or UNSTATED) if dtype == "auto" else dtype_of(dtype)
     refusals: list[str] = []
     for part in [config] if text is config else [config, text]:
         try:

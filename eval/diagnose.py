@@ -43,6 +43,7 @@ from tqdm import tqdm
 
 from retain.attention.chunked import attention_chunks, truncate
 from retain.budget.statement import Budget
+from retain.eval.config import resolve_device
 from retain.eval.run.scores import first_entries, gate_scores
 from retain.eval.text_pieces import cut, opening_of, read_text
 from retain.eval.text_table import Column, text_table
@@ -520,10 +521,11 @@ def run(given: argparse.Namespace, typed: str) -> dict[str, Any]:
         raise ValueError(f"model={given.model!r} comes with no text: pass --text FILE or --task NAME.")
     require("eval", "scipy", what="a diagnosis with its intervals")
     started = now()
+    device = resolve_device(given.device)
     model, tokenizer = load(given.model, dtype=given.dtype)
     if tokenizer is None:
         raise ValueError(f"model={given.model!r} has no tokenizer, and documents are texts.")
-    model = model.to(given.device).requires_grad_(False)
+    model = model.to(device).requires_grad_(False)
     gates = None if given.gates is None else load_gates(given.gates, model)
     documents = documents_of(given, model, tokenizer)
     how = {"question": given.question, "steps": given.steps, "seed": given.seed, "gates": gates}
@@ -537,7 +539,7 @@ def run(given: argparse.Namespace, typed: str) -> dict[str, Any]:
             "text": None if given.text is None else Path(given.text).name,
             "model_sha": fingerprint(model)["sha256"],
             "code": code_state(Path(__file__).parent),
-            "environment": environment(given.device, torch.get_num_threads()),
+            "environment": environment(str(device), torch.get_num_threads()),
             "started": started,
             "finished": now(),
         },

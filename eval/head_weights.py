@@ -27,6 +27,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from retain.attention.chunked import attention_chunks
+from retain.eval.config import resolve_device
 from retain.eval.tasks.encode import Encoded, encode
 from retain.eval.tasks.sources import load_rows
 from retain.eval.text_pieces import cut, opening_of, read_text
@@ -250,10 +251,11 @@ def checked(given: argparse.Namespace) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parses the command line, measures, writes, and shows what was measured."""
     given = checked(parser().parse_args(arguments))
+    device = resolve_device(given.device)
     model, tokenizer = load(given.model)
     if tokenizer is None:
         raise ValueError(f"model={given.model!r} has no tokenizer, and documents are texts.")
-    model = model.to(given.device).requires_grad_(False)
+    model = model.to(device).requires_grad_(False)
     if given.policy == DUO:
         found = tqdm(documents_of(given, tokenizer), unit="document")
         measured_LC = measure_far_attention(model, iter(found), sinks=given.sinks, recent=given.recent)

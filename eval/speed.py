@@ -1,7 +1,7 @@
 """Times inference under policies against the full cache and a dense cache of as many entries.
 
-    python -m retain.eval.speed --model smollm2-135m --policies snapkv,merge --keep-ratios 0.1,0.2
-    python -m retain.eval.speed --model random --layers 32 --width 4096 --heads 32 --kv-heads 8
+    retain speed --model smollm2-135m --policies snapkv,merge --keep-ratios 0.1,0.2
+    retain speed --model random --layers 32 --width 4096 --heads 32 --kv-heads 8
         --intermediate 14336 --tokens 32768 --device cuda --dtype bfloat16 --gates random
 
 Measured are the time to the first token (the prompt read, evicted from, and the next token chosen), the time
@@ -39,10 +39,11 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTra
 
 import retain
 from retain.config import build
+from retain.eval.config import resolve_device
 from retain.eval.text_table import Column, text_table
 from retain.hf.model.gates import load_gates, new_gates
 from retain.hf.version_names import CACHE
-from retain.models.named import load_named_model
+from retain.models.named import dtype_of, load_named_model
 from retain.process.command import command
 from retain.process.provenance import code_state, environment, now, write_json
 
@@ -76,7 +77,7 @@ class Setting:
     steps: Annotated[int, _at(1, "tokens decoded behind it")] = 16
     rounds: Annotated[int, _at(2, "measured lives of each cache, at least 2")] = 5
     warmup: Annotated[int, _at(0, "lives before them that do not count")] = 1
-    device: Annotated[str, _text("cpu, cuda, cuda:1")] = "cpu"
+    device: Annotated[str, _text("cpu, cuda, cuda:1, auto")] = "cpu"
     dtype: Annotated[str, _text("of weights and cache; auto: as the checkpoint says")] = "auto"
     threads: Annotated[int, _at(1, "of the CPU")] = 2
     seed: Annotated[int, _at(0, "of tokens, random weights and random gates")] = 0
@@ -91,8 +92,7 @@ class Setting:
             raise ValueError(
                 f"width {self.width} is no multiple of 2 x {self.heads} heads, or these of {self.kv_heads}."
             )
-        if self.on_gpu and not torch.cuda.is_available():
-            raise ValueError(f"device {self.device!r} is not there: torch sees no CUDA device.")
+        object.__setattr__(self, "device", str(resolve_device(self.device)))
 
     @property
     def on_gpu(self) -> bool:
@@ -113,7 +113,7 @@ def random_model(setting: Setting) -> PreTrainedModel:
         max_position_embeddings=max(2048, setting.tokens + setting.steps),
         attn_implementation="sdpa",
     )
-    dtype = torch.float32 if setting.dtype == "auto" else getattr(torch, setting.dtype)
+    dtype = torch.float32 if setting.dtype == "auto" else dtype_of(setting.dtype)
     with torch.random.fork_rng(), torch.device(setting.device):
         torch.manual_seed(setting.seed)
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -367,7 +367,7 @@ def table(record: Mapping[str, Any]) -> str:
 def parser() -> argparse.ArgumentParser:
     """One option for each field of `Setting`."""
     made = argparse.ArgumentParser(
-        prog="python -m retain.eval.speed", description="Time inference under policies against full caches."
+        prog="retain speed", description="Time inference under policies against full caches."
     )
     hints = get_type_hints(Setting, include_extras=True)
     for one in fields(Setting):

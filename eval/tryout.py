@@ -50,6 +50,7 @@ def ask(given: argparse.Namespace) -> int:
 
     import torch
 
+    from retain.eval.config import resolve_device
     from retain.eval.report.document_view import Shown, page
     from retain.eval.run.answers import respond
     from retain.eval.run.memory import positions_held
@@ -65,10 +66,11 @@ def ask(given: argparse.Namespace) -> int:
     text = (TEXT if shipped else given.text).read_text(encoding="utf-8").strip()
     question = QUESTION if shipped else given.question
     begins = BEGINS if shipped else given.begins or ""
+    device = resolve_device(given.device)
     model, tokenizer = load(given.model, dtype=given.dtype)
     if tokenizer is None:
         raise ValueError(f"model={given.model!r} has no tokenizer, and a text needs one.")
-    attach(model.to(given.device))
+    attach(model.to(device))
     row = Row("try", text, f"\n{question}\n", ("",), ANSWER_TOKENS, answer_prefix=begins)
     asked = encode(row, tokenizer, model)
     ids = asked.context_ids

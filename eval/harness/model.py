@@ -28,6 +28,7 @@ from torch.nn.functional import log_softmax
 from torch.nn.utils.rnn import pad_sequence
 
 import retain
+from retain.eval.config import policy_settings
 from retain.eval.harness.arguments import EVICT_CONTEXT, REPLACEABLE, check, sorted_out
 from retain.hf.cache.cache import Cache
 from retain.hf.cache.regime import Regime
@@ -424,7 +425,7 @@ class RetainLM(HFLM):
 
 def _decisive(policy: Policy) -> dict[str, Any]:
     """Settings of a policy that decide which entries it keeps, and not where it comes from."""
-    settings = asdict(policy)
+    settings = policy_settings(policy)
     return {name: settings[name] for name in ("name", *REPLACEABLE)}
 
 

@@ -10,7 +10,7 @@ from retain.eval.run.table import read_manifest, read_table
 from retain.process.extras import deferred
 
 with deferred("eval", "pandas", what="the table of a comparison"):
-    from pandas import DataFrame
+    from pandas import DataFrame, MultiIndex, Series
 
 WHEN = {
     "prefill": "Eviction once, behind the prompt",
@@ -27,8 +27,9 @@ class Table:
     """The results of a run.
 
     Attributes:
-        frame: A row an answer: the columns of `results.jsonl`, and `line`: the policy, with its protection
-            where that is not the policy's usual one.
+        frame: A row an answer: the columns of `results.jsonl`; `line`: the policy, with its protection where
+            that is not the policy's usual one; and `trained`: whether it takes gates, or weights of heads,
+            which are measured beforehand.
         manifest: Content of `manifest.json`.
     """
 
@@ -48,40 +49,53 @@ def read(folder: Path) -> Table:
         ValueError: The folder holds no run, or a damaged one.
     """
     manifest = read_manifest(folder)
-    frame = asked_for(DataFrame(list(read_table(folder).values())), manifest["config"])
-    return Table(with_lines(frame), manifest)
+    frame = asked_for(DataFrame(list(read_table(folder).values())), manifest)
+    return Table(with_lines(frame, manifest["identity"]), manifest)
 
 
-def asked_for(frame: "DataFrame", config: Mapping[str, Any]) -> "DataFrame":
-    """Rows that the newest config asks for: a run that has grown may hold others, of policies that only some
-    of its items were measured under. Keys that a config lacks ask for everything."""
+def asked_for(frame: "DataFrame", manifest: Mapping[str, Any]) -> "DataFrame":
+    """Answers that the newest config asks for: a run that has grown may hold others, of policies, items and
+    seeds that were measured before. What a manifest does not state asks for everything."""
     if not len(frame):
         return frame
+    config, rows = manifest["config"], manifest.get("rows")
     budgets = [f"keep_ratio={ratio:g}" for ratio in config.get("keep_ratios", ())]
     budgets += [f"tokens_per_head={tokens}" for tokens in config.get("tokens_per_head", ())]
-    groups = tuple(f"{task}/" for task in config.get("tasks", ()))
     asked = (frame["policy"] == FULL) | frame["budget"].isin(budgets) if budgets else frame["policy"].notna()
     for key, column, always in (
         ("policies", "policy", [FULL]),
         ("protections", "protection", [PRESET]),
         ("when", "when", []),
-        ("seeds", "seed", [0]),  # of all rows of a data set
     ):
         asked &= frame[column].isin([*config[key], *always]) if key in config else True
     if "question" in config:  # which is unknown where entries are evicted before the prompt's end
         asked &= frame["question"].isin(config["question"]) | (frame["when"] != "prefill")
-    if groups:
-        asked &= frame["task"].isin(config["tasks"]) | frame["task"].str.startswith(groups)
+    if rows is not None:
+        keys = [
+            (task, int(seed), item)
+            for task, seeds in rows.items()
+            for seed, items in seeds.items()
+            for item in items
+        ]
+        asked &= MultiIndex.from_frame(frame[["task", "seed", "item"]]).isin(keys)
     return frame[asked]
 
 
-def with_lines(frame: "DataFrame") -> "DataFrame":
-    """The table with the column `line`; none where it has no row."""
+def with_lines(frame: "DataFrame", identity: Mapping[str, Any] | None = None) -> "DataFrame":
+    """The table with the columns `line` and `trained`; none where it has no row. By a run's `identity` also
+    policies are trained that take measured weights of heads, whatever they are called."""
     if not len(frame):
         return frame
-    pairs = zip(frame["policy"], frame["protection"], strict=True)
+    pairs = [*zip(frame["policy"], frame["protection"], strict=True)]
+    by_heads = {
+        label
+        for label, one in (identity or {}).get("policies", {}).items()
+        if (one["policy"].get("allocation") or {}).get("weights")
+    }
+    labels = [policy if under == PRESET else f"{policy}+{under}" for policy, under in pairs]
     return frame.assign(
-        line=[policy if under == PRESET else f"{policy}, protection {under}" for policy, under in pairs]
+        line=[policy if under == PRESET else f"{policy}, protection {under}" for policy, under in pairs],
+        trained=frame["gates"].notna() | Series([label in by_heads for label in labels], frame.index),
     )
 
 

@@ -13,7 +13,7 @@ from retain.process.extras import deferred
 
 with deferred("eval", "pandas", what="the report of a comparison"):
     import pandas
-    from pandas import DataFrame
+    from pandas import DataFrame, Series
 
 PICTURE = "![Score against the share of the cache held](scores.png)"
 _NUMBER = re.compile(r"[-+]?\d+(\.\d+)?( ± \d+\.\d+| of \d+\.\d+)?$")
@@ -54,8 +54,8 @@ def answer_of(table: Table, scores: "DataFrame", compared: Sequence[Compared]) -
     parts = [f"# Comparison {plain(table.config['run'])}"]
     for (when, question), group in scores.groupby(WHERE, sort=False):
         asked = [one for one in compared if (one.when, one.question) == (when, question)]
-        sentences = [_sentence(at, asked, table.config) for _, at in _budgets(group)]
         full = group.loc[group["line"] == FULL, "score"]
+        sentences = [_sentence(at, asked, table.config, full) for _, at in _budgets(group)]
         said = "".join(f" The full cache scores {score:.1f}." for score in full)
         parts += [f"**{where_words(when, question)}.**{said}", "\n".join(f"- {one}" for one in sentences)]
     for (when, question), group in scores.groupby(WHERE, sort=False):
@@ -70,8 +70,10 @@ def _budgets(group: "DataFrame") -> list[tuple[str, "DataFrame"]]:
     return sorted(found, key=lambda pair: pair[1]["keep_ratio"].mean())
 
 
-def _sentence(at: "DataFrame", asked: Sequence[Compared], config: Mapping[str, Any]) -> str:
-    """Who is ahead at a budget, and by how much."""
+def _sentence(
+    at: "DataFrame", asked: Sequence[Compared], config: Mapping[str, Any], full: "Series[float]"
+) -> str:
+    """Who is ahead at a budget, and by how much; `full` holds the full cache's score, if it was measured."""
     budget, score = str(at["budget"].iloc[0]), dict(zip(at["line"], at["score"], strict=True))
     names = sorted((line for line in score if line not in CONTROLS), key=lambda line: -score[line])
     lead, here = f"With {budget_words(budget)}", [one for one in asked if one.budget == budget]
@@ -84,7 +86,8 @@ def _sentence(at: "DataFrame", asked: Sequence[Compared], config: Mapping[str, A
         return f"{lead} {who} scores {score[names[0]]:.1f}." if alike else f"{lead} {highest}."
     first = max(here, key=lambda one: score[one.line])
     what = "" if config.get("baseline") else ", the best policy without training"
-    base = f"{_bold(first.baseline)} ({score[first.baseline]:.1f}){what}"
+    base_score = full.iloc[0] if first.baseline == FULL else score[first.baseline]
+    base = f"{_bold(first.baseline)} ({base_score:.1f}){what}"
     ours = f"{_bold(first.line)} ({score[first.line]:.1f})"
     interval = first.result.interval
     difference = f"{interval.estimate:+.1f} points {interval.spelled()}"

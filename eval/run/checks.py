@@ -7,6 +7,7 @@ shortest context of each task.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,14 @@ from retain.eval.config import (
     gates_of,
     resolve_device,
 )
-from retain.eval.run.plan import Context, Loaded, load_contexts, load_model
+from retain.eval.run.plan import Context, Loaded, load_contexts, load_model, task_settings
 from retain.eval.run.prefill import open_cache
-from retain.eval.tasks.sources import task_names
+from retain.eval.tasks.files import HUB
+from retain.eval.tasks.sources import SOURCES, load_rows, task_names
 from retain.gates import GateSet
 from retain.head_weights import read_weights
 from retain.hf.model.gates import load_gates, own_gates
+from retain.models.named import dtype_of
 from retain.policy import Policy
 from retain.presets import policies
 from retain.protection import protected_mask
@@ -90,7 +93,7 @@ def _refuse(problems: Sequence[str]) -> None:
 
 def stated_problems(config: CompareConfig) -> list[str]:
     """Problems that a config shows by itself."""
-    parts = (_policies(config), _protections(config), _grid(config))
+    parts = (_policies(config), _protections(config), _grid(config), _rows(config))
     return [*problems_of(config), *(problem for part in parts for problem in part)]
 
 
@@ -137,7 +140,8 @@ def _grid(config: CompareConfig) -> Iterator[str]:
     """Names of the run, its tasks and device; fields that state something twice or leave nothing to do."""
     if Path(config.run).name != config.run or config.run in ("", ".", ".."):
         yield f"`run` is the name of a folder under {config.results}, got {config.run!r}"
-    for refused in (error_of(task_names, config.tasks), error_of(resolve_device, config.device)):
+    named = None if config.dtype == "auto" else error_of(dtype_of, config.dtype)
+    for refused in (error_of(task_names, config.tasks), error_of(resolve_device, config.device), named):
         if refused is not None:
             yield str(refused)
     for name in REPEATABLE:
@@ -158,6 +162,19 @@ def _grid(config: CompareConfig) -> Iterator[str]:
             f"{', '.join(packing)} hold entries in fewer bytes, and tokens_per_head counts entries, of which "
             "they would hold fewer bytes than others: state keep_ratios, which are ratios of bytes for them"
         )
+
+
+def _rows(config: CompareConfig) -> Iterator[str]:
+    """Names in the settings of tasks, and rows of files, which need no model."""
+    known = [*config.tasks, *SOURCES, *dict.fromkeys(task.partition("/")[0] for task in SOURCES)]
+    for name in config.task_settings:
+        if name not in known:
+            yield f"`task_settings` names an unknown task or group {name!r}{suggest(name, known)}"
+    for task in config.tasks:
+        if task.endswith((".jsonl", ".parquet")) and not task.startswith(HUB):
+            how = {"first_item": config.first_item, "items": config.items_per_task}
+            if refused := error_of(partial(load_rows, task, None, **how, **task_settings(config, task))):
+                yield f"task {task!r}: {refused}"
 
 
 def _misfits(config: CompareConfig, loaded: Loaded) -> Iterator[str]:

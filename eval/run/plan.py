@@ -131,6 +131,12 @@ def load_model(config: CompareConfig, local_rank: int = 0) -> tuple[Any, Any]:
     return model, tokenizer
 
 
+def task_settings(config: CompareConfig, task: str) -> dict[str, Any]:
+    """Settings of a task: those of its group, and its own before them."""
+    stated = config.task_settings
+    return {**stated.get(task.partition("/")[0], {}), **stated.get(task, {})}
+
+
 def load_contexts(config: CompareConfig, task: str, model: Any, tokenizer: Any) -> list[Context]:
     """Makes and encodes the rows of a task, of all seeds, and joins those of one context. A data set has the
     same rows for every seed; they are asked once.
@@ -138,7 +144,7 @@ def load_contexts(config: CompareConfig, task: str, model: Any, tokenizer: Any) 
     Raises:
         ValueError: Rows that cannot be made or encoded, or that the task lacks.
     """
-    settings = {**config.task_settings.get(task.partition("/")[0], {}), **config.task_settings.get(task, {})}
+    settings = task_settings(config, task)
     rows: dict[tuple[int, int], Row] = {}
     for seed in config.seeds:
         how = {"context_tokens": config.context_tokens, "seed": seed, "first_item": config.first_item}

@@ -145,7 +145,8 @@ def open_run(folder: Path, manifest: Mapping[str, Any], expected: Mapping[Key, s
 
     Args:
         folder: Of the run.
-        manifest: Of this run; `identity` holds what decides a value.
+        manifest: Of this run; `identity` holds what decides a value, `rows` what is asked (task -> seed ->
+            items).
         expected: Key -> identity of every line of this run.
 
     Returns:
@@ -175,7 +176,7 @@ def open_run(folder: Path, manifest: Mapping[str, Any], expected: Mapping[Key, s
         here["identity"] = {**manifest["identity"], **merged}
         here["started"] = before.get("started", manifest.get("started"))
         if expected.keys() <= lines.keys():
-            here = {**before, "config": manifest["config"]}
+            here = {**before, "config": manifest["config"], "rows": manifest["rows"]}
         else:
             states = [*before.get("earlier", []), {name: before.get(name) for name in ("code", "machine")}]
             here["earlier"] = [state for number, state in enumerate(states) if state not in states[:number]]

@@ -20,7 +20,6 @@ from numpy import ndarray
 from retain.eval.config import CONTROLS, FULL
 from retain.eval.stats.interval import macro_mean, standard_error
 from retain.eval.stats.paired import Comparison, judge
-from retain.presets import policies
 from retain.process.extras import deferred
 
 with deferred("eval", "pandas", what="the table of a comparison"):
@@ -104,8 +103,8 @@ def comparisons(
         frame: Table of a finished run (`checked`).
         margin: Largest difference that does not matter, in points.
         resamples: Of sign flips, at least.
-        baseline: Line that every other is compared with; None: each trained policy is compared with the best
-            policy of its setting that needs no training.
+        baseline: Line that every other is compared with in its setting (the full cache in all);
+            None: each trained policy is compared with the best policy of its setting that needs no training.
 
     Raises:
         ValueError: There is no such line.
@@ -120,6 +119,7 @@ def comparisons(
         by_line: dict[tuple[Any, Any], list[ndarray]] = {
             pair: strata(rows) for pair, rows in group.groupby(["budget", "line"], sort=False)
         }
+        whole = next((values for (_, line), values in by_line.items() if line == FULL), [])
         pairs: dict[tuple[str, str, str], tuple[list[ndarray], list[ndarray]]] = {}
         for budget in dict.fromkeys(budget for budget, _ in by_line):
             there = [line for at, line in by_line if at == budget]
@@ -129,9 +129,9 @@ def comparisons(
                 against = max(others, key=lambda line: macro_mean(by_line[budget, line]), default=None)
             else:
                 asked = [line for line in there if line not in unfit and line != baseline]
-                against = baseline if baseline in there else None
+                against = baseline if baseline in (FULL, *there) else None
             if against is not None:
-                other = by_line[budget, against]
+                other = whole if against == FULL else by_line[budget, against]
                 pairs |= {(budget, line, against): (by_line[budget, line], other) for line in asked}
         if pairs:
             results = judge(pairs, margin=margin, resamples=resamples)
@@ -144,5 +144,4 @@ def comparisons(
 
 def trained_lines(frame: "DataFrame") -> set[str]:
     """Lines whose policy takes gates, or weights of heads, which are measured beforehand."""
-    presets = [one.name for one in policies() if {"gates", "weights"} & one.needs]
-    return set(frame.loc[frame["gates"].notna() | frame["policy"].isin(presets), "line"])
+    return set(frame.loc[frame["trained"], "line"])

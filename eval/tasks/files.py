@@ -9,15 +9,33 @@ Xnhyacinth/LongBench and others.
 import importlib.util
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from retain.config import Count, build
 from retain.eval.tasks.row import Row, RowsFunction
 from retain.process.extras import require
 from retain.registry import suggest
 
 Table = Sequence[Mapping[str, Any]]
 HUB = "hub:"
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Columns of a table's row that are read, with their types; others are left alone."""
+
+    context: str
+    question: str
+    answers: str | tuple[str | float, ...] | None = None
+    answer: str | tuple[str | float, ...] | None = None
+    answer_prefix: str | None = None
+    max_new_tokens: Count | None = None
+    metric: str | None = None
+    task: str | int | None = None
+    classes: tuple[str, ...] | None = None
+    all_classes: tuple[str, ...] | None = None
 
 
 def table_rows(
@@ -45,7 +63,8 @@ def table_rows(
         split, name, data_dir, revision: Part of a hub repository, as `datasets.load_dataset` takes them.
 
     Raises:
-        ValueError: A table that cannot be had, or rows without a column that they need.
+        ValueError: A table that cannot be had, or rows without a column that they need, or with values of
+            another type.
     """
     del tokenizer, context_tokens, seed
     if source.startswith(HUB):
@@ -56,20 +75,26 @@ def table_rows(
     rows = []
     for number, columns in chosen[first_item : None if items is None else first_item + items]:
         need(columns, ("context", "question"), f"row {number} of {source}")
-        answers = columns.get("answers") or columns.get("answer") or ()
-        classes = columns.get("classes") or columns.get("all_classes")
-        task = columns.get("task")
+        known = {one.name: columns[one.name] for one in fields(Columns) if one.name in columns}
+        try:
+            read = build(known, Columns)
+        except ValueError as error:
+            raise ValueError(f"row {number} of {source}: {error}") from error
+        answers, classes = read.answers or read.answer or (), read.classes or read.all_classes
         rows.append(
             Row(
                 task=source,
-                context=columns["context"],
-                question=columns["question"],
+                context=read.context,
+                question=read.question,
                 answers=(answers,) if isinstance(answers, str) else tuple(map(str, answers)),
-                max_new_tokens=int(columns.get("max_new_tokens") or 64),
-                metric=columns.get("metric") or "match_all",
-                answer_prefix=columns.get("answer_prefix") or "",
+                max_new_tokens=read.max_new_tokens or 64,
+                metric=read.metric or "match_all",
+                answer_prefix=read.answer_prefix or "",
                 item=number,
-                extra={**({"stratum": task} if task else {}), **({"classes": classes} if classes else {})},
+                extra={
+                    **({"stratum": read.task} if read.task else {}),
+                    **({"classes": classes} if classes else {}),
+                },
             )
         )
     return rows

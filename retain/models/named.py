@@ -32,6 +32,7 @@ __all__ = [
     "INSTEAD",
     "REFERENCE",
     "commit_of",
+    "dtype_of",
     "load",
     "load_named_model",
     "load_named_tokenizer",
@@ -72,6 +73,19 @@ def located(name: str) -> str:
         ValueError: it could not be fetched; says why.
     """
     return str(folder_of(name)) if name in CATALOGUE and not Path(name).is_dir() else name
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The floating-point type that torch calls so.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = getattr(torch, name, None)
+    if isinstance(found, torch.dtype) and found.is_floating_point:
+        return found
+    known = ("auto", "float32", "bfloat16", "float16", "float64")
+    raise ValueError(f"dtype is {name!r}{suggest(name, known)}, and must be one of {', '.join(known)}.")
 
 
 def load(
@@ -165,13 +179,13 @@ def load_named_model(
         from retain.reference import load_model
 
         model = load_model(seed=seed)
-        return model if dtype == "auto" else model.to(getattr(torch, dtype))
+        return model if dtype == "auto" else model.to(dtype_of(dtype))
     from transformers import AutoModelForCausalLM
 
     if name in CATALOGUE and dtype == "auto" and device_map is None:
         dtype = "auto" if multiplies(torch.device("cpu"), torch.bfloat16) else "float32"
     origin = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
-    how: dict[str, Any] = {"dtype": dtype if dtype == "auto" else getattr(torch, dtype)}
+    how: dict[str, Any] = {"dtype": dtype if dtype == "auto" else dtype_of(dtype)}
     if device_map is not None:
         how["device_map"] = device_map if isinstance(device_map, str) else {**device_map}
     if quantization is not None:

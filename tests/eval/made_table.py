@@ -38,14 +38,15 @@ def rows(**changes: Any) -> list[dict[str, Any]]:
     ]
 
 
-def write(folder: Path, lines: list[dict[str, Any]] | None = None, **config: Any) -> Path:
-    """A folder with `results.jsonl` and `manifest.json`."""
+def write(folder: Path, lines: list[dict[str, Any]] | None = None, asked: Any = None, **config: Any) -> Path:
+    """A folder with `results.jsonl` and `manifest.json`, whose config asks for the rows `asked`, or all."""
     folder.mkdir(parents=True, exist_ok=True)
     text = "".join(json.dumps(line) + "\n" for line in (rows() if lines is None else lines))
     (folder / "results.jsonl").write_text(text, encoding="utf-8")
     manifest = {
         "config": {"run": "made", "margin_points": 2.0, "resamples": 500, "context_tokens": 900, **config},
         "identity": {},
+        **({} if asked is None else {"rows": asked}),
         "model": "reference:0",
         "code": {"commit": "0123456789abcdef", "clean": False},
         "versions": {"torch": "2.13.0", "triton": None},

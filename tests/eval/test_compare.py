@@ -17,8 +17,9 @@ from retain.config import load, save
 from retain.eval import cli
 from retain.eval import compare as entry
 from retain.eval.compare import Processes, compare, measure_all
-from retain.eval.config import CompareConfig
+from retain.eval.config import CompareConfig, policy_settings
 from retain.eval.run.table import MANIFEST, RESULTS, key_of, read_manifest, read_table
+from retain.presets import load_policy
 from retain.process.lock import LOCK_FILE, lock_folder
 from tests.eval.small import save_small_gates, small
 from tests.launch import ROOT, launch_environment
@@ -51,7 +52,8 @@ def test_a_run_leaves_a_table_a_manifest_and_a_report(grid, whole):
         line["score"] <= 1 for line in lines.values()
     )
     assert manifest["config"]["run"] == "whole" and manifest["finished"] and manifest["processes"] == 1
-    assert set(manifest["items_sha"]) == {*grid.tasks} and set(manifest["gates"]) == {grid.gates}
+    assert manifest["rows"] == {task: {"0": [0, 1]} for task in grid.tasks}
+    assert set(manifest["gates"]) == {grid.gates}
     assert manifest["command"].startswith("retain compare reference:0")
     assert sorted(path.name for path in whole.iterdir() if path.suffix != ".lock") == [
         *("manifest.json", "report.html", "report.md", "results.jsonl", "scores.png")
@@ -95,6 +97,16 @@ def test_policies_budgets_tasks_and_items_are_added_to_a_run(gated):
     assert table_of(grown.folder.parent / "once") == after
 
 
+def test_a_report_is_of_the_rows_that_the_newest_config_asks_for(gated):
+    config = small(gated, run="moved", policies=("recency",), tasks=("reference/single",), items_per_task=3)
+    compare(config)
+    fewer = replace(config, policies=("recency", "random"), items_per_task=1)
+    assert "Items of a task: reference/single 1\n" in compare(fewer).path.read_text()
+    moved = replace(config, first_item=1, items_per_task=2)
+    assert "Items of a task: reference/single 2\n" in compare(moved).path.read_text()
+    assert "Seeds: 1\n" in compare(replace(config, seeds=(1,))).path.read_text()
+
+
 def test_lines_of_another_identity_are_refused_by_what_differs(gated, tmp_path):
     config = small(
         tmp_path, policies=("mine", "gate"), variants={"mine": ("snapkv",)}, tasks=("reference/lists",)
@@ -109,6 +121,13 @@ def test_lines_of_another_identity_are_refused_by_what_differs(gated, tmp_path):
     says(r"settings\.context_tokens \(150 there, 170 now\)", context_tokens=170)
     says(r"policies\.mine\.policy\.protection\.sinks", variants={"mine": ("snapkv", "protection.sinks=3")})
     says(r"tasks\.reference/lists\.settings", task_settings={"reference/lists": {"metric": "match_all"}})
+    says(
+        r"tasks\.reference/lists\.settings",
+        first_item=2,
+        task_settings={"reference": {"metric": "match_all"}},
+    )
+    says(r"settings\.chat \(True there, False now\)", first_item=2, chat=False)
+    says(r"settings\.template\.enable_thinking", first_item=2, template={"enable_thinking": False})
     (tmp_path / "gates").rename(tmp_path / "moved")
     assert compare(replace(config, gates=str(tmp_path / "moved"), policies=("gate", "mine")))
     save_small_gates(tmp_path / "gates", seed=1)
@@ -145,6 +164,17 @@ def test_weights_of_heads_are_part_of_the_identity(tmp_path):
     refused(r"policies\.mine\.policy\.allocation\.weights\.0", compare, config)
     path.unlink()
     refused("policy 'mine': head weights .* do not exist", compare, config)
+
+
+def test_the_file_of_centres_is_part_of_the_identity(tmp_path):
+    policy = replace(load_policy("triattention"), observed_settings={"centres": str(tmp_path / "c.pt")})
+    (tmp_path / "c.pt").write_bytes(b"1")
+    before = policy_settings(policy)
+    (tmp_path / "c.pt").rename(tmp_path / "moved.pt")
+    moved = replace(policy, observed_settings={"centres": str(tmp_path / "moved.pt")})
+    assert policy_settings(moved) == before
+    (tmp_path / "moved.pt").write_bytes(b"2")
+    assert policy_settings(moved) != before
 
 
 def test_memory_that_runs_out_stops_the_run_and_it_goes_on(gated, monkeypatch):

@@ -20,6 +20,7 @@ from retain.eval.config import (
     key_help,
     resolve_device,
 )
+from retain.eval.run import checks
 from retain.eval.run.checks import load_checked, stated_problems
 from retain.gates import GateSet
 from retain.gates.artifact import WEIGHTS_FILE
@@ -102,7 +103,7 @@ WRONG = {
         "unknown key 'protection.sink'",
         "scope: input should be one of 'head', 'layer', 'model', got 'heads'",
         "unknown policy 'bad_kee' (did you mean 'bad_key'?)",
-        "'papper' (did you mean 'paper'?)",
+        "unknown variant 'snapkv:papper': did you mean 'snapkv:paper'?",
     ),
     "the grid": (
         {
@@ -123,13 +124,19 @@ WRONG = {
         "protection 'own' is a list of `protection.field=value` and `scope=value` under another label",
         "got ['floor=mean']; other changes belong in a variant",
         "protection 'joint': ",
-        "scope 'model' lets layers compete",
+        "allocation.layers: input should be 'uniform', got 'cake'",
     ),
     "no budget": ({"keep_ratios": ()}, "`keep_ratios` is empty, and so is `tokens_per_head`"),
     "controls alone": ({"policies": ("oracle",), "when": ("decode",)}, "the policies are controls"),
     "settings of a task": (
         {"task_settings": {"reference/lists": {"lenght": 3}}},
         "task 'reference/lists': unknown setting of reference/lists 'lenght'",
+    ),
+    "names in settings of tasks": (
+        {"task_settings": {"refrence": {}, "facts": {}, "mine.jsonl": {}}, "dtype": "bfloat61"},
+        "`task_settings` names an unknown task or group 'refrence' (did you mean 'reference'?)",
+        "`task_settings` names an unknown task or group 'mine.jsonl'",
+        "dtype is 'bfloat61' (did you mean 'bfloat16'?)",
     ),
 }
 
@@ -139,6 +146,14 @@ def test_all_problems_come_in_one_message(tmp_path, what):
     changes, *parts = WRONG[what]
     text = refusal(small(tmp_path, **changes))
     assert [part for part in parts if part not in text] == []
+
+
+def test_broken_rows_of_a_file_are_found_before_a_model_is_loaded(tmp_path, monkeypatch):
+    monkeypatch.setattr(checks, "load_model", lambda *_: pytest.fail("loaded"))
+    (tmp_path / "mine.jsonl").write_text('{"context": null, "question": "q", "answers": ["a"]}\n')
+    text = refusal(small(tmp_path, tasks=(str(tmp_path / "mine.jsonl"), "reference/single")))
+    assert "mine.jsonl': row 0 of " in text
+    assert "context: input should be a valid string, got None" in text
 
 
 def test_gates_that_cannot_be_used_are_all_found_before_work_starts(tmp_path):
@@ -192,6 +207,8 @@ def test_devices_are_those_that_there_are(monkeypatch):
         resolve_device("cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match="device is 'cuda:2', and torch sees 2 GPUs"):
+        resolve_device("cuda:2")
     for asked, rank, given in (("cuda", 3, 1), ("cuda:0", 3, 0), ("auto", 1, 1)):
         assert resolve_device(asked, rank) == torch.device("cuda", given)
 

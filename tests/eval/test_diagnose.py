@@ -421,6 +421,8 @@ def test_what_stands_before_a_text(tokenizer, opening):
         ({"--model": "no/such"}, "'no/such' comes with no text: pass --text FILE or --task NAME"),
         ({"--text": "absent.txt"}, "--text absent.txt cannot be read: .*No such file"),
         ({"--task": "niah/gird"}, "did you mean 'niah/grid'"),
+        ({"--device": "foo"}, "device is 'foo', and must be 'cpu'"),
+        ({"--dtype": "flaot32"}, r"dtype is 'flaot32' \(did you mean 'float32'\?\)"),
         ({"--steps": "0"}, "steps is at least 1, got 0"),
         ({"--context-tokens": "1"}, "context_tokens is 2 or more .*, got 1"),
         ({"--context-tokens": "10000000"}, "but 8 pieces of 10000000 need"),

@@ -89,6 +89,27 @@ def test_the_pages_own_task_is_rows(tmp_path: Path) -> None:
     assert "House 1 stands in Bergen." in second.context and first.answers == ("Bergen",)
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"context": None}, "context: input should be a valid string, got None"),
+        ({"context": 123}, "context: input should be a valid string, got 123"),
+        ({"answer_prefix": 7}, "answer_prefix: input should be a valid string, got 7"),
+        ({"classes": 5}, "classes: input should be a valid (array|list|tuple), got 5"),
+        ({"answers": 5}, "answers: .*, got 5"),
+        ({"max_new_tokens": -3}, "max_new_tokens: input should be greater than or equal to 1, got -3"),
+        ({"metric": 1}, "metric: input should be a valid string, got 1"),
+    ],
+)
+def test_values_of_another_type_are_refused(
+    changes: dict[str, Any], match: str, kind: str, tmp_path: Path
+) -> None:
+    good = {"context": "c", "question": "q", "answers": ["a"]}
+    task = write(tmp_path / f"mine.{kind}", [good | changes])
+    refused(rf"(?s)row 0 of .*mine\.{kind}: .*{match}", load_rows, task, None)
+
+
 @pytest.mark.parametrize(
     ("name", "text", "match"),
     [

@@ -16,6 +16,7 @@ import yaml
 
 import retain
 from retain.hf.version_names import CACHE
+from retain.presets import load_policy
 from retain.reference import load_tokenizer
 from tests.refused import refused
 from tests.tiny import tiny_model
@@ -372,6 +373,15 @@ def test_what_decides_an_answer_is_in_its_identity(make: Any) -> None:
     names = [make(**given).identity_sha for given in (half, *others)]
     assert len({*names}) == len(others) + 1
     assert make(**half).identity_sha == make(**half, every=8).identity_sha == names[0]
+
+
+def test_the_content_of_a_file_is_in_the_identity_and_not_its_place(harness: Any, tmp_path: Path) -> None:
+    made = []
+    for name, weight in (("a", 0.5), ("b", 0.5), ("c", 0.25)):
+        path = tmp_path / f"{name}.json"
+        path.write_text(json.dumps({"0": [1.0, weight]}))
+        made.append(harness._decisive(load_policy("headkv", [f"allocation.weights={path}"])))
+    assert made[0] == made[1] != made[2]
 
 
 def test_the_reference_model_and_gates_by_name(harness: Any, tmp_path: Path) -> None:

@@ -92,6 +92,9 @@ def test_the_words_of_each_verdict():
     text = said(rows(), baseline="gate")
     assert "With 10 % of the cache **learned** (90.0) is better than **gate** (70.0): +20.0 points" in text
     assert "Also worse: **random**, **snapkv**." in text
+    assert "**learned** (90.0) has on every item the score of **full cache** (90.0)." in said(
+        rows(), baseline="full"
+    )
     bare = [line for line in rows() if line["policy"] not in ("learned", "oracle")]
     text = said(bare, baseline="gate")
     assert "With 10 % of the cache **snapkv** (40.0) is worse than **gate** (70.0): -30.0 points" in text
@@ -133,9 +136,11 @@ def test_a_run_that_has_grown_reports_what_its_newest_config_asks_for(tmp_path):
         *[{**line, "when": "chunk"} for line in full],
         *[{**line, "task": "niah/grid"} for line in full],
         *[{**line, "seed": 3} for line in full],
+        *[{**line, "item": line["item"] + 20} for line in full],
     ]
     asked = {"policies": ["random", "snapkv", "gate", "learned", "oracle"], "tasks": ["facts", "niah_grid"]}
-    asked |= {"keep_ratios": [0.1, 0.2], "when": ["prefill"], "question": ["unknown"], "seeds": [0]}
+    asked |= {"keep_ratios": [0.1, 0.2], "when": ["prefill"], "question": ["unknown"]}
+    asked |= {"asked": {task: {"0": [*range(20)]} for task in ("facts/number", "niah_grid")}}
     grown = write_report(write(tmp_path / "grown", [*rows(), *old, *more], **asked))
     alone = write_report(write(tmp_path / "alone", rows(), **asked))
     assert grown.path.read_text() == alone.path.read_text()

@@ -95,6 +95,15 @@ def test_a_named_baseline_is_what_all_others_are_compared_with():
     )
 
 
+def test_the_full_cache_is_a_baseline_at_every_budget():
+    made = comparisons(table(), margin=2.0, resamples=500, baseline="full")
+    assert {(one.line, one.baseline) for one in made} == {
+        (line, "full") for line in ("random", "snapkv", "gate", "learned")
+    }
+    estimate = {(one.line, one.budget): one.result.interval.estimate for one in made}
+    assert len(estimate) == 8 and estimate["snapkv", "keep_ratio=0.1"] == pytest.approx(40 - 90)
+
+
 def test_each_time_of_eviction_is_a_family_and_without_gates_nothing_is_judged():
     known = [{**line, "question": "known"} for line in rows()]
     made = comparisons(table(rows() + known), margin=2.0, resamples=500)
@@ -104,8 +113,12 @@ def test_each_time_of_eviction_is_a_family_and_without_gates_nothing_is_judged()
 
 
 def test_weights_of_heads_are_training_too():
-    lines = [{**line, "policy": "duoattention"} if line["policy"] == "snapkv" else line for line in rows()]
-    assert trained_lines(table(lines)) == {"gate", "learned", "duoattention"}
+    """Whatever a policy is called, its resolved settings say whether it takes measured weights."""
+    lines = [{**line, "policy": "mine"} if line["policy"] == "snapkv" else line for line in rows()]
+    by_head = {"mine": {"policy": {"allocation": {"weights": {"0": [1.0, 0.5]}}}, "gates": None}}
+    plain = {"random": {"policy": {"allocation": {"weights": None}}, "gates": None}}
+    frame = with_lines(DataFrame(lines), {"policies": by_head | plain})
+    assert trained_lines(frame) == {"gate", "learned", "mine"}
 
 
 def test_a_protection_is_a_line_of_its_own():

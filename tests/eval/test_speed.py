@@ -53,7 +53,9 @@ def test_a_record_has_every_policy_beside_the_full_caches(tmp_path, capsys):
         ({"keep_ratios": "0.02"}, "policy 'snapkv' at 0.02: "),
         ({"gates": ""}, "policy 'merge' at 0.5: "),
         ({"model": "reference:0", "tokens": 10**6}, "more than the"),
-        ({"device": "cuda"}, "torch sees no CUDA device"),
+        ({"device": "cuda"}, "device is 'cuda', and torch sees no GPU here"),
+        ({"device": "foo"}, "device is 'foo', and must be 'cpu', 'cuda', 'cuda:1', or 'auto'"),
+        ({"dtype": "flaot32"}, "dtype is 'flaot32' (did you mean 'float32'?)"),
     ],
 )
 def test_errors_come_before_anything_is_timed(more, said, tmp_path, capsys, monkeypatch):
@@ -62,6 +64,12 @@ def test_errors_come_before_anything_is_timed(more, said, tmp_path, capsys, monk
     monkeypatch.setattr(speed, "row_of", lambda *_: pytest.fail("timed"))
     assert main([*typed(batches="1", **more), "--output", str(tmp_path / "speed.json")]) == 2
     assert said in capsys.readouterr().err and not [*tmp_path.iterdir()]
+
+
+def test_help_names_the_command(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert capsys.readouterr().out.startswith("usage: retain speed ")
 
 
 def test_a_cache_without_memory_is_said_and_the_others_go_on(monkeypatch):

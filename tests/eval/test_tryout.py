@@ -47,5 +47,7 @@ def test_the_text_that_ships_has_its_fact_once():
 def test_what_is_wrong_is_said_in_a_line(paths, capsys):
     assert try_it(paths, "--question", QUESTION) == 2
     assert "--text and --question go together" in capsys.readouterr().err
+    assert try_it(paths, "--device", "foo") == 2
+    assert "device is 'foo', and must be 'cpu'" in capsys.readouterr().err
     assert try_it(paths, "--text", str(paths / "none.txt"), "--question", QUESTION) == 2
     assert "none.txt" in capsys.readouterr().err
