@@ -6,7 +6,7 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 CONSTRAINTS ?= constraints.txt
 # What the default tier of tests needs, and what the site, a release and the slow tests of these need beside it.
-TESTED := train,deepspeed,eval,lm-eval,chinese,kernels,dev
+TESTED := train,deepspeed,eval,lm-eval,kernels,dev
 MORE := docs,release
 WORKERS ?= 2
 SEED ?= 0
@@ -265,7 +265,7 @@ $(INSTALLED_VLLM): pyproject.toml
 	$(BIN_VLLM)/pip install $(TORCH)
 	$(BIN_VLLM)/pip install $(VLLM)
 	$(BIN_VLLM)/pip uninstall -y torchvision torchaudio torchcodec
-	$(BIN_VLLM)/pip install pytest pytest-timeout hypothesis jaxtyping beartype psutil matplotlib pyarrow scipy
+	$(BIN_VLLM)/pip install pytest pytest-timeout hypothesis jaxtyping beartype matplotlib pyarrow scipy
 	$(BIN_VLLM)/pip install -e . --no-deps
 	rm -rf retain_kv.egg-info
 	touch $@

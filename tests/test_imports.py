@@ -154,7 +154,7 @@ IMPORT_NAMES = {"PyYAML": "yaml"}
         ),  # inside of functions, and in retain.vllm: the next tests
         ("retain.kernels", ("kernels",)),
         ("retain.train", ("train", "deepspeed", "wandb")),
-        ("retain.eval", ("eval", "lm-eval", "chinese", "vllm")),
+        ("retain.eval", ("eval", "lm-eval", "vllm")),
     ],
 )
 def test_what_is_imported_is_declared(package: str, extras: tuple[str, ...]) -> None:

@@ -26,14 +26,14 @@ def test_nothing_is_wrong_here(capsys):
 
 def test_a_version_out_of_range_and_a_missing_extra(monkeypatch, capsys):
     true = metadata.version
-    changed = {"safetensors": "0.1.0", "psutil": "0.0.1"}
+    changed = {"safetensors": "0.1.0", "datasets": "0.0.1"}
     monkeypatch.setattr(metadata, "version", lambda name: changed.get(name) or true(name))
     found = states(describe.versions())
     stated = {one.name: str(one.specifier) for one in map(Requirement, metadata.requires("retain-kv"))}
     assert found["safetensors"] == ("WRONG", f"0.1.0 (wanted: {stated['safetensors']})")
     assert found["torch"][0] == "ok"
     state, text = found["extra train"]
-    assert state == "note" and "psutil" in text and "pip install 'retain-kv[train]'" in text
+    assert state == "note" and "datasets" in text and "pip install 'retain-kv[train]'" in text
     monkeypatch.setattr(describe, "trial", lambda device: describe.Finding("ok", device, ""))
     assert describe.doctor([]) == 1
     assert "1 wrong: retain may not work here." in capsys.readouterr().out
