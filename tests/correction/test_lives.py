@@ -158,8 +158,10 @@ def test_weights_go_where_their_entries_go(tmp_path, how, name):
     with torch.no_grad():
         wanted = go_on(cache)
         assert cache.evictions > 1
-        for own in others:
-            assert torch.equal(go_on(own), wanted)
+        fork, loaded, reordered = map(go_on, others)
+    assert torch.equal(fork, wanted) and torch.equal(reordered, wanted)
+    # Rooms of a file are laid out anew, so sums go in another order.
+    torch.testing.assert_close(loaded, wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_counts_last_while_a_cache_is_decoded_from_and_stacked():

@@ -89,7 +89,7 @@ def test_a_cache_without_memory_is_said_and_the_others_go_on(monkeypatch):
     assert [row["failed"] for row in rows] == ["", "out of memory", "", ""]
     assert "token_over_plain" in rows[3] and "token_over_full" not in rows[3]
     columns = (Column("policy", "policy"), Column("token", "token_ms", ".1f", wide=True))
-    assert text_table(columns, rows)[2].split() == ["full", "out", "of", "memory"]
+    assert text_table(columns, rows)[2].split() == ["full", "-", "out", "of", "memory"]
 
 
 def test_the_plain_caches_have_the_same_weights_in_a_model_that_is_not_attached():

@@ -196,7 +196,7 @@ def curve(keep_ratio: object, threshold: object) -> dict[str, object]:
 
 INCONSISTENT: list[tuple[dict[str, object], str]] = [
     ({"layers": {str(layer): DIMS for layer in range(20_000)}}, "layers: .* at most 2048 items"),
-    ({"family": "mpl"}, "unknown gate family 'mpl' .did you mean 'mlp'"),
+    ({"family": "mpl"}, "unknown gate family 'mpl': did you mean 'mlp'"),
     (layer_0(F=8), "does not hold the tensors"),
     (layer_0(F=10**12), "does not hold the tensors"),
     (layer_0(depth=8), "cannot build .*depth is no setting.*upgrade retain"),
