@@ -2,9 +2,7 @@
 
 import errno
 import json
-import os
 import random
-import signal
 import subprocess
 import sys
 import time
@@ -301,14 +299,14 @@ def test_killed_at_random_points_it_goes_on_to_the_same_table(grid, whole, tmp_p
     command = [sys.executable, *command_of(config, tmp_path)]
     path, written = config.folder / RESULTS, []
     for _ in range(3):
-        wanted = (path.stat().st_size if path.exists() else 0) + draw.randrange(1, 3000)
+        wanted = (path.stat().st_size if path.exists() else 0) + draw.randrange(1, 1500)
         with subprocess.Popen(command, cwd=ROOT, env=launch_environment(), stderr=subprocess.DEVNULL) as run:
             while run.poll() is None and not (path.exists() and path.stat().st_size >= wanted):
                 time.sleep(0.001)
-            time.sleep(draw.uniform(0, 0.2))
-            os.kill(run.pid, signal.SIGKILL)
+            time.sleep(draw.uniform(0, 0.05))
+            run.kill()
         written.append(len(read_table(config.folder)))
-    assert written == sorted(written) and written[0] > 0
+    assert written == sorted(written) and 0 < written[0] < len(table_of(whole))
     subprocess.run(command, cwd=ROOT, env=launch_environment(), check=True, stderr=subprocess.DEVNULL)
     assert table_of(config.folder) == table_of(whole) and not (config.folder / LOCK_FILE).exists()
     keys = [key_of(json.loads(line)) for line in path.read_text().splitlines()]
