@@ -3,6 +3,7 @@ equal and counted right."""
 
 import itertools
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -333,7 +334,7 @@ def test_lookahead_tokens_of_two_sets_are_read_apart():
         return made
 
     def scored(made):
-        prompt = lambda: Cache(model, policy=None).prefill(ids, evict=False)  # noqa: E731
+        prompt = partial(Cache(model, policy=None).prefill, ids, evict=False)
         return gate_scores(model, made, observed, prompt)[1].values_BHT
 
     one, two = gates(1), gates(2)
