@@ -57,10 +57,10 @@ def refusal(call: Callable[[], Any]) -> str:
 def first_texts(path: str, **how: Any) -> list[str]:
     """First words of all rows of a data set, the source opened again behind a third of them."""
     source = Dataset("hub", path, revision=how.get("revision"))
-    cursor = source.open()
-    found = [next(cursor).values["text"] for _ in range(13)]
+    rows = source.rows()
+    found = [next(rows).values["text"] for _ in range(13)]
     later = Dataset("hub", path, revision=how.get("revision"))
-    found += [row.values["text"] for row in later.open(json.loads(json.dumps(cursor.state())))]
+    found += [row.values["text"] for row in later.rows(json.loads(json.dumps(source.state())))]
     return [" ".join(text.split()[:2]) for text in found]
 
 
@@ -147,9 +147,9 @@ def moved_stream(folder: Path) -> Any:
     from huggingface_hub import CommitOperationAdd, HfApi
 
     source = Dataset("hub", "owner/lines")
-    cursor = source.open()
-    before = [next(cursor).values["text"] for _ in range(3)]
-    state = cursor.state()
+    opened = source.rows()
+    before = [next(opened).values["text"] for _ in range(3)]
+    state = source.state()
     with token("hf_owner"):
         sha = (
             HfApi()
@@ -166,12 +166,12 @@ def moved_stream(folder: Path) -> Any:
     pinned = Dataset("hub", "owner/lines", revision=source.commit)
     return {
         "second pass": before
-        == [row.values["text"] for row, _ in zip(source.open(), range(3), strict=False)],
-        "resumed": next(resumed.open(state)).values["text"].split()[:2],
+        == [row.values["text"] for row, _ in zip(source.rows(), range(3), strict=False)],
+        "resumed": next(resumed.rows(state)).values["text"].split()[:2],
         "resumed commit": resumed.commit == source.commit != sha,
-        "new": next(newest.open()).values["text"],
+        "new": next(newest.rows()).values["text"],
         "new commit": newest.commit == sha,
-        "pinned": next(pinned.open()).values["text"] == before[0],
+        "pinned": next(pinned.rows()).values["text"] == before[0],
     }
 
 
@@ -190,7 +190,7 @@ def hidden(folder: Path) -> Any:
     calls: dict[str, Callable[[], Any]] = {
         "gates": lambda: retain.load_gates("owner/hidden"),
         "model": lambda: load("owner/hidden"),
-        "stream": lambda: next(Dataset("hub", "owner/secret").open()),
+        "stream": lambda: next(Dataset("hub", "owner/secret").rows()),
         "rows": lambda: load_rows("hub:owner/secret", None, split="train"),
     }
     with token(None):
