@@ -32,7 +32,7 @@ from retain.cache.codec import Codec
 from retain.cache.layer_store import Store, encoded
 from retain.cache.precision import Precision
 from retain.cache.store import ENTRY, SLACK, RaggedStore
-from retain.process.disk import save_beside
+from retain.process.disk import save_new
 
 # Others are refused.
 SCHEMA_VERSION = 4
@@ -64,7 +64,7 @@ def write_file(path: Path, header: Mapping[str, Any], tensors: Iterable[tuple[st
     # The header as text, of which the digest is.
     record = {"schema_version": SCHEMA_VERSION, "sha256": digest(text, plain.items()), "header": text}
     path.parent.mkdir(parents=True, exist_ok=True)
-    os.replace(save_beside(path, plain, {FORMAT: json.dumps(record)}), path)
+    os.replace(save_new(path, plain, {FORMAT: json.dumps(record)}), path)
 
 
 def digest(header: str, tensors: Iterable[tuple[str, Tensor]]) -> str:

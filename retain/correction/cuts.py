@@ -19,7 +19,7 @@ MERGED = "log_merged"
 
 def forget_notes_(store: Store) -> None:
     """Drop side columns that only a later eviction reads."""
-    store.forget_beside_(*({*store.beside} - {LOG_WEIGHT}))
+    store.drop_side_(*({*store.side} - {LOG_WEIGHT}))
 
 
 def correct_(
@@ -71,7 +71,7 @@ def _merged(store: RaggedStore, keep_N: Tensor, correction: Merge) -> Merged:
     exists_RT = place_T < lengths_R1
     index_RT = torch.where(exists_RT, store.offsets_R1[:-1, None] + place_T, 0)
     keep_RT = torch.zeros_like(exists_RT).masked_scatter(exists_RT, keep_N)
-    columns = [store.beside[name] for name in (LOG_WEIGHT, MERGED) if name in store.beside]
+    columns = [store.side[name] for name in (LOG_WEIGHT, MERGED) if name in store.side]
     weight_RT = columns[0][index_RT].exp() if columns else None
     keys_RTD, values_RTV = store.keys_CD[index_RT], store.values_CD[index_RT]
     return merge(keys_RTD, values_RTV, exists_RT, keep_RT, correction, weight_RT)
@@ -81,4 +81,4 @@ def _merged(store: RaggedStore, keep_N: Tensor, correction: Merge) -> Merged:
 def _write_(store: RaggedStore, merged: Merged, counted: bool) -> None:
     """Give entries what they became, and note what each counts."""
     store.values_CD.index_copy_(0, store.index_N(), merged.values_NV)
-    store.write_beside_(LOG_WEIGHT if counted else MERGED, merged.weight_N.log())
+    store.write_side_(LOG_WEIGHT if counted else MERGED, merged.weight_N.log())

@@ -43,7 +43,7 @@ class Merge:
     recent: Whole = 32
 
     @property
-    def beside_bytes(self) -> int:
+    def metadata_bytes(self) -> int:
         """Bytes of the side column that attention reads, an entry."""
         return torch.float32.itemsize if self.count else 0
 

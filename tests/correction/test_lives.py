@@ -126,7 +126,7 @@ def test_to_evict_later_is_to_evict_at_once(policy):
     later = whole.fork().evict(policy, correction=correction, **gates, **SETTINGS)
     for own, other in zip(held(run(model, policy, correction=correction)), held(later), strict=True):
         assert all(map(torch.equal, own, other))
-    assert not any(store.beside for store in later.state.stores)
+    assert not any(store.side for store in later.state.stores)
     # The fork that shares its tensors was not written to.
     again = whole.fork().evict(policy, **gates, **SETTINGS)
     for own, other in zip(held(run(model, policy)), held(again), strict=True):
@@ -138,7 +138,7 @@ def test_weights_go_where_their_entries_go(tmp_path, how, name):
     """Forks, beams, files: a cache that evicts again goes on as the one that it came from."""
     model = attached("qwen3")
     cache = run(model, "snapkv", correction=HOWS[how], regime="prefill+decode", every=3)
-    weights = [store.beside[name][store.index_N()].exp() for store in cache.state.stores]
+    weights = [store.side[name][store.index_N()].exp() for store in cache.state.stores]
     assert sum(int((own_N - 1).sum()) for own_N in weights) > 10
     cache.save(tmp_path / "cache.safetensors")
     others = [cache.fork(), Cache.load(tmp_path / "cache.safetensors", model), cache.fork()]

@@ -114,7 +114,7 @@ def test_a_file_in_few_bits_is_kivis_layout_with_its_error(bits, tmp_path):
         own = file_format.within(tensors, f"layer.{idx}.store.")
         assert size == sum(own[key].nbytes for key in ("keys", "values", "value_scales", "key_scales"))
         assert set(own) == {"keys", "values", "value_scales", "key_scales", "groups", "positions", "lengths"}
-        for name, column in other.beside.items():
+        for name, column in other.side.items():
             assert torch.equal(one.beside[name], column)
     # What was loaded is a plain cache, whose own file is exact.
     exact = again.save(tmp_path / "exact.safetensors")

@@ -42,7 +42,7 @@ def cut_all(
             where = state.valid_BT, state.positions_BT
             layer.store = state.cut_dense(layer, keep_BHT, *where, correction=correction, precision=precision)
             if not state.regime.again:  # nobody will ask again
-                layer.store.forget_beside_(MERGED)
+                layer.store.drop_side_(MERGED)
     if state.history is not None:
         state.packed_at = state.num_seen
         count_eviction(state, sum(state.history.lengths_B) * state.layout.num_kv_heads)
@@ -168,7 +168,7 @@ def _alike_(stores: list[Store]) -> list[Store]:
     counted = next((own.log_weight_C for own in stores if own.log_weight_C is not None), None)
     for store in stores if counted is not None else ():
         if store.log_weight_C is None:
-            store.write_beside_(LOG_WEIGHT, counted.new_zeros(store.entries_held))
+            store.write_side_(LOG_WEIGHT, counted.new_zeros(store.entries_held))
     return stores
 
 
