@@ -27,7 +27,7 @@ from retain.budget.split import (
 from retain.budget.statement import LayerShape
 from retain.cache.precision import Precision
 from retain.config import STRICT, Share
-from retain.correction.merge import Merge
+from retain.correction.merge import METADATA_BYTES, Merge
 from retain.process.registry import lookup
 from retain.protection import Protection
 from retain.scores import SCORES, Score
@@ -195,7 +195,7 @@ class Policy(Split):
     @property
     def metadata_bytes(self) -> int:
         """Bytes that attention reads beside each entry that is left."""
-        return 0 if self.correction is None else self.correction.metadata_bytes
+        return 0 if self.correction is None else METADATA_BYTES
 
     @property
     def unit(self) -> str:

@@ -209,15 +209,13 @@ class Store:
 
 
 @normal_tensors()
-def encoded(plain: RaggedStore, bits: int, which_N: Bool[Tensor, " N"] | None = None) -> RaggedStore:
-    """These entries of a plain store as codes; None: all.
+def encoded(plain: RaggedStore, bits: int, which_N: Bool[Tensor, " N"]) -> RaggedStore:
+    """Encode these entries of a plain store.
 
     Raises:
         ValueError: numbers that float16 does not hold.
     """
-    index_N, rows_N = plain.index_N(), plain.rows_N()
-    if which_N is not None:
-        index_N, rows_N = index_N[which_N], rows_N[which_N]
+    index_N, rows_N = plain.index_N()[which_N], plain.rows_N()[which_N]
     codec = Codec(bits, plain.keys_CD.shape[1], plain.values_CD.shape[1], plain.dtype)
     lengths_R = torch.bincount(rows_N, minlength=len(plain.lengths_R))
     columns, table = codec.encode(plain.keys_CD[index_N], plain.values_CD[index_N], lengths_R)

@@ -176,14 +176,6 @@ class RaggedStore:
         keys, values = self.codes
         return decode(keys, torch.float32).to(self.dtype), decode(values, self.dtype)
 
-    def as_numbers(self) -> "RaggedStore":
-        """The same entries without a codec, rounded once to the model's precision."""
-        keys_ND, values_ND, _, _ = self.flat()
-        index_N = self.index_N()
-        columns = {name: self.columns[name][index_N] for name in ("positions", *self.side)}
-        columns = {"keys": keys_ND, "values": values_ND, **columns}
-        return RaggedStore.from_rows(columns, self.lengths_R, self.num_heads, self.slack)
-
     @property
     def lengths_BH(self) -> Int[Tensor, "B H"]:
         """Entries held, per sequence and KV head (int64)."""

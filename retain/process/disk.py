@@ -84,6 +84,6 @@ def _whole(path: Path, num_bytes: int) -> Iterator[Path]:
         raise OSError(
             error.errno,
             f"{error.strerror or error}, writing {num_bytes} bytes to {path.name} in {path.parent}: free "
-            "some space there, see that it can be written to, or write elsewhere. What was there before is as "
-            "it was.",
+            "some space there, see that it can be written to, or write elsewhere. The older file is as it "
+            "was.",
         ) from None
