@@ -20,7 +20,6 @@ from retain.budget.allocation import Candidates
 from retain.budget.cascade import head_budgets, keep_first
 from retain.budget.joint import Won
 from retain.budget.ranking import rank_entries, refuse_nan
-from retain.budget.split import Uniform
 from retain.policy import Plan
 
 
@@ -104,7 +103,7 @@ def keep_pages(plan: Plan, layers: Sequence[Candidates], page: int) -> list[Bool
         refuse_nan(layer.score_BHT)
     budgets = head_budgets(plan, layers)
     tail, split = length % page, plan.policy
-    alone = split.scope != "model" and isinstance(split.allocation, Uniform)
+    alone = split.scope != "model" and split.allocation.layers == "uniform"
     groups = [[idx] for idx in range(len(layers))] if alone else [[*range(len(layers))]]
     keeps = []
     for group in groups:
