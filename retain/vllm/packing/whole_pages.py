@@ -103,7 +103,8 @@ def keep_pages(plan: Plan, layers: Sequence[Candidates], page: int) -> list[Bool
         refuse_nan(layer.score_BHT)
     budgets = head_budgets(plan, layers)
     tail, split = length % page, plan.policy
-    alone = split.scope != "model" and split.allocation.layers == "uniform"
+    allocation = split.allocation
+    alone = split.scope != "model" and allocation.layers == "uniform" and allocation.weights is None
     groups = [[idx] for idx in range(len(layers))] if alone else [[*range(len(layers))]]
     keeps = []
     for group in groups:
