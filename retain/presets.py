@@ -17,7 +17,7 @@ from retain import config
 from retain.budget.split import Split
 from retain.budget.statement import LayerShape
 from retain.cache.precision import Precision
-from retain.config import STRICT, Share
+from retain.config import STRICT
 from retain.correction.merge import METADATA_BYTES, Merge
 from retain.process.registry import lookup
 from retain.protection import Protection
@@ -26,7 +26,7 @@ from retain.scores.trial import try_settings
 
 Regime = Literal["any", "context_only", "query_aware", "chunked", "decode", "prefill+decode"]
 REGIMES: tuple[Regime, ...] = get_args(Regime)
-Fusion = Literal["max", "sum", "observed", "learned", "rank_blend"]
+Fusion = Literal["max", "sum", "observed", "learned"]
 
 
 def _known_score(name: str) -> str:
@@ -44,7 +44,6 @@ class Policy(Split):
         observed_settings: settings of that score.
         learned: whether it takes a gate's score.
         fusion: how the two become one; None is `max` with both, and the one that there is with one.
-        fusion_weight: of the learned side, for `rank_blend`, in 0..1.
         protection: entries that are never evicted.
         correction: how what stays makes up for what goes (`retain.correction`); None: it does not.
         precision: in how many bits what stays is held (`retain.cache.precision`); None: as it was.
@@ -61,7 +60,6 @@ class Policy(Split):
     observed_settings: dict[str, Any] = field(default_factory=dict)
     learned: bool = False
     fusion: Fusion | None = None
-    fusion_weight: Share = 0.5
     protection: Protection = Protection()
     correction: Merge | None = None
     precision: Precision | None = None
@@ -157,8 +155,6 @@ class Policy(Split):
     @property
     def unit(self) -> str:
         """Unit of its score, as far as it is known before any layer is scored."""
-        if self.fusion == "rank_blend":
-            return "rank"
         trial = self._trial
         return trial.unit if trial else "risk" if self.learned else "rank"
 
