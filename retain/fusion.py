@@ -62,8 +62,8 @@ def fuse(observed: Score | None, learned: Score | None, how: str = "max") -> Sco
     if observed.unit != learned.unit or (how == "sum" and observed.unit == "rank"):
         raise ValueError(
             f"fusion {how!r} wants two scores in one unit{', risk or mass' if how == 'sum' else ''}, and the "
-            f"observed one is in {observed.unit!r}, the learned one in {learned.unit!r}: take another observed "
-            "score (observed_risk is in 'risk'), or fusion 'learned'."
+            f"observed one is in {observed.unit!r}, the learned one in {learned.unit!r}: take another "
+            "observed score (observed_risk is in 'risk'), or fusion 'learned'."
         )
     missing_BHT = o_BHT.isneginf()
     fused_BHT = function(o_BHT, l_BHT).masked_fill(missing_BHT, float("-inf"))

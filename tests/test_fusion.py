@@ -107,7 +107,7 @@ REFUSED = [
     (
         "keydiff",
         {"fusion": "sum"},
-        "fusion 'sum' wants numbers, and 'keydiff' is in 'rank'.*'risk' or 'mass'",
+        "fusion 'sum' wants numbers, and 'keydiff' is in 'rank'.*'mass'",
     ),
     ("lru", {"fusion": "sum"}, "fusion 'sum' wants numbers, and 'lru' is in 'rank'.*'risk' or 'mass'"),
 ]

@@ -167,12 +167,7 @@ def test_entries_that_come_later_say_how_the_layer_attends_too(family):
 def test_token_ids_and_a_score_that_reads_queries_too():
     model = exact_model()
     ids = GateSet({spec.layer_idx: Ids(E=spec.hidden_size, H=spec.num_kv_heads) for spec in describe(model)})
-    window = {
-        "observed_settings": {"window": 4},
-        "fusion": "learned",
-        "scope": "layer",
-        "draw": {"share": 0.3},
-    }
+    window = {"observed_settings": {"window": 4}, "fusion": "learned", "scope": "layer"}
     blend = policy("blend", "observed_risk", **window)
     agree(model, policy(), life(3), gates=ids, tokens_per_head=12)
     agree(model, blend, life(3), gates=ids, tokens_per_head=12)
