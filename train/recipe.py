@@ -131,11 +131,6 @@ def _check_stage(config: DistillConfig) -> None:
             "`lookahead` and the family `lookahead` go together, and with nothing else.",
         ),
         (
-            local and "bce" in config.loss.terms and config.target.aggregate == "mass",
-            "loss.terms.bce compares probabilities, and target.aggregate=mass adds attention up, beyond 1: "
-            "take max, mean or block_max, or the loss smooth_l1.",
-        ),
-        (
             config.calibration.wanted and config.data.held_out == 1,
             "data.held_out=1: calibration fits on one half of the held-out documents and reports on the "
             "other. Hold out two at least, none (then nothing is calibrated), or set calibration.kind=none "
