@@ -123,7 +123,6 @@ def check(config: DistillConfig, num_processes: int) -> None:
 
 def _check_stage(config: DistillConfig) -> None:
     gate = lookup(config.gate.family, GATES, what="gate family")
-    local = config.stage == "local"
     refuse(
         (
             (config.stage == "lookahead") != (gate.extension is not None),
