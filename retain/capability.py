@@ -184,7 +184,7 @@ def methods_of(policy: Policy, gates: Any = None, scorer: Any = None) -> Iterato
         yield Method("merge", "its correction")
     if policy.precision is not None:
         yield Method("bits", "its precision")
-    if policy.allocation.weights is not None:
+    if policy.weights is not None:
         yield Method("weights", "allocation.weights")
 
 
@@ -259,8 +259,8 @@ def check_gates(policy: Policy, budget: Budget, gates: Any, *, scored_elsewhere:
             "risk (train/distill.py, calibration.kind shared), or take fusion 'learned', which "
             "takes any unit"
         )
-    made = unit if how == "learned" else wanted
-    if made == "rank" and policy.allocation.layers == "entropy" and how != "observed":
+    made = "rank" if how == "rank_blend" else unit if how == "learned" else wanted
+    if made == "rank" and policy.layers == "entropy" and how != "observed":
         problems.append(
             "allocation.layers 'entropy' wants numbers, and the score is in 'rank', of which only the order "
             "means something: calibrate the gates to risk, or leave it out"

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from retain.budget.allocation import Candidates
-from retain.budget.cascade import Cascade, keep_sets
+from retain.budget.cascade import Cascade
 from retain.budget.statement import Budget, LayerShape, Stock
 from retain.cache.precision import Precision
 from retain.capability import Use, refuse, unit_of
@@ -25,7 +25,7 @@ from retain.correction.merge import Merge
 from retain.evidence import Evidence
 from retain.gates import GateSet
 from retain.kernels.backend import without_autocast
-from retain.policy import Plan, candidates_of, plan_of, score_entries, stock_of
+from retain.policy import Plan, candidates_of, keep_masks, plan_of, score_entries, stock_of
 from retain.presets import Policy
 from retain.scores import SCORES, Score, masked_score
 from retain.scores.trial import entries_read
@@ -38,7 +38,7 @@ Scorer = Callable[[Evidence], Score]
 
 @dataclass(frozen=True, eq=False)
 class Arriving:
-    """A batch, before any layer of it is scored.
+    """What is known of a batch before a layer is scored.
 
     Args:
         valid_BT: False on padding.
@@ -57,7 +57,7 @@ class Arriving:
 
 @dataclass(frozen=True)
 class Wants:
-    """The record of earlier entries that a later eviction needs.
+    """What a later eviction wants to know of entries that came before it.
 
     Args:
         queries: last queries that an evidence shows, of each sequence; None for all since the last eviction.
@@ -78,7 +78,7 @@ class Wants:
 
     @property
     def entry_queries(self) -> bool:
-        """True where the gate looks at the query of each entry, when it comes."""
+        """Whether the gate looks at the query of each entry, at the time when it comes."""
         return not self.inputs.isdisjoint(("queries", "queries_before"))
 
 
@@ -111,12 +111,12 @@ class BoundPolicy:
 
     @property
     def keeps_all(self) -> bool:
-        """True where nothing is evicted."""
+        """Whether it evicts nothing."""
         return self.policy is None and self.function is None
 
     @property
     def learned(self) -> bool:
-        """True where a gate scores."""
+        """Whether it takes a gate's score."""
         return self.policy is not None and self.policy.learned
 
     @property
@@ -131,18 +131,18 @@ class BoundPolicy:
 
     @cached_property
     def inputs(self) -> frozenset[str]:
-        """Inputs of the gates, of `retain.gates.base.INPUTS`; a control that declares none is shown the
+        """What the gates look at, of `retain.gates.base.INPUTS`; a control that does not say is shown the
         attention input."""
         return frozenset(getattr(self.gates, "inputs", ("hidden",))) if self.learned else frozenset()
 
     @property
     def looks_ahead(self) -> bool:
-        """True where gates ask through lookahead tokens, behind a whole prompt."""
+        """Whether its gates ask through tokens of their own, behind a whole prompt."""
         return "lookahead" in self.inputs
 
     @cached_property
     def reads_output(self) -> bool:
-        """True where a score looks at the output projections; gates of `retain` never do."""
+        """Whether it looks at the output projections; gates of ours never do."""
         if self.policy is None or self.scorer is not None:
             return not self.keeps_all
         if self.policy.learned and not isinstance(self.gates, GateSet):
@@ -151,7 +151,7 @@ class BoundPolicy:
 
     @cached_property
     def _read(self) -> frozenset[str]:
-        """Fields of an evidence that the policy's observed score reads."""
+        """What the policy's own score reads of an evidence."""
         policy = self.policy
         if policy is None or policy.observed is None:
             return frozenset()
@@ -164,7 +164,7 @@ class BoundPolicy:
 
     @cached_property
     def wants(self) -> Wants:
-        """The record of earlier entries that a later eviction needs."""
+        """What a later eviction wants to know of entries that came before it."""
         policy, read = self.policy, self._read
         if policy is None:
             return Wants(queries=1)
@@ -196,10 +196,9 @@ class BoundPolicy:
         if self.policy is None:
             return evidence
         if self.wants.learned and evidence.learned_BHT is None:
-            if hasattr(self.gates, "noted"):
-                learned_BHT = self.gates.noted(evidence)
-            else:  # a control has no more than a score, which does not age
-                learned_BHT = self.gates.score(evidence).values_BHT
+            own = self.gates
+            # A control has no more than a score, which does not age.
+            learned_BHT = own.noted(evidence) if hasattr(own, "noted") else own.score(evidence).values_BHT
             evidence = replace(evidence, learned_BHT=learned_BHT)
         if self.wants.value_norm and evidence.value_norm_BQT is None:
             evidence = replace(evidence, value_norm_BQT=value_norms(evidence))
@@ -224,7 +223,7 @@ class BoundPolicy:
         return score_entries(self.policy, evidence, learned=learned, observed=observed, seeds_B=seeds_B)
 
     def plan(self, call: Arriving) -> Plan:
-        """The plan before any layer is scored; refuses sequences that are too short for the policy."""
+        """What is known before any layer is scored, and what can be found to be wrong by then."""
         assert self.policy is not None and self.budget is not None
         size = call.element_size
         shapes = [LayerShape(heads, width * size, element_size=size) for heads, width in self.layers]
@@ -287,6 +286,9 @@ class ByFunction:
         self.function, self.joint = function, joint
         self.kept: list[Keep] = []
 
+    def measure(self, element_size: int) -> None:
+        """Nothing depends on it."""
+
     def look(self, evidence: Evidence, token_BT: Int[Tensor, "B T"] | None = None) -> Keep | None:
         keep_BHT, shape = self.function(evidence), tuple(evidence.exists_BHT.shape)
         if not isinstance(keep_BHT, Tensor) or keep_BHT.dtype != torch.bool or keep_BHT.shape != shape:
@@ -323,33 +325,47 @@ class ByPolicy:
         joint: bool = False,
         kept_rows: Collection[int] = (),
     ):
-        self.bound = bound
+        self.bound, self.asked_jointly, self.kept_rows = bound, joint, kept_rows
         self.lower: Sequence[Tensor | None] = ()
         self.candidates: list[Candidates] = []
         self.whole: list[Keep] = []
-        self.call, self.plan = call, bound.plan(call)
-        covers_B = self.plan.covers_B
-        self.rows = [row for row, covered in enumerate(covers_B) if not covered and row not in kept_rows]
+        self._plan(call)
+
+    def _plan(self, call: Arriving) -> None:
+        self.call, self.plan, self.num_looked = call, self.bound.plan(call), 0
+        covers_B, correction = self.plan.covers_B, self.bound.correction
+        self.rows = [row for row, covered in enumerate(covers_B) if not covered and row not in self.kept_rows]
         self.part = self.plan if len(self.rows) == len(covers_B) else self.plan.select_batch(self.rows)
         self.cascade = Cascade(self.part)
         # A correction wants the final sets: cut again and again while layers come, an entry would be merged
         # into one that goes later, and from there into one that is unlike it.
-        self.joint = joint or (bound.correction is not None and self.crosses_layers and bool(self.rows))
+        corrects = correction is not None and self.crosses_layers and bool(self.rows)
+        self.joint = self.asked_jointly or corrects
 
     @property
     def idle(self) -> bool:
-        """True where every budget holds all that there is."""
+        """Whether every budget holds all that there is, so that nothing goes."""
         return not self.rows
 
     @property
     def crosses_layers(self) -> bool:
-        """True where the keep set of a layer depends on other layers."""
+        """Whether what a layer keeps depends on other layers."""
         return self.plan.crosses_layers
 
     @property
     def held_whole(self) -> Sequence[int]:
         """Short sequences that are held whole, by number."""
         return self.plan.totals.whole
+
+    def measure(self, element_size: int) -> None:
+        """Plan anew where keys come in another precision than weights are in (autocast), as long as no layer
+        was shown: bytes hold other entries then, and `rows` may be others.
+
+        Args:
+            element_size: bytes of a number of the keys.
+        """
+        if element_size != self.call.element_size and not self.num_looked:
+            self._plan(replace(self.call, element_size=element_size))
 
     def look(self, evidence: Evidence, token_BT: Int[Tensor, "B T"] | None = None) -> Keep | None:
         """Look at the next layer.
@@ -362,6 +378,7 @@ class ByPolicy:
             its keep mask; None where all layers are decided on in the end.
         """
         whole_BHT, self.lower = evidence.exists_BHT, ()
+        self.num_looked += 1
         if self.joint:
             self.whole.append(whole_BHT)
         if not self.rows:
@@ -388,7 +405,7 @@ class ByPolicy:
         """Decide on all layers: which columns each keeps."""
         if not self.rows:
             return self.whole
-        kept = zip(keep_sets(self.part, self.candidates), self.whole, strict=True)
+        kept = zip(keep_masks(self.part, self.candidates), self.whole, strict=True)
         return [_with_others(keep_BHT, self.rows, whole_BHT) for keep_BHT, whole_BHT in kept]
 
 

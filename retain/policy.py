@@ -19,6 +19,7 @@ from torch import Tensor
 from retain.budget.allocation import Candidates, Shares
 from retain.budget.cascade import keep_sets
 from retain.budget.joint import make_bids
+from retain.budget.split import ByScore
 from retain.budget.statement import Budget, LayerShape, Stock, select_rows, spread
 from retain.budget.two_stage import stage_by_mass
 from retain.config import stated_of
@@ -334,9 +335,7 @@ def candidates_of(
     bids, free_BHT = None, None
     weight_B: tuple[Fraction, ...] = ()
     if policy.scope != "head" and plan.threshold is None:
-        compete = (
-            score if policy.allocation.compete_by == "score" else Score(_first_of(policy, score), score.unit)
-        )
+        compete = score if policy.guard.compete_by == "score" else Score(_first_of(policy, score), score.unit)
         if policy.draw is not None and score.draw_BHT is None:
             raise ValueError(
                 f"policy {policy.name!r} draws a share of its budget, and its score brings nothing to draw "
@@ -345,7 +344,7 @@ def candidates_of(
         draw_BHT = None if policy.draw is None else score.draw_BHT
         bids, free_BHT = make_bids(compete.values_BHT, exists_BHT, kept_BHT, plan.least_B, place_BT, draw_BHT)
         least_BH = bids.guaranteed_BH
-    if policy.weighs_layers:
+    if isinstance(policy.allocation, ByScore):
         weight_B = _layer_weights(policy, score, exists_BHT, protected_BHT)
     first_BHT = _first_of(policy, score) if policy.two_stages else None
     held_B, guaranteed_B = torch.stack([held_BH.sum(-1), least_BH.sum(-1)]).tolist()
@@ -376,7 +375,7 @@ def _layer_weights(
     policy: Policy, score: Score, exists_BHT: Tensor, protected_BHT: Tensor
 ) -> tuple[Fraction, ...]:
     """Weights by which layers share a budget; 0 for a sequence without entries."""
-    if policy.allocation.layers == "cake":
+    if policy.layers == "cake":
         if score.layer_weight_B is None:
             raise ValueError(
                 f"policy {policy.name!r} shares its budget over layers by CAKE's preference, and its score "

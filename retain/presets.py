@@ -1,20 +1,29 @@
 """Defines `Policy`, and loads the presets that ship with the project.
 
-`retain/policy.py` reads a policy. Settings that contradict one another are found when it is made, all at
-once.
+A policy is one of three dataclasses, by its scope; `retain/policy.py` reads it. What is wrong with its
+settings is found when it is made, all at once.
 """
 
 import warnings
 from collections.abc import Sequence
 from dataclasses import field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, Discriminator, Tag
 from pydantic.dataclasses import dataclass
 
 from retain import config
-from retain.budget.split import Split
+from retain.budget.split import (
+    ByHead,
+    ByScore,
+    Pyramid,
+    SharedByScore,
+    SharedPyramid,
+    SharedUniform,
+    Split,
+    Uniform,
+)
 from retain.budget.statement import LayerShape
 from retain.cache.precision import Precision
 from retain.config import STRICT
@@ -37,6 +46,9 @@ def _known_score(name: str) -> str:
 @dataclass(frozen=True, config=STRICT)
 class Policy(Split):
     """Settings of all stages that decide which entries stay. Without any score, everything stays.
+
+    Made as a `HeadPolicy`, a `LayerPolicy` or a `ModelPolicy`, which say how heads split a budget; a
+    `Policy(...)` itself is a TypeError.
 
     Args:
         name: how it is called in reports.
@@ -66,6 +78,12 @@ class Policy(Split):
     regime: Regime = "any"
     paper: str = ""
     variants: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    KINDS: ClassVar[Any]
+
+    def __new__(cls, *arguments: Any, **settings: Any) -> "Policy":
+        if cls is Policy:
+            raise TypeError("a Policy is made as HeadPolicy, LayerPolicy or ModelPolicy (retain.presets).")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         score: Score | None = None
@@ -74,34 +92,53 @@ class Policy(Split):
             score, problems = try_settings(self.observed, self.observed_settings)
         elif self.observed_settings:
             problems.append(f"observed_settings {self.observed_settings} belong to no score: name observed")
-        problems += self.contradictions + (self._wanted_of(score) if score is not None else [])
+        problems += self._contradictions() + (self._wanted_of(score) if score is not None else [])
         if problems:
             raise ValueError(f"policy {self.name!r}: {'; '.join(problems)}.")
 
+    def _contradictions(self) -> list[str]:
+        """Settings of which one would make another one empty."""
+        problems: list[str] = []
+        by_mass = self.first_stage is not None and self.first_stage.by == "mass"
+        if self.draw is not None and self.first_stage is not None:
+            problems.append("draw stands beside one stage by score: take first_stage null")
+        if self.draw is not None and self.guard.compete_by != "score":
+            problems.append(
+                "draw wants heads to compete by what orders each of them: take allocation.compete_by 'score'"
+            )
+        if by_mass and isinstance(self.allocation, Pyramid | ByHead):
+            problems.append(
+                "a first stage by mass may take a head's whole mean budget, and layers by pyramid and "
+                "allocation.weights may give it less: take first_stage by 'budget'"
+            )
+        return problems
+
     def _wanted_of(self, score: Score) -> list[str]:
         """Settings that need what the observed score does not provide."""
-        layers, problems = self.allocation.layers, []
-        by_value = {
-            "fusion 'sum'": self.fusion == "sum",
-            "draw": self.draw is not None,
-            "allocation.layers 'entropy'": layers == "entropy" and not self.learned,
-        }
-        if score.unit == "rank" and (wanting := [name for name, asked in by_value.items() if asked]):
+        problems, rank = [], score.unit == "rank"
+        no_numbers = f"numbers, and {self.observed!r} is in 'rank', of which only the order means something"
+        by_value = ["fusion 'sum' adds"] if self.fusion == "sum" else []
+        by_value += ["draw goes in proportion to"] if self.draw is not None else []
+        if rank:
+            problems += [
+                f"{name} {no_numbers}: take an observed score in 'risk' or 'mass'" for name in by_value
+            ]
+        if self.learned:
+            return problems
+        by_first = ["first_stage"] if self.first_stage is not None else []
+        by_first += ["allocation.compete_by 'first'"] if self.guard.compete_by == "first" else []
+        if score.first_BHT is None and by_first:
             problems.append(
-                f"{', '.join(wanting)} wants numbers, and {self.observed!r} is in 'rank', of which only the "
-                "order means something: take an observed score in 'risk' or 'mass'"
+                f"{' and '.join(by_first)} want a score of two stages, and {self.observed!r} has one: take "
+                "observed 'critical' or 'defensive'"
             )
-        two_stages = self.first_stage is not None or self.allocation.compete_by == "first"
-        if two_stages and score.first_BHT is None and not self.learned:
-            problems.append(
-                f"first_stage and allocation.compete_by 'first' want a score of two stages, and "
-                f"{self.observed!r} has one: take observed 'critical' or 'defensive'"
-            )
-        if layers == "cake" and score.layer_weight_B is None and not self.learned:
+        if self.layers == "cake" and score.layer_weight_B is None:
             problems.append(
                 f"allocation.layers 'cake' wants CAKE's preference, and {self.observed!r} measures none: "
                 "take observed 'cake', or allocation.layers 'entropy'"
             )
+        if rank and self.layers == "entropy":
+            problems.append(f"allocation.layers 'entropy' wants {no_numbers}: take another score")
         return problems
 
     @property
@@ -117,15 +154,21 @@ class Policy(Split):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Fields that its scores read beyond keys and values: `window`, `running`, `seeds`, `gates`,
-        `weights` of heads (`retain.budget.head_weights`), ..."""
-        fields = SCORES[self.observed].needs_with(self.observed_settings) if self.observed else frozenset()
-        fields |= {"gates"} if self.learned else frozenset()
-        return fields | ({"weights"} if self.allocation.weights is not None else frozenset())
+        """What its scores read beyond keys and values: `window`, `running`, `seeds`, `gates`, `weights` of
+        heads (`retain.budget.head_weights`), ..."""
+        own = SCORES[self.observed].needs_with(self.observed_settings) if self.observed else frozenset()
+        own |= {"gates"} if self.learned else frozenset()
+        return own | ({"weights"} if self.weights is not None else frozenset())
+
+    @property
+    def cost(self) -> str:
+        """What its scores cost a layer, in the letters of `retain.shapes` (W: window queries)."""
+        costs = [SCORES[self.observed].cost] if self.observed else []
+        return "; ".join(costs + ["one gate: T F H"] * self.learned) or "nothing"
 
     @property
     def gate_alone(self) -> bool:
-        """True where the gate's score alone decides, in the gate's unit."""
+        """Whether the gate's score alone decides, in the gate's own unit."""
         return self.learned and self.fusion_of(self.observed is not None, True) == "learned"
 
     def fusion_of(self, observed: bool, learned: bool) -> str:
@@ -134,7 +177,7 @@ class Policy(Split):
 
     @property
     def keeps_all(self) -> bool:
-        """True where there is no score."""
+        """Whether it has no score."""
         return self.observed is None and not self.learned
 
     def shape_held(self, shape: LayerShape) -> LayerShape:
@@ -159,6 +202,44 @@ class Policy(Split):
         return trial.unit if trial else "risk" if self.learned else "rank"
 
 
+@dataclass(frozen=True, config=STRICT, kw_only=True)
+class HeadPolicy(Policy):
+    """Each head gets the same, or what its layer's share or its own number says."""
+
+    scope: Literal["head"] = "head"
+    allocation: Uniform | Pyramid | ByScore | ByHead = Uniform()
+    draw: None = None
+
+
+@dataclass(frozen=True, config=STRICT, kw_only=True)
+class LayerPolicy(Policy):
+    """The heads of a layer share one budget by score."""
+
+    scope: Literal["layer"] = "layer"
+    allocation: SharedUniform | SharedPyramid | SharedByScore = SharedUniform()
+
+
+@dataclass(frozen=True, config=STRICT, kw_only=True)
+class ModelPolicy(Policy):
+    """The heads of all layers share one budget by score."""
+
+    scope: Literal["model"] = "model"
+    allocation: SharedUniform = SharedUniform()
+
+
+def scope(stated: dict[str, Any]) -> Any:
+    """What tells policies apart."""
+    return stated.get("scope", "head")
+
+
+Policy.KINDS = Annotated[
+    Annotated[HeadPolicy, Tag("head")]
+    | Annotated[LayerPolicy, Tag("layer")]
+    | Annotated[ModelPolicy, Tag("model")],
+    Discriminator(scope),
+]
+
+
 # The settings in which papers evaluate, in words; others are regimes of a cache.
 EVALUATED = {"context_only": "question unknown", "query_aware": "question known", "any": "-"}
 LEGEND = """
@@ -167,7 +248,7 @@ scope: which heads share a budget by score; head: each has the same, layer: thos
 layers: what layers get; uniform: the same, else by the named rule
 evaluated: the setting of its paper; a cache takes any of its own regimes with it, or refuses it by name
 needs: beyond keys and values; gates are trained, or load by folder or hub id; weights of heads are measured
-Paper, variants (`name:variant`): retain.policies()[0].paper, .variants; docs/methods.md"""
+Paper, cost, variants (`name:variant`): retain.policies()[0].paper, .cost, .variants; docs/methods.md"""
 
 
 class Presets(tuple[Policy, ...]):
@@ -180,7 +261,7 @@ class Presets(tuple[Policy, ...]):
                 ", ".join(sorted(one.needs)) or "nothing",
                 EVALUATED.get(one.regime, one.regime),
             )
-            rows.append((one.name, one.unit, one.scope, one.allocation.layers, evaluated, needs))
+            rows.append((one.name, one.unit, one.scope, one.layers, evaluated, needs))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows) + f"\n{LEGEND}"
 
@@ -231,7 +312,7 @@ def load_policy(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Poli
         name = RENAMED[name]
     path = lookup(name, _preset_files(), what="policy")
     if variant:
-        variants = {f"{name}:{key}": changes for key, changes in config.load(path, Policy).variants.items()}
+        variants = {f"{name}:{own}": changes for own, changes in config.load(path, Policy).variants.items()}
         changes = lookup(text, variants, what="variant")
         overrides = [*changes, f"name={text}", "variants={}", *overrides]
     return config.load(path, Policy, overrides)

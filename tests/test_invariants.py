@@ -108,9 +108,9 @@ def _nests(policy: Policy) -> str | None:
     """`entries`: whatever the budget grows by. `tokens`: where it grows by whole tokens a head, since a first
     stage by mass and a guaranteed safeguard take whole ones. None: layers' shares are rounded anew, or a
     first stage by mass grows in heads that compete by what it ranks by, and pushes out what the score had."""
-    own, stage = policy.allocation, policy.first_stage
+    own, stage = policy.guard, policy.first_stage
     by_mass = stage is not None and stage.by != "budget"
-    if policy.allocation.layers != "uniform" or (by_mass and own.compete_by == "first"):
+    if policy.layers != "uniform" or (by_mass and own.compete_by == "first"):
         return None
     return "tokens" if own.safeguard == "guaranteed" or by_mass else "entries"
 

@@ -6,9 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from retain.budget.cascade import keep_sets
 from retain.budget.statement import Budget, Stock, select_rows
-from retain.policy import candidates_of, decide_layers
+from retain.policy import candidates_of, decide_layers, keep_masks
 from retain.protection import Protection
 from retain.scores import masked_score
 from tests.evictions import (
@@ -56,7 +55,7 @@ def test_who_is_covered_keeps_everything_beside_others_who_are_not(heads_file, n
     scores = held_scores(layers, made_scores(layers, 4, ties=False))
     plan = plan_for(policy, layers, Budget(tokens_per_head=20), stock_of(layers, [40, 40, 40]))
     assert plan.covers_B == [False, True, True] and not plan.covers_all
-    keeps = keep_sets(plan, [candidates_of(plan, score) for score in scores])
+    keeps = keep_masks(plan, [candidates_of(plan, score) for score in scores])
     assert not all(torch.equal(keep[0], one.exists_BHT[0]) for keep, one in zip(keeps, layers, strict=True))
     for keep, one in zip(keeps, layers, strict=True):
         assert torch.equal(keep[1:], one.exists_BHT[1:])

@@ -151,7 +151,7 @@ def _check_files(policy: Policy, layers: Sequence[LayerSpec]) -> None:
     """Refuse weights of heads and centres of another model."""
     if (centres := policy.observed_settings.get("centres")) is not None:
         check_centres(centres, [(layer.layer_idx, layer.num_heads, layer.head_dim) for layer in layers])
-    if (weights := policy.allocation.weights) is not None:
+    if (weights := policy.weights) is not None:
         check_weights(weights, [own.num_kv_heads for own in layers], [own.layer_idx for own in layers])
 
 
