@@ -256,8 +256,8 @@ def check_gates(policy: Policy, budget: Budget, gates: Any, *, scored_elsewhere:
     if unit != wanted:
         problems.append(
             f"fusion {how!r} wants a gate in {wanted!r}, and these gates are in {unit!r}: calibrate them to "
-            "risk (train/distill.py, calibration.kind shared), or take fusion 'learned', which "
-            "takes any unit"
+            "risk (train/distill.py, calibration.kind shared), or take fusion 'rank_blend' or "
+            "'learned', which take any unit"
         )
     made = "rank" if how == "rank_blend" else unit if how == "learned" else wanted
     if made == "rank" and policy.layers == "entropy" and how != "observed":

@@ -194,7 +194,7 @@ def score_entries(
         zeros_BHT = torch.zeros_like(evidence.keys_BHTD[..., 0])
         return masked_score(zeros_BHT, evidence.exists_BHT, "rank")
     how = policy.fusion_of(observed is not None, learned is not None)
-    fused = fuse(observed, learned, how)
+    fused = fuse(observed, learned, how, weight=policy.fusion_weight)
     if policy.draw is not None:
         # By the observed score if there is one: the draw makes up for what a maximum passes over.
         fused = replace(fused, draw_BHT=draw_keys(observed or fused, evidence, seeds_B))

@@ -26,7 +26,7 @@ from retain.budget.split import (
 )
 from retain.budget.statement import LayerShape
 from retain.cache.precision import Precision
-from retain.config import STRICT
+from retain.config import STRICT, Share
 from retain.correction.merge import METADATA_BYTES, Merge
 from retain.process.registry import lookup
 from retain.protection import Protection
@@ -35,7 +35,7 @@ from retain.scores.trial import try_settings
 
 Regime = Literal["any", "context_only", "query_aware", "chunked", "decode", "prefill+decode"]
 REGIMES: tuple[Regime, ...] = get_args(Regime)
-Fusion = Literal["max", "sum", "observed", "learned"]
+Fusion = Literal["max", "sum", "observed", "learned", "rank_blend"]
 
 
 def _known_score(name: str) -> str:
@@ -56,6 +56,7 @@ class Policy(Split):
         observed_settings: settings of that score.
         learned: whether it takes a gate's score.
         fusion: how the two become one; None is `max` with both, and the one that there is with one.
+        fusion_weight: of the learned side, for `rank_blend`, in 0..1.
         protection: entries that are never evicted.
         correction: how what stays makes up for what goes (`retain.correction`); None: it does not.
         precision: in how many bits what stays is held (`retain.cache.precision`); None: as it was.
@@ -72,6 +73,7 @@ class Policy(Split):
     observed_settings: dict[str, Any] = field(default_factory=dict)
     learned: bool = False
     fusion: Fusion | None = None
+    fusion_weight: Share = 0.5
     protection: Protection = Protection()
     correction: Merge | None = None
     precision: Precision | None = None
@@ -198,6 +200,8 @@ class Policy(Split):
     @property
     def unit(self) -> str:
         """Unit of its score, as far as it is known before any layer is scored."""
+        if self.fusion == "rank_blend":
+            return "rank"
         trial = self._trial
         return trial.unit if trial else "risk" if self.learned else "rank"
 

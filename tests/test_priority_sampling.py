@@ -143,7 +143,7 @@ def test_it_is_drawn_by_what_was_observed_and_by_the_gate_where_nothing_was():
     layers = make_evidence(0, 2, 12, (0, 2))
     seen, learned = learned_scores(layers, 0), learned_scores(layers, 1)
     for layer, own, gate in zip(layers, seen, learned, strict=True):
-        for fusion in ("max", "sum", "learned"):
+        for fusion in ("max", "sum", "learned", "rank_blend"):
             policy = drawn(learned=True, fusion=fusion)
             score = score_entries(policy, layer, observed=own, learned=gate, seeds_B=[7, 8])
             assert torch.equal(score.draw_BHT, draw_keys(own, layer, [7, 8]))

@@ -75,7 +75,7 @@ REMOVED: Mapping[str, str] = {
     "recency.sinks": "protection.sinks",
     "capacity": "a keep_ratio at which your own tasks hold",
     "quotas": "scope: model, where heads share a budget by score",
-    **dict.fromkeys(("fusion_weights", "fusion_weight"), "fusion: sum or max"),
+    "fusion_weights": "fusion: sum or max",
     "calibration.window": "leave it out",
     "calibration.grid": "leave it out",
     **dict.fromkeys(

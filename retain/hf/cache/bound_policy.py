@@ -100,7 +100,7 @@ def bind_policy(
         keep = Budget(**stated) if stated or not chosen.keeps_all or scorer is not None else keep
         if stated:
             # The unit of a gate is asked below, once it is loaded.
-            unknown = scorer is not None or chosen.learned
+            unknown = scorer is not None or (chosen.learned and chosen.fusion != "rank_blend")
             check_budget(chosen, keep, None if unknown else chosen.unit)
     except ValueError as error:
         problems.append(str(error))
