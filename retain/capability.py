@@ -84,6 +84,10 @@ _OWN_SCORER = (
     "it reads the attention input of all entries, which is not kept: read the prompt at once under regime "
     "'prefill', or take a policy that ships"
 )
+_ONCE = (
+    "entries that are held in fewer bits cannot be merged into any more: read the prompt at once under "
+    "regime 'prefill', or leave correction or precision out"
+)
 TABLE = (
     _row("gates", "again", _LOOKS_AROUND, lambda own: own.contextual),
     _row("gates", "chunks", _LOOKS_AROUND, lambda own: own.contextual),
@@ -101,7 +105,9 @@ TABLE = (
     ),
     _row("scorer", "again", _OWN_SCORER),
     _row("scorer", "chunks", _OWN_SCORER),
-    _row("merge", "bits", "entries in fewer bits are not merged: take correction or precision, not both"),
+    _row("merge", "bits again", _ONCE),
+    _row("merge", "bits chunks", _ONCE),
+    _row("merge", "bits window", _ONCE),
     _row(
         "bits",
         "bytes again",
