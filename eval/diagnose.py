@@ -35,6 +35,7 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
 from retain.attention.chunked import attention_chunks
+from retain.budget.ranking import rank_entries
 from retain.budget.statement import Budget
 from retain.eval.config import resolve_device
 from retain.eval.run.answers import respond
@@ -52,7 +53,6 @@ from retain.policy import decide_layers, score_entries
 from retain.presets import Policy, load_policy
 from retain.process.command import command
 from retain.process.provenance import code_state, environment, now, write_json
-from retain.ranking import rank_entries
 
 FULL, ORACLE = "full", "oracle"
 # Steps whose attention exists at once.

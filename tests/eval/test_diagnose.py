@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import retain
+from retain.budget.ranking import rank_entries
 from retain.eval.diagnose import (
     FULL,
     Document,
@@ -30,7 +31,6 @@ from retain.evidence import attention_probs
 from retain.future import future_risk
 from retain.hf.intercept.attach import attach
 from retain.hf.intercept.observe import observe
-from retain.ranking import rank_entries
 from retain.reference import load_model, load_tokenizer
 from retain.reference.corpus import stream
 from tests.close import MODEL, assert_close

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from reprlib import repr as shown
 from typing import Any
 
-from retain.registry import suggest
+from retain.process.registry import suggest
 from retain.train.data.chat import Chat, turns
 from retain.train.data.document import Document, Encode, fraction_of
 from retain.train.data.settings import FORMS, ROLES, DataSettings

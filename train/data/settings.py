@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from retain.config import Count, ProperShare, Tokens, Whole
-from retain.registry import suggest
+from retain.process.registry import suggest
 from retain.train.settings import refuse, section
 
 # How a row can be read: the column that holds the context, and those that go with it.
