@@ -25,8 +25,8 @@ from retain.kernels.provenance import commit, write
 ROOT = Path(__file__).resolve().parents[1]
 OPS = ("decode_step", "ragged_attention", "attention_stats", "value_norm", "gated_attention")
 LARGE = (
-    "{python} -m retain.eval.speed --model random --layers 32 --width 4096 --heads 32 --kv-heads 8 "
-    "--intermediate 14336 --dtype bfloat16 --device cuda --gates random --rounds 3 --steps 32"
+    "{python} -m retain.eval.speed --model random --shape 32,4096,32,8,14336 --dtype bfloat16 --device cuda "
+    "--gates random --rounds 3 --steps 32"
 )
 # Name -> seconds that it may take (on an H200 gated attention's cases took 190, most of it to compile), and
 # the command; in the order in which the first ten minutes tell most.
