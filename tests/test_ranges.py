@@ -30,7 +30,7 @@ OUTSIDE = {
     "soft.hard_temperature": 0.0,
     **dict.fromkeys(("soft.keep_from", "soft.keep_to"), 1.5),
     **dict.fromkeys(("seed", "training.warmup_steps", "data.pack_tokens", "soft.sinks", "soft.anchor"), -1),
-    **dict.fromkeys(("training.steps", "training.micro_batch", "target.horizon", "target.block", "chunk"), 0),
+    **dict.fromkeys(("training.steps", "training.micro_batch", "target.horizon", "target.block"), 0),
     **dict.fromkeys(("data.shuffle_rows", "target.repeat_chunk"), 0),
     **dict.fromkeys(("soft.budget", "soft.chunk"), 0),
     **dict.fromkeys(("data.max_tokens", "data.max_appendix_tokens", "data.documents"), 10**12),

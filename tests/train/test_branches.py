@@ -162,11 +162,11 @@ def test_a_continuation_is_the_same_in_any_company(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_memory_of_writing_is_linear(family: str) -> None:
-    """No mask of all pairs, and feed-forward parts in pieces, however many documents are asked for."""
+    """No mask of all pairs, however many documents are asked for."""
     model = tiny_model(family, max_position_embeddings=16384)
     peaks = []
     for tokens in (1024, 2048, 4096, 8192):
-        frozen = Frozen(model, None, 0, chunk=512)
+        frozen = Frozen(model, None, 0)
         documents = [Document(draw_ids(tokens, seed)) for seed in range(2)]
         with Watch() as watch:
             continue_greedily(frozen, documents, 2)

@@ -116,7 +116,6 @@ def continue_greedily(frozen: Frozen, documents: Sequence[Document], tokens: int
                 document.context_ids,
                 tokens,
                 ends=_ends(frozen.model),
-                chunk=frozen.chunk,
                 layout=frozen.layout,
             )
             if len(frozen.written) < REMEMBERED:

@@ -1,16 +1,15 @@
 """Stands between a model and its attention: functions in transformers' tables, and the interface of caches.
 
 A name stays in transformers' tables once it is registered, and does nothing to a model that does not point to
-it, so that nobody's undo depends on anybody else's. `retain.hf.intercept.attach` calls an `Interceptor` and
-knows nothing else of a cache: `retain.Cache` holds one that evicts,
-`retain.hf.intercept.lookahead_pass.ReadCache` one that only reads.
+it. `retain.hf.intercept.attach` calls an `Interceptor` and knows nothing else of a cache: `retain.Cache`
+holds one that evicts, `retain.hf.intercept.lookahead_pass.ReadCache` one that only reads.
 
 torch.compile breaks its graphs at the functions `outside_graphs`, and leaves alone what they call: what is
 held changes from token to token, and a graph of it would be compiled for each.
 """
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -86,19 +85,16 @@ def configs_of(base: nn.Module) -> list[Any]:
 
 
 @contextmanager
-def pointed_to(configs: Iterable[Any], name: str, *, only: Collection[str] | None = None) -> Iterator[None]:
-    """Inside, configurations point to a registered attention; of `only`, those that said one of these."""
+def pointed_to(configs: Iterable[Any], name: str) -> Iterator[None]:
+    """Inside, configurations point to a registered attention."""
     before = [(config, config._attn_implementation) for config in configs]
     for config, _ in before:
-        # Looked at again: setting one configuration may set another, which it holds.
-        if only is None or config._attn_implementation in only:
-            config._attn_implementation = name
+        config._attn_implementation = name
     try:
         yield
     finally:
         for config, previous in before:
-            if config._attn_implementation != previous:
-                config._attn_implementation = previous
+            config._attn_implementation = previous
 
 
 def check_pointed(decoder: Any) -> None:
