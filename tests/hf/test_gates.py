@@ -52,10 +52,8 @@ def test_untrained_gates_of_every_family_in_one_call(family: str) -> None:
     drawn = torch.random.get_rng_state()
     gates = retain.new_gates(model, family, seed=3)
     assert torch.equal(torch.random.get_rng_state(), drawn)
-    assert (
     assert gates.family == family and gates.metadata == {}
     assert gates.layers == ((0, 1, 2) if ahead else (1, 3))
-    )
     same, other = retain.new_gates(model, family, seed=3), retain.new_gates(model, family, seed=4)
     pairs = [list(zip(gates.parameters(), one.parameters(), strict=True)) for one in (same, other)]
     assert all(torch.equal(a, b) for a, b in pairs[0])

@@ -3,19 +3,19 @@
 The context is what precedes the last assistant turn (with the template's generation prompt), the appendix is
 that turn. Each is encoded apart, as when the model is used: a prompt, then its own tokens.
 
-A template that writes today's date writes always the same one (`retain.hf.dated_template`).
+A template that takes the day as `date_string` (Llama 3's) writes always the same one.
 """
 
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from retain.hf.dated_template import dated_template
-
 # Messages, and the tools that the model may call -> (context ids, appendix ids).
 Chat = Callable[[Sequence[Mapping[str, Any]], Sequence[Any]], tuple[list[int], list[int]]]
 
 
+# The day that Llama 3's template writes where it is given none.
+DAY = "26 Jul 2024"
 # ShareGPT's names of who speaks.
 SHAREGPT_ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
@@ -158,7 +158,7 @@ def chat_of(tokenizer: Any) -> Chat:
                     tools=list(tools) or None,
                     tokenize=False,
                     add_generation_prompt=prompt,
-                    chat_template=dated_template(tokenizer, tools),
+                    date_string=DAY,
                 )
             )
         # Templates are programs: jinja's own errors, and TypeError, KeyError from inside them.

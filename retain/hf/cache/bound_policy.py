@@ -5,6 +5,7 @@ Everything that can be wrong about the request is found when the cache is made, 
 
 import dataclasses
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,6 @@ from retain.head_weights import check_weights
 from retain.hf.model.decoder import rotary_of
 from retain.hf.model.gates import gates_for, own_gates
 from retain.hf.model.layout import LayerSpec
-from retain.hf.warnings_at_caller import warn
 from retain.policy import check_budget
 from retain.precision import Precision
 from retain.presets import Policy, load_policy
@@ -122,7 +122,7 @@ def bind_policy(
         return BoundPolicy(chosen.name, precision=chosen.precision)
     gates = _gates(model, chosen, gates)
     if chosen.learned and (caution := check_gates(chosen, keep, gates, scored_elsewhere=scorer is not None)):
-        warn(caution)
+        warnings.warn(caution, stacklevel=3)
     before = BEFORE_ROPE & set(getattr(gates, "inputs", ())) if chosen.learned else ()
     rope: tuple[Use, ...] = ("unknown_rope",) if before and rotary_of(model) is None else ()
     refuse(chosen, rope, gates=gates, scorer=scorer)
