@@ -46,7 +46,7 @@ from retain.hf.intercept.lookahead_pass import ReadCache, look_ahead
 from retain.hf.model.decoder import base_model
 from retain.hf.model.identity import marks_of
 from retain.hf.model.layout import LayerSpec
-from retain.hf.model.pass_through_layers import refuse_padding, thaw_
+from retain.hf.model.pass_through_layers import refuse_padding
 from retain.hf.version_names import CHECKPOINTING
 from retain.kernels.backend import without_autocast
 from retain.kernels.ragged_attention.pages import PAGE
@@ -145,8 +145,6 @@ class Engine(Interceptor):
             marks = marks_of(decoder)
             state.check_marks(marks)
             state.marks = marks
-        for left in state.pass_through:
-            thaw_(left)
         past = state.history
         call = read_call(
             None if past is None else past.valid_BT,

@@ -189,17 +189,14 @@ def _spec(base: Any, idx: int, layer: nn.Module, kind: Kind, where: str, on_meta
 
 
 def rotary_of(model: nn.Module) -> Rotary | None:
-    """The rotary embedding of a model's evicting layers, where `retain.attention.rotary` can turn it back.
-
-    Nothing is taken on trust (`retain.hf.model.rotary_probe`). Costs two key projections of four tokens a
-    layer, so ask once a model.
+    """The rotary embedding of a model's evicting layers (`retain.hf.model.rotary_probe`).
 
     Returns:
-        None where the model has no rotary embedding, turns only some of these layers, or each in another way,
-        turns neighbouring dimensions (the interleaved convention), or where any of this cannot be seen.
+        None where the model has none, turns only some of these layers, or each in another way, turns
+        neighbouring dimensions (the interleaved convention), or is of a family of which this is not known.
 
     Raises:
         ValueError: unsupported architecture.
     """
     base = base_model(model)
-    return rotary_probe.rotary_of(getattr(base, "rotary_emb", None), base.config, describe(model))
+    return rotary_probe.rotary_of(getattr(base, "rotary_emb", None), base.config, layout_of(model))

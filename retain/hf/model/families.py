@@ -79,10 +79,12 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "qwen3_5_moe_text": replace(NORMED, gated=True),
     }
 )
+# Families whose rotary embedding turns the two halves of (a part of) each head, in every layer that evicts.
+HALVES = FAMILIES.keys() - {"smollm3", "cohere", "cohere2", "glm4"}
 # Kinds of layers, in transformers' words. Any other is refused (so is attention through an indexer).
 FULL = "full_attention"
 SLIDING = "sliding_attention"
-ALONE = (SLIDING, "chunked_attention", "linear_attention", "conv", "mlp", "moe", "dummy")
+ALONE = (SLIDING, "linear_attention")
 
 
 def family_of(model_type: str, attention: nn.Module) -> Family:
@@ -127,16 +129,10 @@ def kinds_of(config: Any, num_layers: int) -> list[Kind]:
 
     A window is one however long it is: no length that a config states keeps a sequence from outgrowing it.
     """
-    bounds = {
-        SLIDING: getattr(config, "sliding_window", None),
-        "chunked_attention": getattr(config, "attention_chunk_size", None),
-    }
-    names = getattr(config, "layer_types", None)
-    if names is None:
-        one = next((name for name, bound in bounds.items() if bound is not None), FULL)
-        names = [one] * num_layers
+    window = getattr(config, "sliding_window", None)
+    names = getattr(config, "layer_types", None) or [FULL if window is None else SLIDING] * num_layers
     kinds = []
     for name in names[:num_layers]:
-        unbounded = name in bounds and bounds[name] is None
-        kinds.append(Kind(FULL if unbounded else name, bounds.get(name)))
+        unbounded = name == SLIDING and window is None
+        kinds.append(Kind(FULL if unbounded else name, window if name == SLIDING else None))
     return kinds
