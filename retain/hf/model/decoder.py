@@ -1,9 +1,8 @@
 """Finds where a Hugging Face decoder keeps what eviction needs.
 
-Of a causal language model whose decoder has `layers`, described by a row of `retain.hf.model.families` or
-regular enough to need none: its `Layout` (one `LayerSpec` per layer that evicts, and the layers that are left
-alone), and its rotary embedding. An architecture that is not understood is refused, naming the module that is
-missing: a half-understood one would give numbers that look right.
+The decoder has `layers`, and is described by a row of `retain.hf.model.families` or regular enough to need
+none. An architecture that is not understood is refused, naming the module that is missing: a half-understood
+one would give numbers that look right.
 """
 
 from typing import Any
@@ -90,12 +89,12 @@ def windowed(base: Any) -> list[nn.Module]:
 def layout_of(model: nn.Module, *, on_meta: bool = False) -> Layout:
     """All layers of a model: those that evict, and those that are left alone.
 
-    Full-attention layers evict. Beside them, layers with a sliding window or a recurrent state are left
-    alone. Where every attention layer has a window (Mistral 7B v0.1), those evict, inside their window.
+    Full-attention layers evict; layers with a sliding window or linear attention are left alone. Where every
+    attention layer has a window (Mistral 7B v0.1), those evict, inside their window.
 
     Args:
         model: a causal language model of transformers, or its decoder.
-        on_meta: whether its weights may be missing (on the meta device): for who plans, and reads none.
+        on_meta: whether its weights may be missing (on the meta device).
 
     Raises:
         ValueError: unsupported architecture; says which module or setting stands in the way.
@@ -122,21 +121,12 @@ def layout_of(model: nn.Module, *, on_meta: bool = False) -> Layout:
             where = f"{refused}: layer {idx} ({type(layer).__name__})"
             specs.append(_spec(base, idx, layer, kind, where, on_meta))
         else:
-            alone[idx] = LeftAlone(idx, kind.name, kind.window, _window_width(base, layer, kind), blank[idx])
+            alone[idx] = LeftAlone(idx, kind.name, kind.window, blank[idx])
     if not specs:
         raise ValueError(
             f"{refused}: none of its layers has attention whose entries could be evicted. {SUPPORTED}"
         )
     return Layout(tuple(specs), alone, len(layers))
-
-
-def _window_width(base: Any, layer: nn.Module, kind: Kind) -> int:
-    """Numbers of a key and a value of all heads of a layer with a window; 0 without one."""
-    family = FAMILIES.get(base.config.model_type, REGULAR)
-    attention: Any = getattr(layer, family.attention, None)
-    if kind.window is None or attention is None:
-        return 0
-    return 2 * (input_width(getattr(attention, family.output)) or 0) // attention.num_key_value_groups
 
 
 def _spec(base: Any, idx: int, layer: nn.Module, kind: Kind, where: str, on_meta: bool = False) -> LayerSpec:
@@ -166,11 +156,10 @@ def _spec(base: Any, idx: int, layer: nn.Module, kind: Kind, where: str, on_meta
             "loaded), and scores read it. Load the whole model onto devices that hold it."
         )
     width, D, group = input_width(output), attention.head_dim, attention.num_key_value_groups
-    if width is None or width % (D * group):
-        raise ValueError(
-            f"{where}: `{family.output}` takes {width} features, which are no groups of {group} heads of "
-            f"width {D}. {SUPPORTED}"
-        )
+    heads = f"no groups of {group} heads of width {D}"
+    check(
+        width and width % (D * group) == 0, f": `{family.output}` takes {width} features, which are {heads}"
+    )
     for part, wanted in family.widths(width, width // group).items():
         got = getattr(getattr(attention, part), "out_features", wanted)
         check(got == wanted, f": `{part}` gives {got} features, not {wanted}")
