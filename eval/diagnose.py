@@ -42,6 +42,7 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
 from retain.attention.chunked import attention_chunks, truncate
+from retain.budget.ranking import rank_entries
 from retain.budget.statement import Budget
 from retain.eval.config import resolve_device
 from retain.eval.run.scores import first_entries, gate_scores
@@ -60,8 +61,7 @@ from retain.presets import load_policy
 from retain.process.command import command
 from retain.process.extras import require
 from retain.process.provenance import code_state, environment, now, write_json
-from retain.ranking import rank_entries
-from retain.registry import lookup
+from retain.process.registry import lookup
 from retain.scores import Score
 
 FILE, SCHEMA = "diagnostics.json", 2

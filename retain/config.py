@@ -22,8 +22,8 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_typ
 import yaml
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from retain.gone import hint_of
-from retain.registry import suggest
+from retain.process.registry import suggest
+from retain.process.removed import hint_of
 
 X = TypeVar("X")
 

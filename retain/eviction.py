@@ -19,14 +19,13 @@ from torch import Tensor
 from retain.budget.allocation import Candidates
 from retain.budget.cascade import Cascade
 from retain.budget.statement import Budget, LayerShape, Stock
-from retain.capability import Use, refuse
+from retain.cache.precision import Precision
+from retain.capability import Use, refuse, unit_of
 from retain.correction.merge import Merge
 from retain.evidence import Evidence
-from retain.gate_fit import unit_of
 from retain.gates import GateSet
 from retain.kernels.backend import without_autocast
 from retain.policy import Plan, candidates_of, keep_masks, plan_of, score_entries, stock_of
-from retain.precision import Precision
 from retain.presets import Policy
 from retain.scores import SCORES, Score, masked_score
 from retain.scores.trial import entries_read

@@ -17,7 +17,7 @@ from torch import Tensor
 from retain.attention.chunked import truncate
 from retain.attention.received import received_attention
 from retain.evidence import Evidence
-from retain.registry import lookup
+from retain.process.registry import lookup
 from retain.scores.value_norm import value_norms
 
 SOURCES = {

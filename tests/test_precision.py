@@ -7,9 +7,9 @@ import torch
 
 from retain.budget.statement import Budget
 from retain.cache.layer_store import Store
+from retain.cache.precision import Precision
 from retain.cache.store import RaggedStore
 from retain.policy import decide_layers, load_policy, shape_of
-from retain.precision import Precision
 from tests.evictions import EVICTING, make_evidence, small
 from tests.refused import refused
 

@@ -15,10 +15,10 @@ import torch
 from retain.config import Whole
 from retain.future import WEIGHTS
 from retain.gates import GATES, LookaheadGate, build_gates, dims_for
-from retain.gone import hint_of
 from retain.hf.intercept.lookahead_pass import lookahead_gates
 from retain.models.unloaded import Precision
-from retain.registry import lookup, suggest
+from retain.process.registry import lookup, suggest
+from retain.process.removed import hint_of
 from retain.train.calibration.fit import CalibrationSettings
 from retain.train.data.branches import check_document
 from retain.train.data.document import Document

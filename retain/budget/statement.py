@@ -6,7 +6,7 @@ compare at equal memory however they share it. Shares are rational and rounded o
 to the tokens seen (or announced), and a budget is never more than what is still held.
 `retain/budget/allocation.py` spreads the total over layers and heads.
 
-A threshold states no budget: the scores decide how much is kept (`retain.ranking.admit`).
+A threshold states no budget: the scores decide how much is kept (`retain.budget.ranking.admit`).
 """
 
 import math
@@ -33,8 +33,8 @@ class Budget:
         bytes: of keys and values, per sequence, over all layers that evict.
         byte_ratio: bytes held / bytes of all that was seen, in (0, 1]: as many whole entries as fit. Of
             policies that hold entries in fewer bytes these are more.
-        threshold: no budget: what scores below it goes, whatever that leaves (`retain.ranking.admit`); in the
-            unit of the policy's score, any finite number.
+        threshold: no budget: entries that score below it go, however many are left
+            (`retain.budget.ranking.admit`); in the unit of the policy's score, any finite number.
     """
 
     keep_ratio: float | None = None
@@ -82,7 +82,7 @@ class LayerShape:
         widths: channels of a key and of a value; None: half of the entry's numbers each.
         element_size: bytes of a number.
         packed_bytes, head_bytes: bytes of an entry, in the mean, and of a head apart from its entries, where
-            they are held in fewer bytes (`retain.precision.Precision.cost`); None: they are not.
+            they are held in fewer bytes (`retain.cache.precision.Precision.cost`); None: they are not.
     """
 
     num_heads: int

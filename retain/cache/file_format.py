@@ -30,8 +30,8 @@ from torch import Tensor
 from retain import config
 from retain.cache.codec import Codec
 from retain.cache.layer_store import Store, encoded
+from retain.cache.precision import Precision
 from retain.cache.store import ENTRY, SLACK, RaggedStore
-from retain.precision import Precision
 from retain.process.disk import save_beside
 
 # Others are refused.

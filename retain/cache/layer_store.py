@@ -13,8 +13,8 @@ from torch import Tensor
 
 from retain.cache.codec import Codec
 from retain.cache.layout import Layout, bytes_of, normal_tensors, spans
+from retain.cache.precision import Precision
 from retain.cache.store import LOG_WEIGHT, RaggedStore, gathered
-from retain.precision import Precision
 
 
 class Store:

@@ -7,8 +7,8 @@ import torch
 
 from retain.cache.attend import attend_store
 from retain.cache.layer_store import Store, stacked
+from retain.cache.precision import Precision
 from retain.cache.store import LOG_WEIGHT, RaggedStore
-from retain.precision import Precision
 from tests.cache.test_packed_store import naive, naive_bytes
 from tests.close import assert_close
 from tests.refused import refused

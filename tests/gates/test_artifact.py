@@ -209,7 +209,7 @@ INCONSISTENT: list[tuple[dict[str, object], str]] = [
     ({"extension": {"E": 6}}, "gates of family 'mlp' extend nothing"),
     ({"score_unit": "risks"}, "score_unit: .*'mass', 'rank' or 'risk'"),
     (calibrated(kind="spline"), "unknown kind of calibrator"),
-    (calibrated(kind="remap"), "kind of calibrator 'remap' .gone since .*use calibration.kind: shared"),
+    (calibrated(kind="remap"), "kind of calibrator 'remap' .removed .*use calibration.kind: shared"),
     (calibrated(K=10**12), "calibration.layers.0.K: .* less than or equal to 65536"),
     (calibrated(H=3), "the calibrator of layer 0 is for 3 KV heads and its gate for 2"),
     (calibrated(), "not hold the tensors"),

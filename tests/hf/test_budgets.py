@@ -4,8 +4,8 @@ right."""
 import pytest
 import torch
 
+from retain.budget.head_weights import format_weights
 from retain.budget.statement import Budget, LayerShape, spread
-from retain.head_weights import format_weights
 from retain.hf.cache.cache import Cache
 from retain.hf.intercept.attach import attachment_of
 from retain.protection import Protection

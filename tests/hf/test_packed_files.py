@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import save_file
 
 from retain.cache import file_format
+from retain.cache.precision import Precision
 from retain.hf.cache.cache import Cache
-from retain.precision import Precision
 from tests.hf.test_saving import SMALL, assert_same_state, continued, forward, grown, started
 from tests.refused import refused
 from tests.tiny import attached, tiny_batch

@@ -18,7 +18,7 @@ from typing import Any
 
 from retain.config import what_is_at
 from retain.process.extras import require
-from retain.registry import suggest
+from retain.process.registry import suggest
 
 ENDINGS: dict[str, tuple[str, ...]] = {
     "jsonl": (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz"),

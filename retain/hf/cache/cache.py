@@ -19,6 +19,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
+from retain.cache.precision import Precision
 from retain.cache.store import SLACK
 from retain.config import plain_numbers
 from retain.correction.merge import Merge
@@ -45,7 +46,6 @@ from retain.hf.intercept.lookahead_pass import look_ahead
 from retain.hf.model.decoder import base_model, layout_of, learned_prompt, refuse_prefix
 from retain.hf.model.identity import marks_of
 from retain.hf.version_names import CACHE
-from retain.precision import Precision
 
 
 class Cache(ReportingCache):

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from retain.cache.layer_store import Store, stacked
 from retain.cache.layout import normal_tensors
+from retain.cache.precision import Precision
 from retain.cache.store import LOG_WEIGHT
 from retain.correction.cuts import MERGED, cut_, forget_notes_
 from retain.correction.merge import Merge
@@ -17,7 +18,6 @@ from retain.hf.cache.layer import Recent
 from retain.hf.cache.regime import Regime
 from retain.hf.cache.state import History, State
 from retain.hf.model import pass_through_layers
-from retain.precision import Precision
 from retain.protection import spans_by_sequence
 
 

@@ -38,8 +38,8 @@ from retain.hf.model.decoder import base_model, describe
 from retain.hf.model.identity import identity_of, marks_of
 from retain.kernels.codes import BITS
 from retain.presets import Policy
+from retain.process.registry import check_choice
 from retain.protection import spans_by_sequence
-from retain.registry import check_choice
 
 if TYPE_CHECKING:
     from retain.hf.cache.cache import Cache
