@@ -36,7 +36,7 @@ from retain.eval.run.prefill import open_cache
 from retain.eval.tasks.files import HUB
 from retain.eval.tasks.sources import SOURCES, load_rows, task_names
 from retain.gates import GateSet
-from retain.hf.model.gates import load_gates, own_gates
+from retain.hf.model.gates import load_gates, shipped_gates
 from retain.models.named import dtype_of
 from retain.policy import Policy
 from retain.presets import policies
@@ -73,7 +73,7 @@ def load_checked(config: CompareConfig, local_rank: int = 0) -> tuple[Loaded, di
             if place not in gates:
                 other = config.allow_other_weights
                 gates[place] = (
-                    own_gates(model, name)
+                    shipped_gates(model, name)
                     if place == SHIPPED
                     else load_gates(place, model, allow_other_weights=other)
                 )

@@ -220,7 +220,7 @@ def test_what_evidence_is_asked_to_show_is_checked_before_anything_is_read():
 
 def test_gates_that_do_not_fit_the_model_are_refused(monkeypatch):
     model, wide = tiny_model("gpt_oss"), tiny_model("gpt_oss", head_dim=16)
-    said = "H 2, Q 4, D 16 in the gates and E 32, H 2, Q 4, D 8 in the model"
+    said = "'Q': 4, 'D': 16. in the gates and .*'H': 2, 'Q': 4, 'D': 8. in the model"
     refused(said, Cache, model, policy(), gates=gates_of(wide, "qkv", {"F": 8}), keep_ratio=0.5)
     # What is before RoPE needs a rotation that is understood.
     monkeypatch.setattr("retain.hf.cache.bound_policy.rotary_of", lambda model: None)

@@ -18,7 +18,7 @@ from retain.cache.precision import Precision
 from retain.capability import BEFORE_ROPE, Use, check_gates, refuse
 from retain.eviction import BoundPolicy, Scorer
 from retain.hf.model.decoder import rotary_of
-from retain.hf.model.gates import gates_for, own_gates
+from retain.hf.model.gates import gates_for, shipped_gates
 from retain.hf.model.layout import LayerSpec
 from retain.policy import check_budget
 from retain.presets import Policy, load_policy
@@ -187,7 +187,7 @@ def _bind_function(policy: Any, extra: Sequence[str], **asked: Any) -> BoundPoli
 def _gates(model: nn.Module, policy: Policy, gates: Any) -> Any:
     """The gates, checked against the model, or those that ship for it; None without any."""
     if gates is None:
-        return own_gates(model, policy.name) if policy.learned else None
+        return shipped_gates(model, policy.name) if policy.learned else None
     return gates_for(model, gates)
 
 
