@@ -1,7 +1,7 @@
 """Finds the rotary embedding of a model, where `retain.attention.rotary` can turn it back.
 
-Families that turn halves of a head's dimensions, in every layer that evicts, are listed
-(`retain.hf.model.families.HALVES`). The frequencies found must give the module's tables, near the beginning
+Families that turn halves of a head's dimensions, in every layer that evicts, are known
+(`retain.hf.model.families`). The frequencies found must give the module's tables, near the beginning
 and far beyond the trained length: those of some kinds change with the length.
 """
 
@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from retain.attention.rotary import Rotary
-from retain.hf.model.families import FULL, HALVES
+from retain.hf.model.families import FAMILIES, FULL
 from retain.hf.model.layout import Layout
 
 
 def rotary_of(embedding: Any, config: Any, layout: Layout) -> Rotary | None:
     """The embedding of a model's layers that evict, by the decoder's rotary module; None: it is not known to
     be one for all of them, or of the half convention."""
-    if config.model_type not in HALVES or embedding is None:
+    if not FAMILIES[config.model_type].halves or embedding is None:
         return None
     # A module with one embedding for each kind of layer (Gemma-3) names buffers and calls by the kind.
     kind = None
