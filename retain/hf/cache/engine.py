@@ -41,7 +41,7 @@ from retain.hf.cache.layer import MOST_UNNOTED, Layer
 from retain.hf.cache.packing import pack, packs_now
 from retain.hf.cache.state import History, State
 from retain.hf.intercept.forward_call import Call, read_call
-from retain.hf.intercept.interceptor import Interceptor, Step, check_pointed, refuse_unasked
+from retain.hf.intercept.interceptor import Step, check_pointed, refuse_unasked
 from retain.hf.intercept.lookahead_pass import ReadCache, look_ahead
 from retain.hf.model.decoder import base_model
 from retain.hf.model.identity import marks_of
@@ -52,7 +52,7 @@ from retain.kernels.backend import without_autocast
 from retain.kernels.ragged_attention.pages import PAGE
 
 
-class Engine(Interceptor):
+class Engine:
     """The side of `retain.Cache` that runs during a forward.
 
     Args:

@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicLayer
 from retain.evidence import Evidence
 from retain.gates import GateSet
 from retain.gates.lookahead import LookaheadExtension, LookaheadGate
-from retain.hf.intercept.interceptor import InterceptedCache, Interceptor, Step
+from retain.hf.intercept.interceptor import InterceptedCache, Step
 from retain.hf.model.decoder import base_model, layout_of
 from retain.hf.model.layout import LayerSpec
 from retain.hf.model.projection import input_width
@@ -47,11 +47,22 @@ class _ReadLayer(DynamicLayer):
         return torch.cat([self.keys, key_states], dim=2), torch.cat([self.values, value_states], dim=2)
 
 
-class QueryRecorder(Interceptor):
+class QueryRecorder:
     """Records the queries and keys of every layer, and computes its attention as the model would have."""
+
+    is_quick = is_static = reads_stream = False
 
     def __init__(self) -> None:
         self.asked: dict[int, Asked] = {}
+
+    def begin(self, decoder: nn.Module, given: Any, rotary: Any) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+    def expect(self, layer_idx: int, hidden_BSE: Tensor) -> Step:
+        return Step(self, layer_idx, hidden_BSE)
 
     def attention(
         self, step: Step, queries_BQSD: Tensor, keys_BHSD: Tensor, values_BHSD: Tensor, dense: Any, **_: Any
@@ -69,7 +80,7 @@ class ReadCache(InterceptedCache):
 
     def __init__(self, held: Sequence[tuple[Tensor, Tensor]]):
         super().__init__(layers=[_ReadLayer(*layer) for layer in held])
-        self.engine: QueryRecorder = QueryRecorder()
+        self.engine = QueryRecorder()
 
 
 def run_behind(
