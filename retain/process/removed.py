@@ -27,6 +27,7 @@ REMOVED: Mapping[str, str] = {
     "page": "the budget alone, which is exact; vLLM's plug-in rounds its own to whole blocks",
     "reinforce": "stage local",
     "plan": "train/distill.py --dry-run, which makes one step and measures it",
+    "chunk": "training.micro_batch or data.pack_tokens, which bound the tokens of a forward",
     "features": "no folder: every step asks the frozen model",
     "selection": "each head keeps its own tokens",
     "reading": "the preset quest_evict",

@@ -381,7 +381,7 @@ class State:
         correction = None if keep_BHT is None else correction
         keep_BHT = exists_BHT if keep_BHT is None else keep_BHT.to(keys.device) & exists_BHT
         positions_BT = positions_BT.to(keys.device)
-        plain = RaggedStore.from_dense(keys, values, positions_BT, keep_BHT, self.slack, beside=beside)
+        plain = RaggedStore.from_dense(keys, values, positions_BT, keep_BHT, self.slack, side=beside)
         if correction is not None:
             correct_(plain, keys, values, exists_BHT, keep_BHT, correction)
         store = Store(plain, precision)

@@ -51,7 +51,7 @@ def _looked_at(state: State) -> list[str]:
     wants = state.bound_policy.wants
     if state.bound_policy.keeps_all or not state.regime.again:
         return []
-    asked = wants.queries != 0 or wants.running or wants.own_queries
+    asked = wants.queries != 0 or wants.running or wants.entry_queries
     return ["queries"] * asked + [name for name in ("hidden", "stream") if name in wants.inputs]
 
 

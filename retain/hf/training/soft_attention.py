@@ -8,7 +8,7 @@ layers. Layers that are left alone attend as before.
 
 A soft gate is added to the logits, outside of a protected recent window, as a logarithm that is at most 0.
 Adding one number to all of a query's logits changes nothing, so the loss alone does not see gates that all
-close alike. Entries without a gate pin them (the protected window, `ungated_BHT`), and a term of the loss on
+close alike. Entries without a gate pin them (the protected window, `ungated_BT`), and a term of the loss on
 how much stays open. Published: WG-KV (arXiv 2512.17452) adds `log sigmoid(z)` and DMS
 (arXiv 2506.05345) `log sigmoid(-z)` outside of a window, TRIM-KV (arXiv 2512.03324) `(j - i) log sigmoid(z)`
 everywhere.
