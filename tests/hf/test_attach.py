@@ -109,7 +109,7 @@ def test_a_copy_of_an_attached_model_is_attached_and_detached_alone():
     assert everything_about(model) == before
 
 
-def test_gradient_checkpointing_in_training_mode_is_refused_in_its_own_words():
+def test_gradient_checkpointing_in_training_mode_is_refused():
     model = tiny_model("llama")
     getattr(model, f"{CHECKPOINTING}_enable")()
     ids, mask = tiny_batch()

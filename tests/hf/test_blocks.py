@@ -124,7 +124,7 @@ def test_what_comes_after_the_last_evicting_layer_is_not_run() -> None:
 
 
 def test_a_rotation_that_looks_at_the_length_is_read_text_by_text() -> None:
-    """One long text must not turn the short ones as if they were long."""
+    """A long text must not turn the short ones as if they were long."""
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     model = tiny_model("llama", dtype=torch.float64, max_position_embeddings=24, rope_parameters=rope)
     texts = [Text(draw(20, 0)), Text(draw(60, 1)), Text(draw(22, 2))]
@@ -159,10 +159,10 @@ def test_causal_attention_is_its_definition(
     out = causal_attention(queries, keys, values, scaling=0.3, sinks_Q=sinks, **given)
     for q in range(Q):
         for s in range(num_queries):
-            own = T - num_queries + s
-            seen = range(own + 1)
+            place = T - num_queries + s
+            seen = range(place + 1)
             if "window" in given:
-                seen = range(max(0, own - given["window"] + 1), own + 1)
+                seen = range(max(0, place - given["window"] + 1), place + 1)
             logits = [float(queries[0, q, s] @ keys[0, q // 2, i]) * 0.3 for i in seen]
             if "soft_cap" in given:
                 logits = [given["soft_cap"] * math.tanh(x / given["soft_cap"]) for x in logits]

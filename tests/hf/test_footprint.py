@@ -1,4 +1,4 @@
-"""What a config says that a cache will hold, against caches that read as many tokens."""
+"""The bytes that a config promises, against caches that read as many tokens."""
 
 import pytest
 import torch
@@ -38,7 +38,9 @@ def test_bytes_are_those_that_a_cache_holds(family, tmp_path):
     else:
         assert want.kept < want.full == report.total.bytes_full
     assert found.layout is not None
-    assert [row.name for row in report.layers] == [f"layer {own.layer_idx}" for own in found.layout.evicting]
+    assert [row.name for row in report.layers] == [
+        f"layer {spec.layer_idx}" for spec in found.layout.evicting
+    ]
     gates = retain.new_gates(model)
     assert found.gate_parameters == sum(one.numel() for one in gates.parameters())
 
@@ -63,8 +65,8 @@ def test_the_command_prints_a_config_or_why_not(tmp_path, capsys):
 
 
 def test_lengths_are_those_that_the_model_has_positions_for():
-    (own,) = describe_model("reference:0").footprints
-    assert own.tokens == 4096
+    (whole,) = describe_model("reference:0").footprints
+    assert whole.tokens == 4096
     shown = str(describe_model("reference:0", [4096, 8192], policy="merge"))
     within, beyond = (line for line in shown.splitlines() if " tokens " in line)
     assert within.endswith("by 'merge', which needs gates")

@@ -57,14 +57,14 @@ def test_scores_are_those_of_one_forward_with_adapters_by_hand(family: str) -> N
     gates, (input_ids, mask) = trained(model), tiny_batch(*BATCHES[family])
     before, evidence = everything_about(model), observe_ahead(model, gates, input_ids, mask)
     assert everything_about(model) == before
-    for row, (ids, own) in enumerate(zip(input_ids, mask.bool(), strict=True)):
+    for row, (ids, real) in enumerate(zip(input_ids, mask.bool(), strict=True)):
         with torch.no_grad():
-            paid = paid_behind(model, ids[own][None], gates.extension.tokens_SE[None], gates.extension)
+            paid = paid_behind(model, ids[real][None], gates.extension.tokens_SE[None], gates.extension)
         for spec, layer, paid_QT in zip(describe(model), evidence, paid, strict=True):
             score = gates.score(layer)
             wanted_HT = paid_QT.unflatten(0, (spec.num_kv_heads, -1)).mean(1)
             # Norms are computed in float32 inside the models.
-            assert_close(score.values_BHT[row, :, own], wanted_HT.float(), ops=MODEL)
+            assert_close(score.values_BHT[row, :, real], wanted_HT.float(), ops=MODEL)
             assert score.unit == "mass"
 
 
@@ -108,7 +108,7 @@ def test_what_cannot_be_looked_behind_is_refused() -> None:
     model = tiny_model("llama")
     gates, (input_ids, mask) = trained(model), tiny_batch((0,), 40)
     layers = observe(model, input_ids, mask)
-    refused("queries of the gate's own lookahead tokens", gates.score, layers[0])
+    refused("queries of .*lookahead tokens", gates.score, layers[0])
     with retain.attach(model):
         whole = Cache(model, policy=None).prefill(input_ids, mask, evict=False).engine.read_only()
         cut = [replace(layer, held_BHT=layer.exists_BHT) for layer in layers]
@@ -132,7 +132,7 @@ def test_what_is_adapted_is_what_matters() -> None:
 
 
 def test_every_adapted_parameter_is_reached() -> None:
-    """What the score does not depend on would be weights that nobody can train."""
+    """Parameters that the score does not depend on would be weights that nobody can train."""
     model = tiny_model("qwen3")
     gates = trained(model).requires_grad_(True)
     with torch.enable_grad():

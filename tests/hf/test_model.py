@@ -47,7 +47,7 @@ def test_describe(family):
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
 @every_family
 def test_evidence_is_what_attention_used(family, attn):
-    """Attention recomputed from the evidence gives the module's own output, for every real token."""
+    """Attention recomputed from the evidence gives the module's real output, for every real token."""
     if attn == "sdpa" and family in EAGER:
         attn = None
     model = tiny_model(family, attn=attn)
@@ -101,7 +101,7 @@ def test_where_every_layer_has_a_window_they_evict_inside_it():
     assert rotary_of(tiny_model("gemma3", sliding_window=None)) is None, "layers turn in two ways"
 
 
-def test_beside_full_layers_others_are_left_alone():
+def test_layers_of_other_kinds_are_left_alone():
     mixed = tiny_model("qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=1)
     for model, evicting_idx, kind, window in (
         (mixed, [0], "sliding_attention", 8),
@@ -111,8 +111,8 @@ def test_beside_full_layers_others_are_left_alone():
         assert [spec.layer_idx for spec in layout.evicting] == evicting_idx
         assert sorted([*evicting_idx, *layout.alone]) == list(range(layout.num_layers))
         assert {(left.kind, left.window) for left in layout.alone.values()} == {(kind, window)}
-    own = fingerprint(tiny_model("qwen3_next"))
-    assert (own["num_layers"], own["layers"]) == (2, "1,3")
+    known = fingerprint(tiny_model("qwen3_next"))
+    assert (known["num_layers"], known["layers"]) == (2, "1,3")
     assert "layers" not in fingerprint(tiny_model("qwen3"))
 
 
@@ -168,7 +168,7 @@ def roped(kind, **settings):
 
 
 def _before_rope(model, evidence):
-    """Queries that the module's own projection (and norm) makes of the attention input, `[B, Q, T, D]`."""
+    """Queries that the module's real projection (and norm) makes of the attention input, `[B, Q, T, D]`."""
     attention = model.model.layers[evidence.layer_idx].self_attn
     Q, D = evidence.queries_BQSD.shape[1], evidence.queries_BQSD.shape[3]
     projected = getattr(attention, "qkv_proj", None) or attention.q_proj
@@ -187,12 +187,12 @@ def _check_unrotated(model, dtype=torch.float32):
     rotary = rotary_of(model)
     assert rotary is not None
     ids, mask = tiny_batch((0, 3, 11))
-    own = mask.bool()[:, None, :, None]
+    real = mask.bool()[:, None, :, None]
     for evidence in observe(model, ids, mask):
         plain = rotary.unrotate(evidence.queries_BQSD, evidence.positions_BT)
         want = _before_rope(model, evidence).double()
-        assert_close(plain.masked_fill(~own, 0), want.masked_fill(~own, 0), dtype=dtype, ops=MODEL)
-        far = evidence.queries_BQSD[own.expand_as(want)] - want[own.expand_as(want)].float()
+        assert_close(plain.masked_fill(~real, 0), want.masked_fill(~real, 0), dtype=dtype, ops=MODEL)
+        far = evidence.queries_BQSD[real.expand_as(want)] - want[real.expand_as(want)].float()
         assert far.abs().max() > 0.1  # turning them was something
     return rotary
 

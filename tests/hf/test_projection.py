@@ -93,12 +93,12 @@ def test_a_quantised_model_evicts_as_its_dense_twin(policy):
 
 
 def test_quantised_models_are_told_apart_by_their_packed_bytes():
-    own = fingerprint(quantised())
-    assert own == fingerprint(quantised()) != fingerprint(tiny_model())
+    known = fingerprint(quantised())
+    assert known == fingerprint(quantised()) != fingerprint(tiny_model())
     other = quantised()
     other.model.layers[1].self_attn.k_proj.packed[0, 0] += 1
-    assert fingerprint(other)["sha256"] != own["sha256"]
-    assert fingerprint(unpacked(quantised()))["sha256"] != own["sha256"]
+    assert fingerprint(other)["sha256"] != known["sha256"]
+    assert fingerprint(unpacked(quantised()))["sha256"] != known["sha256"]
 
 
 def test_what_cannot_be_asked_for_its_matrix_is_refused():
