@@ -10,7 +10,7 @@ from retain.gates import GateSet, inputs_of
 from retain.hf.cache.bound_policy import bind_policy
 from retain.hf.cache.cache import Cache
 from retain.hf.intercept.lookahead_pass import look_ahead, lookahead_gates
-from retain.hf.intercept.observe import observe, observe_ahead
+from retain.hf.intercept.observe import observe
 from retain.hf.model.decoder import describe
 from retain.hf.version_names import CACHE
 from tests.close import MODEL, assert_close
@@ -55,7 +55,7 @@ def gated(model, gates=None, policy="gate", **settings) -> Cache:
 def test_scores_are_those_of_one_forward_with_adapters_by_hand(family: str) -> None:
     model = tiny_model(family, dtype=torch.float64)
     gates, (input_ids, mask) = trained(model), tiny_batch(*BATCHES[family])
-    before, evidence = everything_about(model), observe_ahead(model, gates, input_ids, mask)
+    before, evidence = everything_about(model), observe(model, input_ids, mask, ahead=gates)
     assert everything_about(model) == before
     for row, (ids, real) in enumerate(zip(input_ids, mask.bool(), strict=True)):
         with torch.no_grad():
@@ -75,7 +75,7 @@ def test_generate_keeps_what_decide_keeps_and_frees_the_rest(family: str, policy
     gates, (input_ids, mask) = trained(model), tiny_batch(*BATCHES[family])
     settings = {"gates": gates, "overrides": {**PROTECTION, **OBSERVED[policy]}}
     rule = bind_policy(model, policy, layers=describe(model), budget={"keep_ratio": 0.4}, **settings)
-    wanted = rule.decide(observe_ahead(model, gates, input_ids, mask)).finish()
+    wanted = rule.decide(observe(model, input_ids, mask, ahead=gates)).finish()
     before, weights = (
         everything_about(model),
         {name: tensor.clone() for name, tensor in model.state_dict().items()},
@@ -135,8 +135,10 @@ def test_every_adapted_parameter_is_reached() -> None:
     """Parameters that the score does not depend on would be weights that nobody can train."""
     model = tiny_model("qwen3")
     gates = trained(model).requires_grad_(True)
-    with torch.enable_grad():
-        evidence = observe_ahead.__wrapped__(model, gates, *tiny_batch((0, 3)))
+    layers = observe(model, *(batch := tiny_batch((0, 3))))
+    with torch.enable_grad(), retain.attach(model):
+        whole = Cache(model, policy=None).prefill(*batch, evict=False).engine.read_only()
+        evidence = look_ahead(model, gates, whole, layers)
         scores = [gates[layer.layer_idx](inputs_of(layer, gates[layer.layer_idx])) for layer in evidence]
         sum((score * torch.randn(score.shape[-1])).sum() for score in scores).backward()
     assert all(float(p.grad.abs().max()) > 0 for p in gates.extension.parameters())
