@@ -117,7 +117,8 @@ def _spec(
     base: Any, idx: int, layer: Any, kind: Kind, check: Callable[[object, str], None], on_meta: bool
 ) -> LayerSpec:
     """Describes one layer that evicts, and checks that it has every part."""
-    family, attention = FAMILIES[base.config.model_type], getattr(layer, "self_attn", None)
+    family = FAMILIES[base.config.model_type]
+    attention: Any = getattr(layer, "self_attn", None)
     missing = [part for part in family.parts if not hasattr(attention, part)]
     where = f"layer {idx} ({type(layer).__name__}): {type(attention).__name__}"
     check(not missing, f"{where} has no `{'`, `'.join(missing)}`")

@@ -85,13 +85,16 @@ def _by_token(evidence: Evidence) -> dict[str, Any]:
 
 def _cut(row: Evidence, entries: slice, queries: slice) -> Evidence:
     """Evidence of consecutive tokens of a row, in views."""
-    by_token = {name: one if one is None else one[:, entries] for name, one in _by_token(row).items()}
-    parts: dict[str, Any] = {
-        "queries_BQSD": row.queries_BQSD[:, :, queries],
-        "keys_BHTD": row.keys_BHTD[:, :, entries],
-        "values_BHTD": row.values_BHTD[:, :, entries],
+    by_token: dict[str, Any] = {
+        name: one if one is None else one[:, entries] for name, one in _by_token(row).items()
     }
-    return replace(row, **parts, **by_token)
+    return replace(
+        row,
+        queries_BQSD=row.queries_BQSD[:, :, queries],
+        keys_BHTD=row.keys_BHTD[:, :, entries],
+        values_BHTD=row.values_BHTD[:, :, entries],
+        **by_token,
+    )
 
 
 def _branch(row: Evidence, document: slice, branch: slice) -> Evidence:
