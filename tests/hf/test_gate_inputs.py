@@ -153,7 +153,7 @@ def test_units_that_do_not_fit_are_refused_when_the_cache_is_made():
         refused(said, Cache, model, made, gates=gates, **budget)
     Cache(model, policy(**both, fusion="learned"), gates=rank, **half)
     Cache(model, by_value, gates=mass, **half)
-    with retain.attach(model):  # what its paper does: a threshold on the gate's made number
+    with retain.attach(model):  # what its paper does: a threshold on the gate's number
         made = Cache(model, policy(), gates=gates_of(model, "admission"), threshold=-0.7)
         assert made.prefill(*tiny_batch((0,), 60)).entries_evicted > 0
 
