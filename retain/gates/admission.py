@@ -120,7 +120,7 @@ class DMSGate(Gate):
       1e4: kept under every threshold and budget, and not closed at all in soft attention (`log_gate` 0). Soft
       attention is causal only with a protected window of at least 1. The number of an entry then depends on
       the entry after it, so the gate is `contextual`: in regimes that evict again later, and for prompts in
-      chunks, the number noted of the newest entry of each call would stay `UNDECIDED` for ever, and they are
+      chunks, the number stored of the newest entry of each call would stay `UNDECIDED` for ever, and they are
       refused.
     - `decides="own"`, `d(i) = i`, is ours, not the paper's, and the default: the number of an entry is known
       when the entry comes, which is what makes these gates usable while decoding and in chunks. Gates

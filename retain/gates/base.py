@@ -420,7 +420,7 @@ class GateSet(nn.Module, ModelHubMixin):
         return {layer: self[layer](layer_inputs) for layer, layer_inputs in inputs.items()}
 
     @torch.no_grad()
-    def noted(self, evidence: Evidence) -> Float[Tensor, "B H T"]:
+    def learned(self, evidence: Evidence) -> Float[Tensor, "B H T"]:
         """Number stored with each entry for later evictions, float32: its score, or with `ages` the logarithm
         of its decay. Moves the gate to the layer's device.
 
@@ -430,9 +430,9 @@ class GateSet(nn.Module, ModelHubMixin):
         Raises:
             ValueError: if there is no gate for that layer, or an input is missing or of another width.
         """
-        return self._noted(evidence)
+        return self._learned(evidence)
 
-    def _noted(self, evidence: Evidence) -> Float[Tensor, "B H T"]:
+    def _learned(self, evidence: Evidence) -> Float[Tensor, "B H T"]:
         gate = self[evidence.layer_idx]
         inputs = inputs_of(evidence, gate)
         _follow(gate, evidence.keys_BHTD.device)
@@ -455,14 +455,14 @@ class GateSet(nn.Module, ModelHubMixin):
         what was kept. Entries that do not exist have a number too.
 
         Raises:
-            ValueError: as `noted`.
+            ValueError: as `learned`.
         """
-        noted_BHT = self._noted(evidence) if evidence.learned_BHT is None else evidence.learned_BHT
+        learned_BHT = self._learned(evidence) if evidence.learned_BHT is None else evidence.learned_BHT
         if not self.ages:
-            return noted_BHT
+            return learned_BHT
         places_BT = evidence.places_BT
         newest_B1 = places_BT.masked_fill(~evidence.valid_BT, 0).amax(-1, keepdim=True)
-        return self._calibrated(noted_BHT * (newest_B1 - places_BT)[:, None], evidence.layer_idx)
+        return self._calibrated(learned_BHT * (newest_B1 - places_BT)[:, None], evidence.layer_idx)
 
     @torch.no_grad()
     def score(self, evidence: Evidence) -> Score:
@@ -472,14 +472,14 @@ class GateSet(nn.Module, ModelHubMixin):
         the order of TRIM-KV (arXiv 2512.03324), in `rank`; a calibrator is applied to that.
 
         Args:
-            evidence: the layer, with the gate's inputs, or with `learned_BHT`, the result of `noted` when its
+            evidence: the layer, with the gate's inputs, or with `learned_BHT`, the result of `learned` when its
                 entries came.
 
         Returns:
             `Score(values_BHT float32, unit)`, -inf on entries that do not exist.
 
         Raises:
-            ValueError: as `noted`.
+            ValueError: as `learned`.
         """
         values_BHT = self.values(evidence)
         return masked_score(values_BHT, evidence.exists_BHT, self.unit)

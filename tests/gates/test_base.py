@@ -68,7 +68,7 @@ def test_score_is_the_output_in_its_unit_and_masked(family: str) -> None:
     assert expected.shape == (2, H, T)
     if GATES[family].unit == "log_risk":
         expected = expected.exp()
-    assert torch.equal(gates.noted(shown), expected)
+    assert torch.equal(gates.learned(shown), expected)
     if gates.ages:
         # Entry i of 9 is 8 - i tokens old, in either sequence.
         expected = expected * torch.arange(T - 1, -1, -1)
@@ -106,13 +106,13 @@ def test_a_gate_that_is_not_contextual_can_be_asked_about_some_entries(family: s
     assert_close(gate(inputs.entries(idx)), gate(inputs)[..., idx])
 
 
-def test_decays_noted_earlier_age_with_the_sequence() -> None:
-    """Decays noted when entries came are multiplied by their age, evicted entries counted."""
+def test_decays_stored_earlier_age_with_the_sequence() -> None:
+    """Decays stored when entries came are multiplied by their age, evicted entries counted."""
     gates, shown = gates_of("decay"), evidence(pads=(0,))
-    noted = -torch.rand(1, H, T)
+    stored = -torch.rand(1, H, T)
     places = torch.tensor([[0, 1, 5, 6, 7, 20, 21, 22, 30]])
-    score = gates.score(replace(shown, learned_BHT=noted, place_BT=places))
-    assert torch.equal(score.values_BHT, noted * (30 - places)[:, None])
+    score = gates.score(replace(shown, learned_BHT=stored, place_BT=places))
+    assert torch.equal(score.values_BHT, stored * (30 - places)[:, None])
 
 
 def test_before_training_gates_remember_the_floor_and_the_inputs() -> None:

@@ -49,7 +49,7 @@ def decided(rules, evidence, gates, budget, seed=3):
 
     def shown(one):
         queries = one.queries_BQSD[:, :, T - window :]
-        learned_BHT = gates.noted(one) if gates else None
+        learned_BHT = gates.learned(one) if gates else None
         return replace(one, queries_BQSD=queries, learned_BHT=learned_BHT, hidden_BTE=None)
 
     asked = Arrival("a", T, rules.kept(T, budget), budget, seed)

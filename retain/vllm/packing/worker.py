@@ -176,7 +176,7 @@ class Worker:
             queries, keys, values = (seen[name].transpose(0, 1)[None] for name in names)
             positions = self.positions_N[None]
             fields = {"queries_BQSD": queries, "values_BHTD": values, "positions_BT": positions}
-        score_HN = self.gates.noted(with_tokens(layer, keys, **fields))[0]
+        score_HN = self.gates.learned(with_tokens(layer, keys, **fields))[0]
         score_HN = score_HN[layer.first_head : layer.first_head + here]
         for _, request, start, stop, shift in self.reading:
             request.learned_LHT[place, :, start:stop] = score_HN[:, start + shift : stop + shift]
