@@ -87,7 +87,9 @@ demo-offline: $(INSTALLED)
 gates-smollm2: $(READY) $(DOCUMENTS)
 	ACCELERATE_USE_CPU=true $(BIN)/accelerate launch --quiet --config_file configs/accelerate/two_cpu_processes.yaml train/distill.py \
 		--config configs/distill/smollm2.yaml seed=$(SEED) output=runs/gates-smollm2-seed$(SEED)
-	test $(SEED) != 0 || $(BIN)/python -m retain.gates.shrink runs/gates-smollm2-seed0 retain/models/gates/smollm2-135m
+	test $(SEED) != 0 || $(BIN)/python -c "from retain.gates.artifact import *; gates = load_gates('runs/gates-smollm2-seed0'); \
+		save_gates(gates, 'retain/models/gates/smollm2-135m', fingerprint=gates.metadata['fingerprint'], half=True); \
+		load_gates('retain/models/gates/smollm2-135m').generate_model_card(place='smollm2-135m').save('retain/models/gates/smollm2-135m/README.md')"
 
 # The second model's, from text that it writes itself: fetches 240 MB, under Gemma's terms of use.
 gates-gemma3: $(READY)

@@ -8,12 +8,11 @@ the model; layers that retain leaves alone (sliding window, linear attention) ha
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from huggingface_hub import ModelCard, ModelHubMixin
@@ -45,7 +44,7 @@ INPUTS = {
     "token_ids": ("token_ids_BT", "BT", "token ids"),
     "lookahead": (
         *("lookahead_BQSD", "BQSD"),
-        "queries of the gate's own lookahead tokens (retain.hf.intercept.lookahead_pass)",
+        "queries of the gate's lookahead tokens (retain.hf.intercept.lookahead_pass.look_ahead)",
     ),
 }
 
@@ -117,7 +116,7 @@ class Gate(nn.Module, ABC):
     ages: ClassVar[bool] = False
     signed: ClassVar[bool] = False
     contextual: bool = False
-    extension: ClassVar["type[Extension] | None"] = None
+    extension: ClassVar[Any] = None
 
     risk_floor_H: Tensor
 
@@ -240,23 +239,8 @@ class LogitGate(HiddenGate):
         return nn.functional.logsigmoid(output_BHT)
 
 
-class Extension(nn.Module, ABC):
-    """Addition to the model for the length of a prefill (lookahead tokens and their adapter).
-
-    Its parameters belong to the gate set and are saved with it.
-    """
-
-    @abstractmethod
-    def dims(self) -> dict[str, Any]:
-        """Keyword arguments that rebuild this extension (plain JSON values)."""
-
-    @abstractmethod
-    def extend(self, model: nn.Module) -> AbstractContextManager[Self]:
-        """Context in which the frozen model has the extension; afterwards it is restored."""
-
-
 class GateSet(nn.Module, ModelHubMixin):
-    """One gate per attention layer; huggingface_hub's mixin saves, cards and publishes it.
+    """Gates of all attention layers, one a layer; huggingface_hub's mixin saves, cards and publishes them.
 
     `push_to_hub` and `save_pretrained(folder)` write an artifact with a model card, which `retain.load_gates`
     reads. A licence is `gates.metadata["license"]`.
@@ -267,7 +251,8 @@ class GateSet(nn.Module, ModelHubMixin):
             values).
         calibrators: layer index -> calibration of that layer's scores (`retain.gates.calibrate`); none:
             scores are as the gates give them.
-        extension: addition to the model without which these gates see nothing; None: none.
+        extension: lookahead tokens and adapters (`retain.gates.lookahead`), which the model has during a
+            prefill; None: none.
 
     Raises:
         ValueError: no layer; gates of several families, or with different inputs; calibrators that do not
@@ -280,7 +265,7 @@ class GateSet(nn.Module, ModelHubMixin):
         metadata: Mapping[str, Any] | None = None,
         *,
         calibrators: Mapping[int, nn.Module] | None = None,
-        extension: Extension | None = None,
+        extension: Any = None,
     ):
         super().__init__()
         self._hub_mixin_config = None  # an artifact has its files, and no config.json
@@ -372,10 +357,6 @@ class GateSet(nn.Module, ModelHubMixin):
     def contextual(self) -> bool:
         return self[self.layers[0]].contextual
 
-    @property
-    def _calibration(self) -> Mapping[str, Any]:
-        return self.metadata.get("calibration") or {}
-
     def threshold_for(self, keep_ratio: float) -> float:
         """Threshold on the score that keeps, on average, this share of the unprotected entries of the
         held-out calibration documents; for `retain.Cache(model, "gate", threshold=...)`.
@@ -388,22 +369,13 @@ class GateSet(nn.Module, ModelHubMixin):
         Raises:
             ValueError: no curve was stored, or it does not reach that far.
         """
-        curve = self._calibration.get("curve")
+        curve = (self.metadata.get("calibration") or {}).get("curve")
         if not curve:
             raise ValueError(
                 "these gates know no threshold for a keep_ratio: train them with calibration.curve true "
                 "(train/distill.py), or state a budget (keep_ratio=...)."
             )
         return threshold_at(curve["keep_ratio"], curve["threshold"], keep_ratio)
-
-    @contextmanager
-    def extend(self, model: nn.Module) -> Iterator[Extension | None]:
-        """Context in which the model has the extension of these gates (for the prefill); most need none."""
-        if self.extension is None:
-            yield None
-        else:
-            with self.extension.extend(model) as extension:
-                yield extension
 
     def __getitem__(self, layer_idx: int) -> Gate:
         if str(layer_idx) not in self.gates:
@@ -451,8 +423,8 @@ class GateSet(nn.Module, ModelHubMixin):
         return calibrator(value_BHT)
 
     def values(self, evidence: Evidence) -> Float[Tensor, "B H T"]:
-        """What `score` says of one layer's entries, with its graph to the gate's parameters: for losses on
-        what was kept. Entries that do not exist have a number too.
+        """Values of `score` with their graph to the gate's parameters, for losses on what was kept. Entries
+        that do not exist have a number too.
 
         Raises:
             ValueError: as `learned`.
@@ -466,13 +438,13 @@ class GateSet(nn.Module, ModelHubMixin):
 
     @torch.no_grad()
     def score(self, evidence: Evidence) -> Score:
-        """Score one layer's entries at this moment.
+        """Score one layer's entries now.
 
         Of gates whose output ages, `score_i = (t - i) log beta_i` at the newest place `t` of the sequence:
         the order of TRIM-KV (arXiv 2512.03324), in `rank`; a calibrator is applied to that.
 
         Args:
-            evidence: the layer, with the gate's inputs, or with `learned_BHT`, the result of `learned` when its
+            evidence: the layer, with the gate's inputs, or with `learned_BHT`, which `learned` gave when its
                 entries came.
 
         Returns:
@@ -481,8 +453,7 @@ class GateSet(nn.Module, ModelHubMixin):
         Raises:
             ValueError: as `learned`.
         """
-        values_BHT = self.values(evidence)
-        return masked_score(values_BHT, evidence.exists_BHT, self.unit)
+        return masked_score(self.values(evidence), evidence.exists_BHT, self.unit)
 
 
 def _follow(module: nn.Module, device: torch.device) -> None:
@@ -493,33 +464,20 @@ def _follow(module: nn.Module, device: torch.device) -> None:
 
 
 def _check_alike(gates: Mapping[int, Gate], calibrators: Mapping[int, nn.Module]) -> None:
-    """Refuse gates or calibrators that cannot make one score, with all problems at once."""
-    problems = []
+    """Refuse gates or calibrators that cannot make one score."""
     for side in ("family", "inputs", "unit", "ages", "contextual"):
-        found: dict[str, list[int]] = {}
-        for layer in sorted(gates):
-            value = getattr(gates[layer], side)
-            found.setdefault(str(sorted(value) if side == "inputs" else value), []).append(layer)
-        if len(found) > 1:
-            listing = ", ".join(f"{value} in layers {layers}" for value, layers in found.items())
-            problems.append(f"{side} is {listing}")
-    if calibrators and set(calibrators) != set(gates):
-        problems.append(
-            f"calibrators are for layers {sorted(calibrators)} and gates for layers {sorted(gates)}"
-        )
-    units = sorted({str(each.unit) for each in calibrators.values()})
-    if len(units) > 1:
-        problems.append(f"calibrators give {' and '.join(units)}")
-    problems += [
-        f"the calibrator of layer {layer} is for {calibrators[layer].H} KV heads and its gate for "
-        f"{gates[layer].H}"
-        for layer in sorted(set(calibrators) & set(gates))
-        if calibrators[layer].H != gates[layer].H
-    ]
-    if problems:
+        found = {layer: getattr(gates[layer], side) for layer in sorted(gates)}
+        if len({*found.values()}) > 1:
+            raise ValueError(
+                f"a gate set scores all its layers alike, and here {side} is {found}: build all layers with "
+                "the same settings (retain.gates.build_gates)."
+            )
+    heads = {layer: gate.H for layer, gate in gates.items()}
+    curves = {layer: each.H for layer, each in calibrators.items()}
+    if calibrators and (curves != heads or len({str(each.unit) for each in calibrators.values()}) > 1):
         raise ValueError(
-            f"a gate set scores all its layers alike, and here {'; '.join(problems)}: build all layers with "
-            "the same settings (retain.gates.build_gates), and calibrate all of them or none."
+            f"a gate set scores all its layers alike, and its gates have KV heads {heads} (layer: heads) and "
+            f"its calibrators {curves}: calibrate all layers, in one unit, or none."
         )
 
 
@@ -538,17 +496,14 @@ def inputs_of(evidence: Evidence, gate: Gate) -> GateInputs:
     for name in sorted(gate.inputs):
         field, axes, description = INPUTS[name]
         tensor = getattr(evidence, field)
-        step = f"pass {name}_{axes}"
         if name.endswith("_before"):
-            rotary, step = evidence.rotary, "pass rotary (retain.hf.model.decoder.rotary_of)"
+            rotary = evidence.rotary
             positions_BS = evidence.positions_BT[:, evidence.num_seen - tensor.shape[2] :]
             tensor = None if rotary is None else rotary.unrotate(tensor, positions_BS)
         if tensor is None:
-            if name == "lookahead":
-                step = "run retain.hf.intercept.lookahead_pass.look_ahead on it"
             raise ValueError(
                 f"{where} looks at {description}, which this evidence does not hold: record it with "
-                f"retain.attach(model) and a retain.Cache that was made with these gates, or {step}."
+                "retain.attach(model) and a retain.Cache that was made with these gates."
             )
         found[f"{name}_{axes}"] = tensor
         if axes == "BTE" and tensor.shape[-1] != gate.E:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from retain.gates.admission import AdmissionGate, DMSGate
-from retain.gates.base import Extension, Gate, GateSet
+from retain.gates.base import Gate, GateSet
 from retain.gates.context import ContextGate
 from retain.gates.decay import DecayGate, SharedDecayGate
 from retain.gates.lookahead import LookaheadGate
@@ -41,7 +41,7 @@ def build_gates(
     dims: Mapping[int, Mapping[str, Any]],
     *,
     calibrators: Mapping[int, nn.Module] | None = None,
-    extension: Extension | None = None,
+    extension: Any = None,
 ) -> GateSet:
     """Build a fresh gate set of one family; parts that its layers share are shared.
 

@@ -1,7 +1,6 @@
 """A gate set: one gate a layer, scores in its unit, -inf on padding, decays that age."""
 
 import math
-import sys
 from dataclasses import replace
 
 import pytest
@@ -37,7 +36,6 @@ def evidence(
         valid_BT=valid_BT,
         hidden_BTE=torch.randn(B, T, E) if hidden is None else hidden,
         stream_BTE=torch.randn(B, T, E),
-        token_ids_BT=torch.randint(9, (B, T)),
         rotary=Rotary(torch.tensor([1.0, 0.1])),
     )
 
@@ -52,10 +50,7 @@ def test_a_family_says_what_it_is(family: str) -> None:
     assert gate_class.family == family and gate_class.unit in UNITS
     assert gate_class.contextual == (family in ("context", "lookahead"))
     assert gate_class.ages == (family in ("decay", "decay_shared"))
-    assert gate_class.inputs and gate_class.inputs <= set(INPUTS)
-    assert {"E", "H"} <= set(gate_class.sizes) <= {"E", "H", "Q", "D"}
-    assert "Parameters" in (gate_class.__doc__ or "") or family == "lookahead"
-    assert "arXiv" in f"{gate_class.__doc__} {sys.modules[gate_class.__module__].__doc__}"
+    assert gate_class.inputs <= set(INPUTS) and {"E", "H"} <= set(gate_class.sizes) <= {"E", "H", "Q", "D"}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -82,8 +77,8 @@ def test_padding_changes_nothing(family: str) -> None:
     gates, shown = gates_of(family), evidence(0, (0, 4))
     alone = shown.select_batch(slice(1, 2))
     axes = {name: axis_of(name, "T") for name, value in vars(alone).items() if value is not None}
-    own = {name: getattr(alone, name).narrow(axis, 4, T - 4) for name, axis in axes.items() if axis}
-    alone = replace(alone, **own, queries_BQSD=alone.queries_BQSD[:, :, 4:])
+    cut = {name: getattr(alone, name).narrow(axis, 4, T - 4) for name, axis in axes.items() if axis}
+    alone = replace(alone, **cut, queries_BQSD=alone.queries_BQSD[:, :, 4:])
     padded, plain = gates.score(shown).values_BHT[1:, :, 4:], gates.score(alone).values_BHT
     assert_close(padded, plain)
 
@@ -142,14 +137,10 @@ def test_missing_layer_inputs_and_wrong_width_are_refused() -> None:
     with pytest.raises(ValueError, match="layer 2 takes hidden states of width 12, got"):
         gates.score(evidence(2, hidden=torch.randn(2, T, 5)))
     for family, name, missing in (
-        ("linear", "hidden_BTE", "looks at the attention input, .* pass hidden_BTE"),
-        ("dms", "stream_BTE", "looks at the residual stream, .* pass stream_BTE"),
-        ("admission", "rotary", r"looks at keys after norm, before RoPE, .* or pass rotary \(retain"),
-        (
-            "lookahead",
-            "lookahead_BQSD",
-            "looks at queries of .* or run retain.hf.intercept.lookahead_pass.look_ahead on it",
-        ),
+        ("linear", "hidden_BTE", "looks at the attention input, "),
+        ("dms", "stream_BTE", "looks at the residual stream, "),
+        ("admission", "rotary", "looks at keys after norm, before RoPE"),
+        ("lookahead", "lookahead_BQSD", "retain.hf.intercept.lookahead_pass.look_ahead"),
     ):
         with pytest.raises(ValueError, match=missing):
             gates_of(family).score(replace(evidence(), **{name: None}))
@@ -197,30 +188,21 @@ def test_a_calibrated_score_is_the_gates_through_the_curve_of_its_head() -> None
 
 def test_layers_of_a_gate_set_are_alike() -> None:
     linear, decay, qkv = (gates_of(family) for family in ("linear", "decay", "qkv"))
-    with pytest.raises(
-        ValueError,
-        match=r"family is linear in layers \[0\], decay in layers \[1\]; unit is .*; ages is False in layers "
-        r"\[0\], True in layers \[1\]: build all layers with the same settings",
-    ):
-        GateSet({0: linear[0], 1: decay[1]})
     after = build_gates("qkv", dims_for("qkv", {1: SIZES}, {"rope": "after"}))
-    with pytest.raises(ValueError, match=r"here inputs is \['keys_before', .* in layers \[0\], \['keys', 'q"):
-        GateSet({0: qkv[0], 1: after[1]})
     following = build_gates("dms", dims_for("dms", {1: SIZES}, {"decides": "next"}))
-    with pytest.raises(ValueError, match=r"here contextual is False in layers \[0\], True in layers \[1\]"):
-        GateSet({0: gates_of("dms")[0], 1: following[1]})
-
-
-def test_calibrators_cover_the_layers_with_one_unit() -> None:
-    plain = gates_of("linear")
-    gates = {layer: plain[layer] for layer in (0, 1)}
+    for gates, side in (
+        ({0: linear[0], 1: decay[1]}, "family"),
+        ({0: qkv[0], 1: after[1]}, "inputs"),
+        ({0: gates_of("dms")[0], 1: following[1]}, "contextual"),
+    ):
+        with pytest.raises(ValueError, match=f"scores all its layers alike, and here {side} is"):
+            GateSet(gates)
+    gates = {layer: linear[layer] for layer in (0, 1)}
     assert GateSet(gates, calibrators=curves()).unit == "risk"
-    for layers in ((0,), (0, 1, 2)):
-        with pytest.raises(
-            ValueError, match=r"calibrators are for layers \[.* and gates for layers \[0, 1\]"
-        ):
-            GateSet(gates, calibrators=curves(layers))
-    with pytest.raises(ValueError, match="calibrators give mass and risk"):
-        GateSet(gates, calibrators={**curves((0,)), **curves((1,), unit="mass")})
-    with pytest.raises(ValueError, match="the calibrator of layer 1 is for 3 KV heads and its gate for 2"):
-        GateSet(gates, calibrators={**curves((0,)), **curves((1,), heads=3)})
+    for calibrators in (
+        *(curves((0,)), curves((0, 1, 2))),
+        {**curves((0,)), **curves((1,), unit="mass")},
+        {**curves((0,)), **curves((1,), heads=3)},
+    ):
+        with pytest.raises(ValueError, match="calibrate all layers, in one unit, or none"):
+            GateSet(gates, calibrators=calibrators)

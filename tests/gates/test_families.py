@@ -27,10 +27,10 @@ SETTINGS: dict[str, dict[str, object]] = {
     "mlp": {"F": 9, "activation": "silu"},
     "qkv": {"F": 9, "bias": True},
 }
-OWN = sorted(SETTINGS)
+FAMILIES = sorted(SETTINGS)
 # Variants of a family, each with a formula.
 VARIANTS: list[tuple[str, dict[str, object]]] = [
-    *((family, {}) for family in OWN),
+    *((family, {}) for family in FAMILIES),
     ("context", {"causal": False}),
     ("dms", {"decides": "own"}),
     ("dms", {"query_width": 3}),
@@ -39,7 +39,7 @@ VARIANTS: list[tuple[str, dict[str, object]]] = [
 
 
 def a_gate(family: str, **settings: object) -> Gate:
-    """One gate in float64, with nothing at its first value that could hide a mistake."""
+    """A gate in float64, with nothing at its first value that could hide a mistake."""
     dims = dims_for(family, {0: SIZES}, {**SETTINGS[family], **settings})
     gate = build_gates(family, dims)[0].double()
     with torch.no_grad():
@@ -161,10 +161,10 @@ def naive_share(state: dict[str, Tensor], x: Tensor, h: int) -> float:
         rows = slice((h * G + g) * rank, (h * G + g + 1) * rank)
         query = affine(state["queries.weight"][rows], x, state["queries.bias"][rows])
         query = vector(rms_norm(query, state["query_norm.weight"]))
-        own = dot(query, vector(key)) / math.sqrt(rank) + float(state["bias"][h, g])
+        near = dot(query, vector(key)) / math.sqrt(rank) + float(state["bias"][h, g])
         others = 0.0
         for sink in state["sink_keys"][h]:
-            others += math.exp(dot(query, sink) / math.sqrt(rank) - own)
+            others += math.exp(dot(query, sink) / math.sqrt(rank) - near)
         shares.append(1 / (1 + others))
     return sum(shares) / G
 
@@ -219,8 +219,8 @@ def padded(inputs: GateInputs, *pads: int) -> GateInputs:
 
 
 def test_every_family_is_here() -> None:
-    assert set(OWN) <= set(GATES)
-    assert set(GATES) - set(OWN) <= {"lookahead"}, "a family without a formula test"
+    assert set(FAMILIES) <= set(GATES)
+    assert set(GATES) - set(FAMILIES) <= {"lookahead"}, "a family without a formula test"
 
 
 @pytest.mark.parametrize(("family", "settings"), VARIANTS)
@@ -242,7 +242,7 @@ def test_the_context_gate_sees_no_padding_and_if_causal_nothing_later(causal: bo
         assert_same(gate(inputs.entries(slice(0, 4))), gate(inputs)[..., :4])
 
 
-def test_sink_keys_of_a_fresh_lowrank_gate_get_gradients_of_their_own() -> None:
+def test_sink_keys_of_a_fresh_lowrank_gate_get_different_gradients() -> None:
     gate = build_gates("lowrank", {0: {"E": E, "H": H, "Q": Q}})[0]
     gate(GateInputs(torch.randn(1, T, E))).square().sum().backward()
     grad = gate.sink_keys.grad
@@ -258,8 +258,8 @@ def test_the_paper_shifts_the_decisions_of_dms_and_ours_does_not() -> None:
     score = assert_naive(following, replace(inputs, valid_BT=valid_BT))[:, 0, T - 3].detach()
     assert float(score[1]) == UNDECIDED != float(score[0])
     # Of a part it says something else, so that later regimes refuse it; ours, the default, can be asked.
-    own = GATES["dms"](E=E, H=H)
-    assert following.contextual and not own.contextual and own.dims()["decides"] == "own"
+    default = GATES["dms"](E=E, H=H)
+    assert following.contextual and not default.contextual and default.dims()["decides"] == "own"
     part = following(inputs.entries(slice(0, 4)))
     assert not torch.allclose(part[..., 3], following(inputs)[..., 3])
     assert build_gates("dms", dims_for("dms", {0: SIZES}, {"decides": "next"})).contextual
@@ -376,8 +376,8 @@ def test_shared_projections_are_one() -> None:
     layers = {layer: {"E": E, "H": H, "F": 5} for layer in (0, 2, 5)}
     gates = build_gates("decay_shared", layers)
     assert gates[0].out is gates[2].out is gates[5].out and gates[0].up is not gates[2].up
-    own, shared = E * 5 + 5 + 5 * 5 + 5, 5 * H + H
-    assert sum(p.numel() for p in gates.parameters()) == 3 * own + shared
+    each, shared = E * 5 + 5 + 5 * 5 + 5, 5 * H + H
+    assert sum(p.numel() for p in gates.parameters()) == 3 * each + shared
     twin = copy.deepcopy(gates)
     assert twin[0].out is twin[5].out and twin[0].out is not gates[0].out
     gates.double()

@@ -127,7 +127,7 @@ def test_what_cannot_be_looked_behind_is_refused() -> None:
     model = tiny_model("llama")
     gates, (input_ids, mask) = trained(model), tiny_batch((0,), 40)
     layers = observe(model, input_ids, mask)
-    refused("queries of the gate's own lookahead tokens", gates.score, layers[0])
+    refused("queries of the gate's lookahead tokens", gates.score, layers[0])
     with retain.attach(model):
         whole = Cache(model, policy=None).prefill(input_ids, mask, evict=False).engine.read_only()
         cut = [replace(layer, held_BHT=layer.exists_BHT) for layer in layers]

@@ -139,8 +139,9 @@ def look_ahead(
             "lookahead tokens ask behind a whole prompt, and this evidence shows what is left of one: ask "
             "before the first eviction."
         )
-    with gates.extend(model) as extension:
-        assert isinstance(extension, LookaheadExtension)
+    extension = gates.extension
+    assert isinstance(extension, LookaheadExtension)
+    with extension.extend(model):
         weight = base.get_input_embeddings().weight
         like = torch.empty(0, dtype=base.dtype, device=weight.device)
         embeds_BSE = extension.embeds(first.valid_BT.shape[0], like)
