@@ -152,8 +152,13 @@ class Gate(nn.Module, ABC):
             floor_H: added to a risk before its logarithm, per head (zeros in other units).
             mean_H: mean target in the gate's own unit, per head: of log(risk + floor), of risk, of mass.
         """
+        if inputs.hidden_BTE is not None:
+            self.standardise_as_(inputs.hidden_BTE[counted_BT])
         self.risk_floor_H.copy_(floor_H)
         self.start_at_(mean_H)
+
+    def standardise_as_(self, hidden_NE: Float[Tensor, "N E"]) -> None:
+        """Set the input statistics, if the family has some, from these attention inputs."""
 
     def start_at_(self, mean_H: Float[Tensor, " H"]) -> None:
         """Set the output bias, so that training begins near this output."""
@@ -201,22 +206,9 @@ class HiddenGate(Gate):
 
     @torch.no_grad()
     def standardise_as_(self, hidden_NE: Float[Tensor, "N E"]) -> None:
-        """Set the input statistics from these attention inputs."""
         hidden_NE = hidden_NE.double()
         self.input_mean_E.copy_(hidden_NE.mean(0))
         self.input_scale_E.copy_(hidden_NE.std(0, correction=0).clamp_min(SMALLEST_SCALE))
-
-    @torch.no_grad()
-    def prepare_(
-        self,
-        inputs: GateInputs,
-        counted_BT: Bool[Tensor, "B T"],
-        floor_H: Float[Tensor, " H"],
-        mean_H: Float[Tensor, " H"],
-    ) -> None:
-        assert inputs.hidden_BTE is not None
-        self.standardise_as_(inputs.hidden_BTE[counted_BT])
-        super().prepare_(inputs, counted_BT, floor_H, mean_H)
 
 
 class LogitGate(HiddenGate):
@@ -380,16 +372,11 @@ class GateSet(nn.Module, ModelHubMixin):
     def __getitem__(self, layer_idx: int) -> Gate:
         if str(layer_idx) not in self.gates:
             raise ValueError(
-                f"there is no gate for layer {layer_idx}: gates exist for layers {list(self.layers)}. "
-                "Load gates that were trained on this model."
+                f"there is no gate for layer {layer_idx}: gates exist for layers {list(self.layers)}."
             )
         gate = self.gates[str(layer_idx)]
         assert isinstance(gate, Gate)
         return gate
-
-    def forward(self, inputs: Mapping[int, GateInputs]) -> dict[int, Float[Tensor, "B H T"]]:
-        """Outputs of the gates, in their own unit, for every layer given."""
-        return {layer: self[layer](layer_inputs) for layer, layer_inputs in inputs.items()}
 
     @torch.no_grad()
     def learned(self, evidence: Evidence) -> Float[Tensor, "B H T"]:
@@ -449,9 +436,6 @@ class GateSet(nn.Module, ModelHubMixin):
 
         Returns:
             `Score(values_BHT float32, unit)`, -inf on entries that do not exist.
-
-        Raises:
-            ValueError: as `learned`.
         """
         return masked_score(self.values(evidence), evidence.exists_BHT, self.unit)
 

@@ -59,7 +59,7 @@ def test_score_is_the_output_in_its_unit_and_masked(family: str) -> None:
     score = gates.score(shown)
     assert score.unit == gates.unit == UNITS[GATES[family].unit] and score.values_BHT.dtype == torch.float32
     assert torch.equal(score.values_BHT.isneginf(), ~shown.valid_BT[:, None].expand(2, H, T))
-    expected = gates({1: inputs_of(shown, gates[1])})[1].float()
+    expected = gates[1](inputs_of(shown, gates[1])).float()
     assert expected.shape == (2, H, T)
     if GATES[family].unit == "log_risk":
         expected = expected.exp()
