@@ -171,24 +171,3 @@ class Run:
 def _asked(request_id: str) -> str:
     """The id that a request was sent with: the engine appends to it."""
     return request_id.rpartition("-")[0] or request_id
-
-
-# What each eviction of this process kept: of the ranks of a parallel engine, whose workers are elsewhere.
-_SEEN: dict[str, dict[int, list[list[list[int]]]]] = {}
-
-
-def watch_rank(worker: Any) -> bool:
-    """On a rank: remember every eviction from here on. For `LLM.collective_rpc`, as the next."""
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-    def watch(request_id: str, keeps: Any) -> None:
-        _SEEN.setdefault(_asked(request_id), {})[keeps[0].shape[1]] = places_of(keeps)
-
-    _SEEN.clear()
-    get_kv_transfer_group().worker.watch = watch
-    return True
-
-
-def seen_by_rank(worker: Any) -> dict[str, dict[int, list[list[list[int]]]]]:
-    """On a rank: what its evictions kept."""
-    return _SEEN
