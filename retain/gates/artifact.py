@@ -27,8 +27,8 @@ from safetensors.torch import save as save_tensors
 from retain.gates.base import UNITS, GateSet
 from retain.gates.calibrate import Calibrator, build_calibrator, check_curve
 from retain.gates.families import GATES, build_gates, dims_for
-from retain.process.disk import write_beside
-from retain.registry import lookup
+from retain.process.disk import write_new
+from retain.process.registry import lookup
 
 SCHEMA_VERSION = 2
 WEIGHTS_FILE = "gates.safetensors"
@@ -109,9 +109,9 @@ def save_gates(
     if calibration:
         record["calibration"] = calibration
     text = json.dumps(record, indent=2, allow_nan=False) + "\n"
-    weights = write_beside(folder / WEIGHTS_FILE, payload)
+    weights = write_new(folder / WEIGHTS_FILE, payload)
     try:
-        description = write_beside(folder / METADATA_FILE, text.encode())
+        description = write_new(folder / METADATA_FILE, text.encode())
     except OSError:
         weights.unlink(missing_ok=True)
         raise

@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Float, Float32, Float64
 from torch import Tensor, nn
 
-from retain.registry import lookup
+from retain.process.registry import lookup
 
 # How the artifact names the one kind of calibrator that there is.
 KIND = "shared"

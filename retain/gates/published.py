@@ -33,7 +33,7 @@ from torch import Tensor
 
 from retain.gates.base import GateSet
 from retain.gates.families import build_gates, dims_for
-from retain.registry import lookup
+from retain.process.registry import lookup
 
 PICKLES = (".bin", ".pt", ".pth", ".pkl")
 CONFIG_FILE = "config.json"

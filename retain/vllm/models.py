@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
 
-from retain.fingerprint import fingerprint_of, shape_and_sample
+from retain.process.fingerprint import fingerprint_of, shape_and_sample
 from retain.scores.trial import entries_read
 from retain.vllm.backend import worker_here
 from retain.vllm.check import MODULES
