@@ -37,7 +37,7 @@ DISTILL := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_p
 
 # One recipe a family of gates.
 FAMILIES := $(notdir $(basename $(wildcard configs/distill/families/*.yaml)))
-.PHONY: help demo try demo-offline gates-smollm2 gates-gemma3 compare report golden test test-all test-lowest test-vllm size faults-draw faults gpu gpu-wheels bench builds sanitize quantised serve serve-demo lint format install docs release \
+.PHONY: help demo try demo-offline gates-smollm2 gates-gemma3 compare report golden test test-all test-lowest test-vllm size faults-draw faults gpu gpu-wheels bench builds sanitize serve serve-demo lint format install docs release \
 	gates gates-seed0 $(addprefix family-,$(FAMILIES))
 
 # The targets that a newcomer wants.
@@ -180,12 +180,6 @@ sanitize: $(INSTALLED)
 # Every kernel, compiled for GPUs that need not be here: shared memory, registers, spills.
 builds: $(INSTALLED)
 	$(BIN)/python -m retain.kernels.build
-
-# Weights as torchao and bitsandbytes pack them, in an environment of its own: what they warn of is not ours.
-quantised:
-	$(MAKE) $(VENV)-quantised/installed VENV=$(VENV)-quantised
-	$(VENV)-quantised/bin/pip install torchao bitsandbytes
-	$(VENV)-quantised/bin/python -m pytest -q -o filterwarnings=ignore tests/optional/quantised.py
 
 # vLLM's OpenAI server on this machine's CPU, with gates: `make serve MODEL=owner/name GATES=runs/mine`. The hub may be asked, for the model.
 # `make serve POLICY=snapkv MODEL=...` needs no gates. SERVE has further arguments of vLLM: a pool of 1 GiB, which a laptop has.

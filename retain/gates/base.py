@@ -51,21 +51,13 @@ INPUTS = {
 
 @dataclass(frozen=True)
 class GateInputs:
-    """Inputs of the gate of one layer; a gate names in `inputs` the fields that it needs.
+    """Inputs of the gate of one layer; a gate names in `inputs` the fields that it needs (`INPUTS`).
 
     Args:
-        hidden_BTE: attention input, after the input layer norm.
-        stream_BTE: the same before the norm: the residual stream.
-        queries_BQTD: a query per entry, after norm and RoPE.
-        queries_before_BQTD: the same before RoPE.
-        keys_BHTD: keys after norm and RoPE.
-        keys_before_BHTD: the same before RoPE.
-        values_BHTD: values.
-        lookahead_BQSD: queries of the lookahead tokens that `extend` added, after norm and RoPE.
+        lookahead_BQSD: queries of the lookahead tokens, after norm and RoPE.
         lookahead_keys_BHSD: their keys.
         valid_BT: False on padding; None: none. For gates that look from one entry at another.
-        scaling: factor on the layer's attention logits.
-        soft_cap: of the layer's logits; None: none.
+        scaling, soft_cap: factor on the layer's attention logits, and their cap; None: none.
         window: entries that the layer's queries see; None: all.
         sinks_Q: the layer's sink logits; None: none.
     """

@@ -3,7 +3,6 @@
 import gc
 import os
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -23,8 +22,6 @@ def make_engine(model: str, retain: dict[str, Any] | None, **settings: Any) -> A
         **settings: of the engine, in place of the ones here.
     """
     from vllm import LLM
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.engine.llm_engine import LLMEngine
 
     asked: dict[str, Any] = {
         "dtype": "float32",
@@ -40,14 +37,7 @@ def make_engine(model: str, retain: dict[str, Any] | None, **settings: Any) -> A
         "additional_config": {} if retain is None else {"retain": retain},
         **settings,
     }
-    if not asked["async_scheduling"]:
-        return LLM(model=model, **asked)
-    # vLLM switches asynchronous scheduling off on a CPU while it reads settings; its CPU runner can do it.
-    config = EngineArgs(model=model, **asked).create_engine_config()
-    config.scheduler_config.async_scheduling = True
-    engine = LLMEngine.from_vllm_config(config)
-    assert type(engine.engine_core.engine_core.scheduler).__name__ == "AsyncScheduler"
-    return SimpleNamespace(llm_engine=engine)
+    return LLM(model=model, **asked)
 
 
 def places_of(keeps: Sequence[Any]) -> list[list[list[int]]]:

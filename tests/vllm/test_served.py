@@ -36,7 +36,6 @@ POLICIES: dict[str, dict[str, Any]] = {
 MODES: dict[str, dict[str, Any]] = {
     "chunked": {"max_num_batched_tokens": 128},
     "odd": {"max_num_batched_tokens": 97},
-    "async": {"async_scheduling": True},
     "waiting": {"kv_cache_memory_bytes": 52 * BLOCK, "max_model_len": 50 * PAGE},
 }
 # Each policy in one shot and in one of the other modes.
@@ -197,33 +196,10 @@ def test_each_request_has_its_budget(run, oracle, reference):
     run.check_empty()
 
 
-def test_all_of_several_answers_evict_and_are_those_of_single_requests(engines, reference):
-    """vLLM asks the i-th of n answers under the request's seed + i.
-
-    Not in chunks: there, its runner on a CPU fails on every request with a seed (`set_offset`).
-    """
-    from vllm.sampling_params import RequestOutputKind
-
-    run = Run(engines.get(reference, SNAPKV, enable_chunked_prefill=False))
-    for i, prompt in enumerate(PROMPTS[:2]):
-        final = {"output_kind": RequestOutputKind.FINAL_ONLY}
-        run.add(f"n{i}", prompt, NEW, n=3, temperature=0.8, seed=100 + 10 * i, **final)
-        for child in range(3):
-            run.add(f"s{i}.{child}", prompt, NEW, temperature=0.8, seed=100 + 10 * i + child)
-    run.finish()
-    for i in range(2):
-        several = [list(one.token_ids) for one in sorted(run.outputs[f"n{i}"].outputs, key=lambda o: o.index)]
-        assert several == [run.answers[f"s{i}.{child}"] for child in range(3)]
-        kept = [run.kept[f"{child}_n{i}"] for child in range(3)]
-        assert kept[0] and all(one == kept[0] for one in kept)
-    run.check_empty()
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_aborts_in_every_phase(oracle, engines, reference, asynchronous):
+def test_aborts_in_every_phase(oracle, engines, reference):
     """Waiting, inside a prompt, in the step after which a prompt is evicted from, and while decoding."""
     settings = {"max_num_batched_tokens": 128, "kv_cache_memory_bytes": 70 * BLOCK}
-    run = Run(engines.get(reference, SNAPKV, async_scheduling=asynchronous, **settings))
+    run = Run(engines.get(reference, SNAPKV, **settings))
     ends = -(-len(PROMPTS[0]) // 128)
     for steps in (0, 1, ends - 1, ends, ends + 1, ends + 2, ends + 5):
         for i, prompt in enumerate(PROMPTS):
