@@ -88,7 +88,8 @@ class LookaheadExtension(nn.Module):
         Raises:
             ValueError: the model does not have the modules, or is extended by lookahead gates already.
         """
-        inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+        inner: Any = model
+        inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
         decoder, trains, active = getattr(inner, "base_model", inner), torch.is_grad_enabled(), object()
         found = {name: _module(decoder, name, widths) for name, widths in self.modules_of.items()}
         if _ACTIVE.get() is not None:

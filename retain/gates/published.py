@@ -209,7 +209,8 @@ def import_published(
     path = Path(path)
     config, stored = _config(path if path.is_dir() else path.parent), _stored(weights_of(path))
     published = _kind_of(stored, config, kind, path)
-    family, settings, found = "", {}, {}
+    family, settings = "", dict[str, Any]()
+    found: Parts = {}
     for layer, names in _layers(published, stored, sizes, path).items():
         parts = {part: stored[name]() for part, name in names.items()}
         try:
@@ -304,7 +305,7 @@ def _unpickled(path: Path) -> Any:
     array = numpy.zeros(1)
     reconstruct = array.__reduce__()[0]
     # Fast KVzip keeps its loss curves, numpy arrays, with the gates.
-    arrays = [
+    arrays: list[Any] = [
         *(reconstruct, (reconstruct, "numpy.core.multiarray._reconstruct"), numpy.ndarray, numpy.dtype),
         *(type(numpy.dtype(name)) for name in ("float32", "float64", "int64")),
     ]

@@ -13,6 +13,7 @@ from retain.gates.base import INPUTS, UNITS
 from retain.gates.calibrate import Calibrator
 from retain.shapes import axis_of
 from tests.close import assert_close
+from tests.naive import random_evidence
 
 E_WIDTH, H, Q, T, D = 12, 2, 4, 9, 4
 SIZES = {"E": E_WIDTH, "H": H, "Q": Q, "D": D}
@@ -20,24 +21,11 @@ SIZES = {"E": E_WIDTH, "H": H, "Q": Q, "D": D}
 FAMILIES = sorted(set(GATES) - {"lookahead"})
 
 
-def evidence(
-    layer_idx: int = 0, pads: tuple[int, ...] = (0, 3), hidden: torch.Tensor | None = None
-) -> Evidence:
-    B, E = len(pads), E_WIDTH if hidden is None else hidden.shape[-1]
-    valid_BT = torch.arange(T) >= torch.tensor(pads)[:, None]
-    return Evidence(
-        layer_idx=layer_idx,
-        queries_BQSD=torch.randn(B, Q, T, D),
-        keys_BHTD=torch.randn(B, H, T, D),
-        values_BHTD=torch.randn(B, H, T, D),
-        output_weight_QDE=torch.randn(Q, D, E),
-        scaling=0.5,
-        positions_BT=torch.arange(T).expand(B, T),
-        valid_BT=valid_BT,
-        hidden_BTE=torch.randn(B, T, E) if hidden is None else hidden,
-        stream_BTE=torch.randn(B, T, E),
-        rotary=Rotary(torch.tensor([1.0, 0.1])),
-    )
+def evidence(layer_idx: int = 0, pads: tuple[int, ...] = (0, 3), width: int = E_WIDTH) -> Evidence:
+    tensors = {f"{name}_BTE": torch.randn(len(pads), T, width) for name in ("hidden", "stream")}
+    sizes = {"num_tokens": T, "head_width": D, "model_width": width}
+    shown = random_evidence(pads, **sizes, **tensors, rotary=Rotary(torch.tensor([1.0, 0.1])))
+    return replace(shown, layer_idx=layer_idx)
 
 
 def gates_of(family: str, layers: tuple[int, ...] = (0, 1)) -> GateSet:
@@ -135,7 +123,7 @@ def test_missing_layer_inputs_and_wrong_width_are_refused() -> None:
     with pytest.raises(ValueError, match=r"no gate for layer 1: gates exist for layers \[0, 2\]"):
         gates.score(evidence(1))
     with pytest.raises(ValueError, match="layer 2 takes hidden states of width 12, got"):
-        gates.score(evidence(2, hidden=torch.randn(2, T, 5)))
+        gates.score(evidence(2, width=5))
     for family, name, missing in (
         ("linear", "hidden_BTE", "looks at the attention input, "),
         ("dms", "stream_BTE", "looks at the residual stream, "),

@@ -3,6 +3,7 @@
 import itertools
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from retain.gates import GateSet
 from retain.gates.artifact import load_gates, save_gates
 from retain.gates.published import KINDS, import_published
 from tests.close import assert_close
+from tests.naive import random_evidence
 from tests.refused import refusal
 
 E, H, Q, D, T, F = 12, 2, 8, 4, 9, 10
@@ -145,19 +147,9 @@ def published_forward(
 
 def shown(layer: int) -> tuple[Evidence, dict[str, Tensor]]:
     raw = {"hidden": torch.randn(2, T, E), "stream": torch.randn(2, T, E)}
-    evidence = Evidence(
-        layer_idx=layer,
-        queries_BQSD=torch.randn(2, Q, T, D),
-        keys_BHTD=torch.randn(2, H, T, D),
-        values_BHTD=torch.randn(2, H, T, D),
-        output_weight_QDE=torch.randn(Q, D, E),
-        scaling=0.5,
-        positions_BT=torch.arange(T).expand(2, T),
-        valid_BT=torch.ones(2, T, dtype=torch.bool),
-        hidden_BTE=raw["hidden"],
-        stream_BTE=raw["stream"],
-    )
-    return evidence, raw
+    tensors = {f"{name}_BTE": tensor for name, tensor in raw.items()}
+    sizes = {"num_tokens": T, "num_heads": H, "group": Q // H, "head_width": D, "model_width": E}
+    return replace(random_evidence((0, 0), **sizes, **tensors), layer_idx=layer), raw
 
 
 def assert_scores(gates: GateSet, name: str, state: State, eps: float = 1e-6) -> None:
