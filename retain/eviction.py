@@ -198,7 +198,7 @@ class BoundPolicy:
         if self.wants.learned and evidence.learned_BHT is None:
             own = self.gates
             # A control has no more than a score, which does not age.
-            learned_BHT = own.noted(evidence) if hasattr(own, "noted") else own.score(evidence).values_BHT
+            learned_BHT = own.learned(evidence) if hasattr(own, "learned") else own.score(evidence).values_BHT
             evidence = replace(evidence, learned_BHT=learned_BHT)
         if self.wants.value_norm and evidence.value_norm_BQT is None:
             evidence = replace(evidence, value_norm_BQT=value_norms(evidence))
@@ -215,7 +215,7 @@ class BoundPolicy:
         """The policy's score of one layer."""
         assert self.policy is not None
         learned = None
-        if self.learned and evidence.learned_BHT is not None and not hasattr(self.gates, "noted"):
+        if self.learned and evidence.learned_BHT is not None and not hasattr(self.gates, "learned"):
             learned = masked_score(evidence.learned_BHT, evidence.exists_BHT, unit_of(self.gates))
         elif self.learned:
             learned = self.gates.score(evidence)

@@ -163,12 +163,6 @@ class Policy(Split):
         return own | ({"weights"} if self.weights is not None else frozenset())
 
     @property
-    def cost(self) -> str:
-        """What its scores cost a layer, in the letters of `retain.shapes` (W: window queries)."""
-        costs = [SCORES[self.observed].cost] if self.observed else []
-        return "; ".join(costs + ["one gate: T F H"] * self.learned) or "nothing"
-
-    @property
     def gate_alone(self) -> bool:
         """Whether the gate's score alone decides, in the gate's own unit."""
         return self.learned and self.fusion_of(self.observed is not None, True) == "learned"
@@ -252,7 +246,7 @@ scope: which heads share a budget by score; head: each has the same, layer: thos
 layers: what layers get; uniform: the same, else by the named rule
 evaluated: the setting of its paper; a cache takes any of its own regimes with it, or refuses it by name
 needs: beyond keys and values; gates are trained, or load by folder or hub id; weights of heads are measured
-Paper, cost, variants (`name:variant`): retain.policies()[0].paper, .cost, .variants; docs/methods.md"""
+Paper, variants (`name:variant`): retain.policies()[0].paper, .variants; docs/methods.md"""
 
 
 class Presets(tuple[Policy, ...]):

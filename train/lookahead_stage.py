@@ -84,10 +84,9 @@ class Lookahead(Stage):
                 ids_BT = torch.tensor([reading.document.context_ids], device=device)
                 cache.prefill(ids_BT, evict=False)
                 targets = self._targets(reading, cache)
-            with torch.set_grad_enabled(scale is not None), self.gates.extend(model) as extension:
-                assert isinstance(extension, LookaheadExtension)
+            with torch.set_grad_enabled(scale is not None), self.extension.extend(model):
                 like = torch.empty(0, dtype=base.dtype, device=device)
-                asked = self._behind(cache, extension.embeds(1, like))
+                asked = self._behind(cache, self.extension.embeds(1, like))
                 # Inside, where the adapters are, since checkpointed layers run again on the way back.
                 return self._compare(cache, asked, targets, scale, reading.key if baselines else None)
 
