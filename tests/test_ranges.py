@@ -33,7 +33,7 @@ OUTSIDE = {
     **dict.fromkeys(("training.steps", "training.micro_batch", "target.horizon"), 0),
     **dict.fromkeys(("data.shuffle_rows", "target.repeat_chunk"), 0),
     **dict.fromkeys(("soft.budget", "soft.chunk"), 0),
-    **dict.fromkeys(("data.max_tokens", "data.max_appendix_tokens", "data.documents"), 10**12),
+    **dict.fromkeys(("data.max_tokens", "data.documents"), 10**12),
     "calibration.knots": 1,
     "data.held_out_share": 0.0,
     "training.betas": [1.5, 2],
@@ -41,7 +41,6 @@ OUTSIDE = {
     "loss.terms": {"mse": -1.0},
     "soft.terms": {"admitted": -1.0},
     "target.sources": {"own": -1.0},
-    "data.length_weights": [-1.0],
 }
 
 

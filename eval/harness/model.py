@@ -204,8 +204,8 @@ class RetainLM(HFLM):
         """Refused: there is nothing to evict from before scoring begins."""
         raise ValueError(
             f"{_tasks_of(requests)} asks for the likelihood of whole documents (loglikelihood_rolling): "
-            "there is no context to evict from before scoring begins. Take `retain diagnose --continuation "
-            "given`, which evicts before it scores, or --model hf for the full cache."
+            "there is no context to evict from before scoring begins. Take `retain diagnose --text`, which "
+            "evicts before it scores, or --model hf for the full cache."
         )
 
     def tok_batch_encode(

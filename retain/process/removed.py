@@ -44,7 +44,7 @@ REMOVED: Mapping[str, str] = {
     **dict.fromkeys(("compresskv", "retrieval_heads"), "snapkv"),
     **dict.fromkeys(("head_classes", "head_importance"), "allocation.weights, JSON of a number a head"),
     "query_centres": "a .pt file of statistics from TriAttention's own code",
-    "head_threshold": "--threshold of python -m retain.eval.head_weights",
+    "head_threshold": "python -m retain.eval.head_weights, by which half of the heads retrieve",
     "cake.variance": "leave it out: the paper's, over queries",
     **dict.fromkeys(
         (
@@ -56,7 +56,7 @@ REMOVED: Mapping[str, str] = {
         ),
         "leave it out: the score is as its authors released it",
     ),
-    "importance_beta": "--beta of python -m retain.eval.head_weights",
+    "importance_beta": "python -m retain.eval.head_weights, with HeadKV's beta of 1.5",
     **dict.fromkeys(
         ("errors", "layer_errors", "layer_least", "layer_most"), "allocation.layers: pyramid, cake or entropy"
     ),

@@ -42,7 +42,10 @@ def test_a_quantisation_that_cannot_be_had_is_refused(tmp_path: Path) -> None:
     ("document", "message"),
     [
         (Document((2, 97)), "a document holds token id 97 and the model knows 97 tokens"),
-        (Document((1,) * 10, (2,) * 7), "a document has 17 tokens with its appendix and the model takes 16"),
+        (
+            Document((1,) * 10, (2,) * 7),
+            "a document has 10 tokens, 17 with its appendix, and the model takes 16",
+        ),
         (Document((1, 2), (96,)), None),
     ],
 )
