@@ -80,7 +80,6 @@ class CompareConfig:
             of `protection` or `scope`, e.g. `none: [protection.sinks=0, protection.prefix_fraction=0]`.
         task_settings: Task or group -> settings of it, e.g. `facts: {haystack: "file:TEXT"}`.
         chat: Whether a chat template is used, where tokenizer and task have one.
-        template: More keyword arguments of the chat template.
         dtype: Of the model's weights, as torch calls it; "auto": as the checkpoint says.
         revision: Of a hub model.
         trust_remote_code: Run code that comes with the checkpoint.
@@ -88,8 +87,7 @@ class CompareConfig:
             nothing then.
         device: Where the model runs: "cpu", "cuda" (under `accelerate launch` each process on one GPU),
             or "auto".
-        batch_items: Contexts that are read together; fewer take less memory, and more steps.
-        max_sequences: Most sequences that are decoded together.
+        max_sequences: Most candidates that are decoded together; fewer take less memory, and more steps.
         baseline: Policy that the report compares every other one with; None: it compares each policy with
             gates to the best one without.
         margin_points: Difference that would not matter, in points of 100, for the verdict "equivalent".
@@ -117,13 +115,11 @@ class CompareConfig:
     protections: dict[str, tuple[str, ...]] = field(default_factory=dict)
     task_settings: dict[str, dict[str, Any]] = field(default_factory=dict)
     chat: bool = True
-    template: dict[str, Any] = field(default_factory=dict)
     dtype: str = "auto"
     revision: str | None = None
     trust_remote_code: bool = False
     device_map: str | None = None
     device: str = "cpu"
-    batch_items: Count = 8
     max_sequences: Count = 128
     baseline: str | None = None
     margin_points: Annotated[float, Field(ge=1e-6, le=100)] = 2.0

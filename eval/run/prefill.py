@@ -1,4 +1,4 @@
-"""Makes the caches of all candidates and budgets from one reading of the contexts.
+"""Makes the caches of all candidates and budgets from one reading of the context.
 
 Behind the prompt (when = prefill), the model reads `[context; question; right answer]` once, with nothing
 evicted (of the answer, what generation would have read). Cropped to what an eviction has seen, this is the
@@ -16,17 +16,18 @@ Elsewhere entries go while the model reads or decodes, so each candidate has a `
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
+import torch
 from jaxtyping import Int
 from torch import Tensor
 
 from retain.attention.chunked import truncate
 from retain.budget.statement import Budget
 from retain.eval.config import FULL, Candidate, CompareConfig, budget_for, candidates_of
-from retain.eval.run.answers import padded
-from retain.eval.run.plan import Loaded, Unit, naming
-from retain.eval.run.scores import first_entries, gate_scores, largest, oracle, score_candidates
+from retain.eval.run.plan import Loaded, Unit
+from retain.eval.run.scores import first_entries, gate_scores, oracle, score_candidates
 from retain.evidence import Evidence
 from retain.hf.cache.cache import Cache
 from retain.hf.model.decoder import layout_of
@@ -36,22 +37,11 @@ from retain.scores import Score
 
 @dataclass(frozen=True)
 class Reader:
-    """Reads the contexts of a unit."""
+    """Reads the context of a unit."""
 
     config: CompareConfig
     loaded: Loaded
     unit: Unit
-
-    @property
-    def padding(self) -> int:
-        """Padding before the first context."""
-        lengths = [len(context.ids) for context in self.unit.contexts]
-        return max(lengths) - lengths[0]
-
-    @property
-    def seeds(self) -> list[int]:
-        """Seeds of policies that draw, one for each context."""
-        return [context.random_seed for context in self.unit.contexts]
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
@@ -59,29 +49,24 @@ class Reader:
         return candidates_of(self.config, self.unit.when)
 
     @property
-    def wanted(self) -> frozenset[str]:
-        """Inputs of the gates of all candidates."""
-        sets = self.loaded.sets_of(self.candidates)
-        return frozenset[str]().union(*(gates.inputs for gates in sets.values()))
+    def questions(self) -> range:
+        """Numbers of the questions on the context."""
+        return range(len(self.unit.context.rows))
 
-    def ids(
-        self, question: int | None, *, answered: bool = False
-    ) -> tuple[Int[Tensor, "B T"], Int[Tensor, "B T"]]:
-        """Token ids and mask of the contexts, with a question behind them, and what generation reads of its
-        right answer."""
-        rows = []
-        for context in self.unit.contexts:
-            asked = () if question is None else context.encoded[question].question_ids
-            answer = context.read_back(question or 0) if answered else ()
-            rows.append([*context.ids, *asked, *answer])
-        ids_BT, mask_BT = padded(rows)
-        return ids_BT.to(self.loaded.device), mask_BT.to(self.loaded.device)
+    def ids(self, question: int | None, *, answered: bool = False) -> Int[Tensor, "1 T"]:
+        """Token ids of the context, with a question behind it, and what generation reads of its right
+        answer."""
+        context = self.unit.context
+        asked = () if question is None else context.encoded[question].question_ids
+        answer = context.read_back(question or 0) if answered else ()
+        return torch.tensor([[*context.ids, *asked, *answer]], device=self.loaded.device)
 
-    def read(self, ids_BT: Tensor, mask_BT: Tensor, *, evidence: bool, wanted: Any = ()) -> Cache:
+    def read(self, ids_BT: Int[Tensor, "1 T"], *, evidence: bool) -> Cache:
         """Reads tokens into a cache that evicts nothing."""
+        sets = self.loaded.sets_of(self.candidates).values() if evidence else ()
+        wanted = frozenset[str]().union(*(gates.inputs for gates in sets))
         cache = Cache(self.loaded.model, policy=None, slack=0)  # concat gives what decoding needs
-        mask = None if bool(mask_BT.all()) else mask_BT
-        return cache.prefill(ids_BT, mask, evict=False, hold_evidence=evidence, wanted=wanted)
+        return cache.prefill(ids_BT, evict=False, hold_evidence=evidence, wanted=wanted)
 
 
 @dataclass(frozen=True)
@@ -115,85 +100,70 @@ class SingleEviction:
         return fork.evict_with(keep, correction=policy.correction, precision=policy.precision)
 
 
+@dataclass(frozen=True)
+class RepeatedEviction:
+    """Caches that evict by their policy while they read or decode."""
+
+    reader: Reader
+
+    @property
+    def questions(self) -> range:
+        """Numbers of the questions that are asked of each cache."""
+        return self.reader.questions
+
+    def cache_of(self, candidate: Candidate, budget: Budget) -> Cache:
+        """Makes a cache that has read the context under a candidate's policy."""
+        reader, loaded = self.reader, self.reader.loaded
+        cache = Cache(loaded.model, policy=None)
+        if candidate.policy != FULL:
+            policy, gates = loaded.policies[candidate], loaded.gates_of(candidate)
+            seeds = [reader.unit.context.random_seed]
+            cache = open_cache(loaded.model, reader.config, reader.unit.when, policy, budget, gates, seeds)
+        chunk = reader.config.chunk_tokens if "chunk" in reader.unit.when else None
+        return cache.prefill(reader.ids(None), chunk_size=chunk)
+
+
 class Prefill:
-    """One reading of a unit's contexts, with a question and its right answer behind them."""
+    """A reading of a context, with a question and its right answer behind it."""
 
     def __init__(self, reader: Reader, question: int):
         self.reader, self.question = reader, question
-        with naming(reader.unit, "the prefill"):
-            self.ids_BT, self.mask_BT = reader.ids(question, answered=True)
-            self.whole = reader.read(self.ids_BT, self.mask_BT, evidence=True, wanted=reader.wanted)
+        self.ids_BT = reader.ids(question, answered=True)
+        self.whole = reader.read(self.ids_BT, evidence=True)
         assert self.whole.evidence is not None
         self.teacher = self.whole.evidence
 
     def upto(self, count: int) -> Cache:
-        """Returns a cache that has seen the first `count` tokens, padding included: cropped, or if layers
-        cannot be cropped, read again."""
+        """Returns a cache that has seen the first `count` tokens: cropped, or if layers cannot be cropped,
+        read again."""
         if layout_of(self.reader.loaded.model).alone:
-            return self.reader.read(self.ids_BT[:, :count], self.mask_BT[:, :count], evidence=False)
+            return self.reader.read(self.ids_BT[:, :count], evidence=False)
         cache = self.whole.fork()
         cache.crop(count)
         return cache
 
-    def future(self, count: int, questions: Sequence[int]) -> list[Score]:
-        """Returns the oracle's score of the first `count` entries, over these questions."""
-        made = []
-        for question in questions:
-            teacher = self.teacher
-            if question != self.question:
-                ids_BT, mask_BT = self.reader.ids(question, answered=True)
-                teacher = self.reader.read(ids_BT, mask_BT, evidence=True).evidence or []
-            made.append(oracle(teacher, count))
-        return largest(made)
-
     def evict(self, known: bool) -> SingleEviction:
         """Scores the entries for all candidates, and returns their caches to be."""
-        reader, loaded = self.reader, self.reader.loaded
-        first = reader.unit.contexts[0]
-        asked = len(first.encoded[self.question].question_ids) if known else 0
-        observed_tokens = len(first.ids) + reader.padding + asked
-        count = observed_tokens - (1 if known else 0)
-        questions = (self.question,) if known else reader.unit.questions
-        observed = [truncate(layer, observed_tokens) for layer in self.teacher]
-        with naming(reader.unit, "scoring"):
-            of_set = {
-                label: gate_scores(loaded.model, gates, observed, lambda: self.upto(observed_tokens))
-                for label, gates in loaded.sets_of(reader.candidates).items()
-            }
-            learned = {name: of_set[label] for name, label in loaded.users.items() if label in of_set}
-            others = [one for one in reader.candidates if one.policy != "oracle"]
-            scores = score_candidates(loaded.policies, others, observed, learned, reader.seeds)
-            if knowing := [one for one in reader.candidates if one.policy == "oracle"]:
-                future = {"oracle": self.future(count, questions)}
-                scores |= score_candidates(loaded.policies, knowing, observed, future, reader.seeds)
-            evidence = [truncate(layer, count) for layer in self.teacher]
-            first_scores = {
-                candidate: [first_entries(score, count) for score in layers]
-                for candidate, layers in scores.items()
-            }
-            return SingleEviction(questions, self.upto(count), evidence, first_scores, loaded.policies)
-
-
-class RepeatedEviction:
-    """A cache for each candidate and budget, which evicts by its policy while it reads or decodes."""
-
-    def __init__(self, reader: Reader):
-        self.reader, self.questions = reader, reader.unit.questions
-
-    def asked(self, cache: Cache, question: int) -> Cache:
-        """The cache that a question is asked of: a copy, but for the last question."""
-        return cache.fork() if question < self.questions[-1] else cache
-
-    def cache_of(self, candidate: Candidate, budget: Budget) -> Cache:
-        """Makes a cache that has read the contexts under a candidate's policy."""
-        reader, loaded, cache = self.reader, self.reader.loaded, None
-        if candidate.policy != FULL:
-            policy, gates = loaded.policies[candidate], loaded.gates_of(candidate)
-            cache = open_cache(
-                loaded.model, reader.config, reader.unit.when, policy, budget, gates, reader.seeds
-            )
-        chunk = reader.config.chunk_tokens if "chunk" in reader.unit.when else None
-        return (cache or Cache(loaded.model, policy=None)).prefill(*reader.ids(None), chunk_size=chunk)
+        reader, loaded, context = self.reader, self.reader.loaded, self.reader.unit.context
+        asked = len(context.encoded[self.question].question_ids) if known else 0
+        seen = len(context.ids) + asked
+        count = seen - (1 if known else 0)
+        questions = (self.question,) if known else reader.questions
+        observed = [truncate(layer, seen) for layer in self.teacher]
+        of_set = {
+            label: gate_scores(loaded.model, gates, observed, lambda: self.upto(seen))
+            for label, gates in loaded.sets_of(reader.candidates).items()
+        }
+        learned = {name: of_set[label] for name, label in loaded.users.items() if label in of_set}
+        if any(one.policy == "oracle" for one in reader.candidates):
+            others = (reader.ids(number, answered=True) for number in questions if number != self.question)
+            teachers = (reader.read(ids_BT, evidence=True).evidence or [] for ids_BT in others)
+            learned["oracle"] = oracle(chain([self.teacher], teachers), count)
+        seeds = [context.random_seed]
+        scores = score_candidates(loaded.policies, reader.candidates, observed, learned, seeds)
+        cut = {one: [first_entries(score, count) for score in layers] for one, layers in scores.items()}
+        evidence = [truncate(layer, count) for layer in self.teacher]
+        return SingleEviction(questions, self.upto(count), evidence, cut, loaded.policies)
 
 
 Caches = SingleEviction | RepeatedEviction
@@ -204,13 +174,12 @@ def caches_of(reader: Reader) -> Iterator[tuple[str, Caches]]:
     if reader.unit.when != "prefill":
         yield "unknown", RepeatedEviction(reader)
         return
-    for question in reader.unit.questions:
-        if question > 0 and "known" not in reader.config.question:
-            return
-        prefill = Prefill(reader, question)
-        for state in reader.config.question:
-            if state == "known" or question == 0:
-                yield state, prefill.evict(state == "known")
+    for question in reader.questions:
+        states = [state for state in reader.config.question if state == "known" or question == 0]
+        prefill = Prefill(reader, question) if states else None
+        for state in states:
+            assert prefill is not None
+            yield state, prefill.evict(state == "known")
 
 
 def open_cache(

@@ -5,7 +5,7 @@ and the beginning of the answer if the row gives one, follow the question. Conte
 text, before tokenization, so that no token spans them and the context's tokens do not depend on the question.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +48,6 @@ def encode(
     model: Any = None,
     *,
     chat: bool = True,
-    template: Mapping[str, Any] | None = None,
 ) -> Encoded:
     """Encode a row.
 
@@ -57,7 +56,6 @@ def encode(
         tokenizer: Of the model.
         model: The model, whose configs may name further end tokens and the longest text that it reads.
         chat: Whether a chat template is used, if the tokenizer has one and the row wants one.
-        template: More keyword arguments of the chat template.
 
     Raises:
         ValueError: The chat template cannot be used, or the model does not read as many tokens.
@@ -68,7 +66,7 @@ def encode(
         return Encoded(context, question, right, (), ids["evidence"])
     before, after, begin = "", "", opening_ids(tokenizer)
     if chat and row.extra.get("chat", True) and getattr(tokenizer, "chat_template", None) is not None:
-        (before, after), begin = chat_frame(tokenizer, template), ()
+        (before, after), begin = chat_frame(tokenizer), ()
     ends = end_ids_of(tokenizer, model)
     context_ids = (*begin, *_ids(tokenizer, before + row.context))
     text = row.question + after + row.answer_prefix
@@ -125,16 +123,16 @@ def end_ids_of(tokenizer: Any, model: Any = None) -> tuple[int, ...]:
     return tuple(dict.fromkeys(end for end in ends if end is not None))
 
 
-def chat_frame(tokenizer: Any, template: Mapping[str, Any] | None = None) -> tuple[str, str]:
+def chat_frame(tokenizer: Any) -> tuple[str, str]:
     """Texts that a chat template writes before the user's message, and between it and the answer.
 
     The model is not to think before it answers: `enable_thinking` is false, and a thought that a template
-    opens is closed. `template` are more keyword arguments of the template.
+    opens is closed.
 
     Raises:
         ValueError: The template refuses a message, or does not write it as it is.
     """
-    how = {"enable_thinking": False, "chat_template": dated_template(tokenizer), **(template or {})}
+    how = {"enable_thinking": False, "chat_template": dated_template(tokenizer)}
     chat = [{"role": "user", "content": MARK}]
     try:
         text = str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **how))
