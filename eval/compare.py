@@ -35,7 +35,7 @@ from retain.eval.run.checks import load_checked
 from retain.eval.run.measure import measure
 from retain.eval.run.memory import check_equal_bytes
 from retain.eval.run.plan import Context, Loaded, Unit, naming, task_settings, units_of
-from retain.eval.run.table import append_lines, digest, finish_run, key_of, open_run, read_table
+from retain.eval.run.table import LOCK, append_lines, digest, finish_run, key_of, open_run, read_table
 from retain.hf.model.identity import fingerprint, identity_of
 from retain.models.named import commit_of
 from retain.process.disk import disk_errors
@@ -159,6 +159,7 @@ def compare(config: CompareConfig, processes: Processes | None = None, *, typed:
         complete = open_run(config.folder, manifest, expected)
         processes.wait()
         measure_all(config, loaded, units, processes)
+        (config.folder / LOCK).unlink(missing_ok=True)
         if not complete:
             finish_run(config.folder, finished=now(), processes=processes.count)
         return write_report(config.folder)

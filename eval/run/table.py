@@ -173,7 +173,6 @@ def open_run(folder: Path, manifest: Mapping[str, Any], expected: Mapping[Key, s
 def finish_run(folder: Path, **more: Any) -> None:
     """Adds to the manifest what is known at a run's end."""
     write_json(folder / MANIFEST, {**read_manifest(folder), **more})
-    (folder / LOCK).unlink(missing_ok=True)
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
