@@ -55,10 +55,10 @@ def test_every_way_to_write_a_day_is_that_of_the_fixed_one():
     assert chat_frame(tokenizer)[0] == TODAY.strftime(how) == "Friday July 26 26 00:00:00 208 24"
 
 
-def test_a_template_takes_arguments_or_is_refused():
+def test_a_template_that_changes_a_message_is_refused():
     tokenizer = chat_tokenizer.__wrapped__("chatml", "bytes")
-    tokenizer.chat_template += "{% if enable_thinking %}<think>{% endif %}{{ more }}"
-    assert chat_frame(tokenizer, {"more": "!"})[1].endswith("assistant\n!")
+    tokenizer.chat_template += "{% if enable_thinking %}<think>{% endif %}"
+    assert chat_frame(tokenizer)[1].endswith("assistant\n")
     tokenizer.chat_template = "{% for m in messages %}{{ m.content | upper }}{% endfor %}"
     refused("does not write a message of plain text once, as it is", chat_frame, tokenizer)
     tokenizer.chat_template = "{{ raise_exception('no such role') }}"
