@@ -447,7 +447,7 @@ def _intervals(same: Sequence[Reading]) -> dict[str, list[float] | None]:
         for name, means in values.items():
             found = paired_interval([np.array(means)])
             how = math.exp if name == "perplexity_ratio" else float
-            made[name] = None if found.undefined else [how(found.low), how(found.high)]
+            made[name] = None if found.method == "undefined" else [how(found.low), how(found.high)]
     return made
 
 
