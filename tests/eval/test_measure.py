@@ -15,7 +15,7 @@ from retain.eval.run.answers import respond
 from retain.eval.run.checks import load_checked
 from retain.eval.run.memory import check_equal_bytes, positions_held
 from retain.eval.run.plan import Unit
-from retain.eval.run.prefill import Prefill, Reader
+from retain.eval.run.prefill import Reader, caches_of, scores_of
 from retain.eval.run.scores import first_entries, gate_scores, oracle
 from retain.evidence import attention_probs
 from retain.hf.cache.cache import Cache
@@ -233,18 +233,22 @@ def test_policies_with_one_score_score_once(gated, shared, monkeypatch):
 
 @pytest.mark.parametrize("known", [False, True])
 def test_the_oracle_looks_at_every_question_that_is_asked_of_what_is_left(gated, shared, known):
-    config = small(gated, policies=("oracle",), tasks=(shared,), items_per_task=3)
+    state = ("known" if known else "unknown",)
+    config = small(gated, policies=("oracle",), tasks=(shared,), items_per_task=3, question=state)
     loaded, contexts = load_checked(config)
     (context,) = contexts[shared]
-    prefill = Prefill(Reader(config, loaded, Unit("prefill", context, {})), 0)
-    evicted = prefill.evict(known)
+    reader = Reader(config, loaded, Unit("prefill", context, {}))
+    (caches,) = [one for one in caches_of(reader) if one.numbers[0] == 0]
+    assert [*caches.numbers] == ([0] if known else [0, 1, 2])
     count = len(context.ids) + (len(context.encoded[0].question_ids) - 1 if known else 0)
-    assert evicted.evidence[0].num_seen == count and [*evicted.questions] == ([0] if known else [0, 1, 2])
+    assert caches.make(Candidate("full"), config.budgets[0]).num_seen == count
+    whole = reader.read(reader.ids(0, answered=True), evidence=True)
+    made = scores_of(reader, whole, 0, count, known=known)
     futures = []
-    for number in evicted.questions:
+    for number in caches.numbers:
         ids = [*context.ids, *context.encoded[number].question_ids, *context.read_back(number)]
         futures.append(oracle([observe(loaded.model, torch.tensor([ids]))], count))
-    for layer, score in enumerate(evicted.scores[Candidate("oracle")]):
+    for layer, score in enumerate(made[Candidate("oracle")]):
         values = torch.stack([future[layer].values_BHT for future in futures])
         assert torch.allclose(score.values_BHT, values.amax(0), rtol=1e-4)
         assert known or not torch.allclose(score.values_BHT, values[0], rtol=1e-2)
