@@ -20,7 +20,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from retain.eval.config import CompareConfig, all_candidates, compare_parser, config_of, policy_settings
+from retain.eval.config import (
+    CompareConfig,
+    all_candidates,
+    compare_parser,
+    config_of,
+    gates_identity,
+    policy_settings,
+)
 from retain.process.command import command, parse_first
 
 if __name__ == "__main__":
@@ -91,16 +98,13 @@ def identity_of_run(config: CompareConfig, loaded: Loaded) -> dict[str, Any]:
             name: getattr(config, name) for name in ("every", "chunk_tokens", "context_tokens", "chat")
         },
         "policies": {
-            one.label: {"policy": policy_settings(loaded.policies[one]), "gates": _gates(loaded, one)}
+            one.label: {
+                "policy": policy_settings(loaded.policies[one]),
+                "gates": gates_identity(loaded.gates_of(one)),
+            }
             for one in all_candidates(config)
         },
     }
-
-
-def _gates(loaded: Loaded, candidate: Any) -> dict[str, Any] | None:
-    gates = loaded.gates_of(candidate)
-    names = ("sha256", "family", "layers", "inputs", "unit")
-    return None if gates is None else {name: gates.metadata.get(name) for name in names}
 
 
 def manifest_of(
@@ -110,10 +114,9 @@ def manifest_of(
     seed that this config asks for."""
     tasks = {task: {"settings": task_settings(config, task)} for task in contexts}
     machine = environment(loaded.device.type, 0)
-    rows: dict[str, dict[str, list[int]]] = {task: {} for task in contexts}
-    for task, of_task in contexts.items():
-        for row in (row for context in of_task for row in context.rows):
-            rows[task].setdefault(str(row.seed), []).append(row.item)
+    rows: dict[str, dict[str, list[int]]] = {}
+    for row in (row for of_task in contexts.values() for context in of_task for row in context.rows):
+        rows.setdefault(row.task, {}).setdefault(str(row.seed), []).append(row.item)
     return {
         "run": config.run,
         "command": typed or f"retain compare {config.model} run={config.run}",
@@ -131,15 +134,8 @@ def manifest_of(
 
 
 def compare(config: CompareConfig, processes: Processes | None = None, *, typed: str = "") -> Any:
-    """Runs a comparison to its end, and reports it.
-
-    Args:
-        config: Of the comparison.
-        processes: Of the launch; the first of them writes the manifest and the report.
-        typed: Command for the manifest.
-
-    Returns:
-        The report; None in processes after the first.
+    """Runs a comparison to its end, and reports it; None in processes after the first. `typed` is the command
+    for the manifest.
 
     Raises:
         ValueError: The config is wrong, another run holds the folder, or it holds lines of another identity.

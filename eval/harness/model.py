@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 import retain
-from retain.eval.config import policy_settings
+from retain.eval.config import gates_identity, policy_settings
 from retain.eval.run.table import digest
 from retain.hf.cache.cache import Cache
 from retain.hf.cache.regime import Regime
@@ -45,8 +45,6 @@ with require("lm-eval", "lm_eval", what="retain.eval.harness.model"):
     from lm_eval.api.registry import register_model
     from lm_eval.models.huggingface import HFLM
 
-# Gates' metadata that decides their scores.
-OF_GATES = ("sha256", "family", "layers", "inputs", "unit")
 # Arguments of lm-eval's that change no answer, or that other parts of the identity say.
 NEUTRAL = ("batch_size", "max_batch_size", "tokenizer", "max_length")
 # Of a cache's report; entries are (layer, KV head, token) triples, generated tokens among them.
@@ -114,7 +112,7 @@ class RetainLM(HFLM):
         self.marker, self.seed = context_marker, seeds
         self.retain_handle = attach(self.model)
         rule = load_policy(policy, changes)
-        loaded = gates and load_gates(gates, self.model, allow_other_weights=allow_other_weights)
+        loaded = load_gates(gates, self.model, allow_other_weights=allow_other_weights) if gates else None
         budget = {"keep_ratio": keep_ratio, "tokens_per_head": tokens_per_head, "bytes": bytes}
         budget = {name: value for name, value in budget.items() if value is not None}
         self._request: dict[str, Any] = {"policy": rule, "regime": regime, "every": every, "gates": loaded}
@@ -129,7 +127,7 @@ class RetainLM(HFLM):
             "budget": budget,
             "regime": regime,
             "every": every if "decode" in regime else None,
-            "gates": loaded and {name: loaded.metadata.get(name) for name in OF_GATES},
+            "gates": gates_identity(loaded),
             "seeds": seeds,
             "context_marker": context_marker,
             "max_length": self.max_length,

@@ -6,7 +6,7 @@ shortest context of each task.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,6 @@ from retain.eval.run.plan import Context, Loaded, load_contexts, load_model
 from retain.eval.run.prefill import open_cache
 from retain.eval.tasks.sources import SOURCES, task_names
 from retain.gates import GateSet
-from retain.head_weights import read_weights
 from retain.hf.model.gates import load_gates, own_gates
 from retain.models.named import dtype_of
 from retain.policy import Policy
@@ -124,9 +123,8 @@ def _grid(config: CompareConfig) -> Iterator[str]:
     if Path(config.run).name != config.run or config.run in ("", ".", ".."):
         yield f"`run` is the name of a folder under {config.results}, got {config.run!r}"
     named = None if config.dtype == "auto" else error_of(dtype_of, config.dtype)
-    for refused in (error_of(task_names, config.tasks), error_of(resolve_device, config.device), named):
-        if refused is not None:
-            yield str(refused)
+    tried = (error_of(task_names, config.tasks), error_of(resolve_device, config.device), named)
+    yield from (str(refused) for refused in tried if refused is not None)
     known = [*config.tasks, *SOURCES, *dict.fromkeys(task.partition("/")[0] for task in SOURCES)]
     for name in config.task_settings:
         if name not in known:
@@ -149,24 +147,15 @@ def _grid(config: CompareConfig) -> Iterator[str]:
 
 
 def _misfits(config: CompareConfig, loaded: Loaded) -> Iterator[str]:
-    """Tries the cache of every candidate: its fusion may not take the unit of its gates, its weights may not
-    be fitted, it may not evict at this time, or lack its head weights. Behind the prompt, a protected window
-    shorter than the gates were trained for is measured as it is stated."""
+    """Tries the cache of every candidate: its gates may have another unit or a wider protected window, it may
+    not evict at this time, or lack its head weights."""
     for when in config.when:
         for candidate in candidates_of(config, when):
             policy, place = loaded.policies[candidate], loaded.users.get(candidate.policy)
-            if policy.weights is not None and (refused := error_of(read_weights, policy.weights)):
-                yield f"policy {candidate.label!r}: {refused}"
-                continue
             if candidate.policy in CONTROLS or (place is not None and place not in loaded.gates):
                 continue  # missing gates are said already
-            gates = loaded.gates_of(candidate)
-            if when == "prefill" and gates is not None:
-                window = gates.metadata.get("protected_window") or 0
-                recent = max(window, policy.protection.recent)
-                policy = replace(policy, protection=replace(policy.protection, recent=recent))
-            refused = error_of(open_cache, loaded.model, config, when, policy, config.budgets[0], gates)
-            if refused:
+            how = (loaded.model, config, when, policy, config.budgets[0], loaded.gates_of(candidate))
+            if refused := error_of(open_cache, *how):
                 yield f"policy {candidate.label!r} with when={when}: {refused}"
 
 
@@ -175,16 +164,16 @@ def _budgets(
 ) -> Iterator[str]:
     """Tries each candidate's protection at every budget, on the shortest context of all tasks."""
     every = [context for of_task in contexts.values() for context in of_task]
-    for context in [min(every, key=lambda one: len(one.ids))] if every else []:
-        row, tokens = context.rows[0], len(context.ids)
-        for candidate in all_candidates(config):
-            for budget in config.budgets:
-                if refused := error_of(_protect, policies[candidate], budget, tokens):
-                    yield (
-                        f"policy {candidate.label!r} at {budget_label(budget)}, on item {row.item} of task "
-                        f"{row.task!r} (seed {row.seed}), whose context has {tokens} tokens: {refused} Or "
-                        "leave the task out, or raise context_tokens."
-                    )
+    shortest = min(every, key=lambda one: len(one.ids), default=None)
+    for candidate, budget in product(all_candidates(config), config.budgets if shortest else ()):
+        assert shortest is not None
+        row, tokens = shortest.rows[0], len(shortest.ids)
+        if refused := error_of(_protect, policies[candidate], budget, tokens):
+            yield (
+                f"policy {candidate.label!r} at {budget_label(budget)}, on item {row.item} of task "
+                f"{row.task!r} (seed {row.seed}), whose context has {tokens} tokens: {refused} Or leave the "
+                "task out, or raise context_tokens."
+            )
 
 
 def _protect(policy: Policy, budget: Budget, tokens: int) -> None:

@@ -70,7 +70,7 @@ def _group(reader: Reader, caches: Caches, budget: Budget, candidates: Sequence[
             held = [held_of(cache, candidates[0], budget, loaded.policies)]
         seconds = round((time.perf_counter() - began) / len(answers), 4)
         for candidate, counts, answer in zip(candidates, held, answers, strict=True):
-            text = answer_text(row, answer, loaded.tokenizer, encoded.end_ids)
+            text = answer_text(row, answer, loaded.tokenizer)
             key = line_key(row, candidate, budget, unit.when, caches.question)
             lines.append(
                 Line(

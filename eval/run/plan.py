@@ -196,7 +196,6 @@ def naming(unit: Unit) -> Iterator[None]:
 
     Raises:
         ValueError: Out of memory, or a refusal of a policy.
-        RuntimeError: Any other error.
     """
     try:
         yield
@@ -205,6 +204,5 @@ def naming(unit: Unit) -> Iterator[None]:
             f"out of memory in {unit.name}: nothing of it was scored. Lower max_sequences, and start the run "
             f"again: it goes on here ({str(error).partition('.')[0]})."
         ) from error
-    except (ValueError, RuntimeError) as error:
-        kind = ValueError if isinstance(error, ValueError) else RuntimeError
-        raise kind(f"in {unit.name}: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"in {unit.name}: {error}") from error

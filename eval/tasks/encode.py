@@ -5,7 +5,7 @@ and the beginning of the answer if the row gives one, follow the question. Conte
 text, before tokenization, so that no token spans them and the context's tokens do not depend on the question.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,25 +87,12 @@ def encode(
     return Encoded(context_ids, question_ids, (*answer_ids, *ends[:1]), ends, evidence)
 
 
-def answer_text(
-    row: Row, generated: Sequence[int], tokenizer: Any, end_ids: Iterable[int] | None = None
-) -> str:
-    """Text of an answer as it is scored: behind a thought, up to the end of the answer.
-
-    Args:
-        row: Whose answer it is.
-        generated: Generated token ids.
-        tokenizer: Of the model.
-        end_ids: Tokens that end it, `Encoded.end_ids`; None: those that the tokenizer knows.
-
-    Returns:
-        The text; of a row that is given as token ids, the names of the tokens, a space between two.
-    """
+def answer_text(row: Row, generated: Sequence[int], tokenizer: Any) -> str:
+    """Text of an answer (token ids up to its end) as it is scored: behind a thought. For a row of token ids,
+    the names of the tokens, a space between two."""
     if "token_ids" in row.extra:
         return " ".join(tokenizer.convert_ids_to_tokens(list(generated)))
-    ends = {*(end_ids_of(tokenizer) if end_ids is None else end_ids)}
-    stop = next((place for place, token in enumerate(generated) if token in ends), len(generated))
-    text = str(tokenizer.decode(list(generated[:stop]), skip_special_tokens=True)).rpartition(THOUGHT)[2]
+    text = str(tokenizer.decode(list(generated), skip_special_tokens=True)).rpartition(THOUGHT)[2]
     if row.extra.get("first_line"):
         text = text.lstrip("\n").partition("\n")[0]
     for end in row.extra.get("stop", ()):

@@ -52,13 +52,12 @@ def test_answers_are_greedy_whatever_the_checkpoint_says(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("raised", "kind", "says"),
+    ("raised", "says"),
     [
-        (torch.OutOfMemoryError("CUDA out of memory. Tried"), ValueError, "out of memory in item 0 of t"),
-        (ValueError("too few"), ValueError, r"in item 0 of t \(seed 0, decode\): too few"),
-        (RuntimeError("shape"), RuntimeError, r"in item 0 of t \(seed 0, decode\): shape"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried"), "out of memory in item 0 of t"),
+        (ValueError("too few"), r"in item 0 of t \(seed 0, decode\): too few"),
     ],
 )
-def test_an_error_names_its_unit_and_is_no_score(raised, kind, says):
-    with pytest.raises(kind, match=says), naming(Unit("decode", context(0), {})):
+def test_an_error_names_its_unit_and_is_no_score(raised, says):
+    with pytest.raises(ValueError, match=says), naming(Unit("decode", context(0), {})):
         raise raised

@@ -161,7 +161,7 @@ def test_weights_of_heads_are_part_of_the_identity(tmp_path):
     path.write_text(json.dumps({str(layer): [1.0, 0.5] for layer in range(4)}))
     refused(r"policies\.mine\.policy\.allocation\.weights\.0", compare, config)
     path.unlink()
-    refused("policy 'mine': head weights .* do not exist", compare, config)
+    refused("policy 'mine' with when=prefill: head weights .* do not exist", compare, config)
 
 
 def test_the_file_of_centres_is_part_of_the_identity(tmp_path):

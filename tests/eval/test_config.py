@@ -188,8 +188,9 @@ def test_a_context_that_is_too_short_is_refused_by_its_name(tmp_path):
 
 def test_devices_are_those_that_there_are(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert resolve_device("auto") == torch.device("cpu")
-    with pytest.raises(ValueError, match="torch sees no GPU here: take device=cpu, or auto"):
+    with pytest.raises(ValueError, match="torch sees 0 GPUs: take device=cpu, or auto"):
         resolve_device("cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

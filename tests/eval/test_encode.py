@@ -128,7 +128,6 @@ def test_an_answer_is_scored_behind_a_thought_and_up_to_its_end(said, extra, sco
     tokenizer = load_tokenizer()
     ids = tokenizer(said, add_special_tokens=False)["input_ids"]
     assert answer_text(row(**extra), ids, tokenizer) == scored
-    assert answer_text(row(**extra), [*ids, 9, *ids], tokenizer, end_ids=(9,)) == scored
 
 
 def test_an_answer_ends_at_any_end_that_the_model_knows():

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from retain.eval.metrics import METRICS
+from retain.eval.run.answers import cut
 from retain.eval.tasks import facts, reference
 from retain.eval.tasks.encode import answer_text, encode
 from retain.eval.tasks.haystacks import different_places, identity, load_haystack
@@ -66,7 +67,7 @@ def test_a_row_is_always_the_same_and_no_other(name):
 def test_the_right_answer_scores_one_and_an_empty_one_nothing(name):
     tokenizer, row = load_tokenizer(), made(name)
     encoded = encode(row, tokenizer)
-    shown = answer_text(row, encoded.answer_ids, tokenizer, encoded.end_ids)
+    shown = answer_text(row, cut(encoded.answer_ids, encoded.end_ids), tokenizer)
     assert METRICS[row.metric](shown, row) == 1.0 and METRICS[row.metric]("", row) == 0.0
     # Rows of token ids end by their number of tokens.
     assert len(encoded.answer_ids) <= row.max_new_tokens + (not encoded.end_ids)
@@ -201,7 +202,7 @@ def test_the_reference_model_answers_with_the_full_cache():
             output = model.generate(
                 ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0, **exact
             )
-        text = answer_text(row, output[0, ids.shape[1] :].tolist(), tokenizer, encoded.end_ids)
+        text = answer_text(row, cut(output[0, ids.shape[1] :].tolist(), encoded.end_ids), tokenizer)
         right.append(METRICS[row.metric](text, row))
     assert sum(right) >= 3
 
