@@ -83,7 +83,7 @@ def launched() -> Iterator[Processes]:
 
 
 def identity_of_run(config: CompareConfig, loaded: Loaded) -> dict[str, Any]:
-    """What decides a value of the table, apart from the rows: never where it came from."""
+    """Settings and weights that decide a value of the table, apart from the rows; never their places."""
     model = loaded.model
     return {
         "retain": retain.__version__,
@@ -110,7 +110,7 @@ def identity_of_run(config: CompareConfig, loaded: Loaded) -> dict[str, Any]:
 def manifest_of(
     config: CompareConfig, loaded: Loaded, contexts: dict[str, list[Context]], typed: str
 ) -> dict[str, Any]:
-    """What made the lines of a run. `identity` decides their values; `rows` are the items of each task and
+    """The manifest of a run. `identity` decides their values; `rows` are the items of each task and
     seed that this config asks for."""
     tasks = {task: {"settings": task_settings(config, task)} for task in contexts}
     machine = environment(loaded.device.type, 0)

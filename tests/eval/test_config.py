@@ -30,7 +30,7 @@ BARE = ("protection.sinks=0", "protection.prefix_fraction=0", "protection.suffix
 
 
 def refusal(config) -> str:
-    """What a comparison is refused with; nothing is written."""
+    """The message that refuses a comparison; nothing is written."""
     with pytest.raises(ValueError) as caught:
         compare(config)
     assert not config.folder.exists()
