@@ -15,10 +15,10 @@ import torch
 from retain.config import Count, Whole
 from retain.future import WEIGHTS
 from retain.gates import GATES, LookaheadGate, build_gates, dims_for
-from retain.gone import hint_of
 from retain.hf.intercept.lookahead_pass import lookahead_gates
 from retain.models.unloaded import Precision
-from retain.registry import lookup, suggest
+from retain.process.registry import lookup, suggest
+from retain.process.removed import hint_of
 from retain.train.calibration.fit import CalibrationSettings
 from retain.train.data.branches import check_document
 from retain.train.data.document import Document
@@ -123,17 +123,11 @@ def check(config: DistillConfig, num_processes: int) -> None:
 
 def _check_stage(config: DistillConfig) -> None:
     gate = lookup(config.gate.family, GATES, what="gate family")
-    local = config.stage == "local"
     refuse(
         (
             (config.stage == "lookahead") != (gate.extension is not None),
             f"stage={config.stage} does not train gates of family {config.gate.family!r}: the stage "
             "`lookahead` and the family `lookahead` go together, and with nothing else.",
-        ),
-        (
-            local and "bce" in config.loss.terms and config.target.aggregate == "mass",
-            "loss.terms.bce compares probabilities, and target.aggregate=mass adds attention up, beyond 1: "
-            "take max, mean or block_max, or the loss smooth_l1.",
         ),
         (
             config.calibration.wanted and config.data.held_out == 1,

@@ -71,7 +71,7 @@ def _budgets(group: "DataFrame") -> list[tuple[str, "DataFrame"]]:
 def _sentence(
     at: "DataFrame", asked: Sequence[Compared], config: Mapping[str, Any], full: "Series[float]"
 ) -> str:
-    """Says which policy is ahead at a budget, and by how much; `full` holds the full cache's score, if it was measured."""
+    """Says which policy is ahead at a budget; `full` holds the full cache's score, if it was measured."""
     budget, score = str(at["budget"].iloc[0]), dict(zip(at["line"], at["score"], strict=True))
     names = sorted((line for line in score if line not in CONTROLS), key=lambda line: -score[line])
     lead, here = f"With {budget_words(budget)}", [one for one in asked if one.budget == budget]

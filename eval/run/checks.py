@@ -36,8 +36,8 @@ from retain.hf.model.gates import load_gates, own_gates
 from retain.models.named import dtype_of
 from retain.policy import Policy
 from retain.presets import policies
+from retain.process.registry import suggest
 from retain.protection import protected_mask
-from retain.registry import suggest
 
 # Fields whose entries are each named once.
 REPEATABLE = ("seeds", "tasks", "when", "question", "keep_ratios", "tokens_per_head", "policies")
