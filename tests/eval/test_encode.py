@@ -51,10 +51,10 @@ def test_the_day_of_a_template_is_always_the_same():
     assert chat_frame(tokenizer)[0] == "26 Jul 2024: "
 
 
-def test_a_template_takes_arguments_or_is_refused():
+def test_a_template_that_changes_a_message_is_refused():
     tokenizer = chat_tokenizer.__wrapped__("chatml", "bytes")
-    tokenizer.chat_template += "{% if enable_thinking %}<think>{% endif %}{{ more }}"
-    assert chat_frame(tokenizer, {"more": "!"})[1].endswith("assistant\n!")
+    tokenizer.chat_template += "{% if enable_thinking %}<think>{% endif %}"
+    assert chat_frame(tokenizer)[1].endswith("assistant\n")
     tokenizer.chat_template = "{% for m in messages %}{{ m.content | upper }}{% endfor %}"
     refused("does not write a message of plain text once, as it is", chat_frame, tokenizer)
     tokenizer.chat_template = "{{ raise_exception('no such role') }}"
@@ -124,7 +124,6 @@ def test_an_answer_is_scored_behind_a_thought_and_up_to_its_end(said, extra, sco
     tokenizer = load_tokenizer()
     ids = tokenizer(said, add_special_tokens=False)["input_ids"]
     assert answer_text(row(**extra), ids, tokenizer) == scored
-    assert answer_text(row(**extra), [*ids, 9, *ids], tokenizer, end_ids=(9,)) == scored
 
 
 def test_an_answer_ends_at_any_end_that_the_model_knows():
