@@ -199,7 +199,7 @@ def policy_settings(policy: Policy) -> dict[str, Any]:
         FileNotFoundError: There is no such file.
     """
     settings = asdict(replace(policy, paper="", regime="any", variants={}))
-    if (path := policy.allocation.weights) is not None:
+    if (path := policy.weights) is not None:
         settings["allocation"]["weights"] = {str(layer): [*row] for layer, row in read_weights(path).items()}
     for name in FILES:
         if (path := settings["observed_settings"].get(name)) is not None:

@@ -84,6 +84,10 @@ _OWN_SCORER = (
     "it reads the attention input of all entries, which is not kept: read the prompt at once under regime "
     "'prefill', or take a policy that ships"
 )
+_ONCE = (
+    "entries that are held in fewer bits cannot be merged into any more: read the prompt at once under "
+    "regime 'prefill', or leave correction or precision out"
+)
 TABLE = (
     _row("gates", "again", _LOOKS_AROUND, lambda own: own.contextual),
     _row("gates", "chunks", _LOOKS_AROUND, lambda own: own.contextual),
@@ -101,7 +105,9 @@ TABLE = (
     ),
     _row("scorer", "again", _OWN_SCORER),
     _row("scorer", "chunks", _OWN_SCORER),
-    _row("merge", "bits", "entries in fewer bits are not merged: take correction or precision, not both"),
+    _row("merge", "bits again", _ONCE),
+    _row("merge", "bits chunks", _ONCE),
+    _row("merge", "bits window", _ONCE),
     _row(
         "bits",
         "bytes again",
@@ -184,7 +190,7 @@ def methods_of(policy: Policy, gates: Any = None, scorer: Any = None) -> Iterato
         yield Method("merge", "its correction")
     if policy.precision is not None:
         yield Method("bits", "its precision")
-    if policy.allocation.weights is not None:
+    if policy.weights is not None:
         yield Method("weights", "allocation.weights")
 
 
@@ -256,11 +262,11 @@ def check_gates(policy: Policy, budget: Budget, gates: Any, *, scored_elsewhere:
     if unit != wanted:
         problems.append(
             f"fusion {how!r} wants a gate in {wanted!r}, and these gates are in {unit!r}: calibrate them to "
-            "risk (train/distill.py, calibration.kind shared), or take fusion 'learned', which "
-            "takes any unit"
+            "risk (train/distill.py, calibration.kind shared), or take fusion 'rank_blend' or "
+            "'learned', which take any unit"
         )
-    made = unit if how == "learned" else wanted
-    if made == "rank" and policy.allocation.layers == "entropy" and how != "observed":
+    made = "rank" if how == "rank_blend" else unit if how == "learned" else wanted
+    if made == "rank" and policy.layers == "entropy" and how != "observed":
         problems.append(
             "allocation.layers 'entropy' wants numbers, and the score is in 'rank', of which only the order "
             "means something: calibrate the gates to risk, or leave it out"

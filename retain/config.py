@@ -47,7 +47,7 @@ def load(path: str | os.PathLike[str] | None, cls: type[X], overrides: Sequence[
 
     Args:
         path: the file. Relative paths inside it are left as written. None: no file, the overrides alone.
-        cls: the (frozen) dataclass to build.
+        cls: the (frozen) dataclass to build; if it has `KINDS`, the union of dataclasses that it stands for.
         overrides: `key=value` or `section.key=value`, the value read as YAML; applied after the file, in
             order.
 
@@ -190,7 +190,7 @@ def _problems(mapping: Any, cls: Any, where: str) -> tuple[Any, list[str]]:
 
 @cache
 def _adapter(cls: Any) -> TypeAdapter[Any]:
-    listed: Any = types.GenericAlias(list, (cls,))
+    listed: Any = types.GenericAlias(list, (getattr(cls, "KINDS", cls),))
     return TypeAdapter(listed, config=STRICT)
 
 
@@ -229,20 +229,27 @@ def _of_one_member(errors: Sequence[Any], data: Any) -> list[Any]:
 
 def _said(error: Any, data: Any, cls: Any, where: str) -> str:
     """Put a problem into words."""
-    keys, _ = _split(error, data)
-    name = where
+    keys, members = _split(error, data)
+    name, kind_of = where, ""
     for key in keys:
         name = _joined(name, key)
     kind, value = error["type"], error["input"]
+    if members and members[0][0] == () and hasattr(cls, "KINDS"):
+        kind_of = (
+            f" of a {cls.__name__} with {get_args(cls.KINDS)[-1].discriminator.__name__} {members[0][1]!r}"
+        )
     if kind == "missing":
         return f"missing key {name!r}"
     if kind == "unexpected_keyword_argument":
-        sections = _sections(cls, keys[:-1])
+        sections = _sections(getattr(cls, "KINDS", cls), keys[:-1])
         known = {field.name: None for section in sections for field in fields(section)}
-        hint = hint_of(name) or suggest(str(keys[-1]), known) or f"; known keys: {', '.join(known)}"
+        hint = hint_of(name) or suggest(str(keys[-1]), known) or f"{kind_of}; known keys: {', '.join(known)}"
         return f"unknown key {name!r}{hint}"
     context, said, hint = error.get("ctx", {}), error["msg"], ""
     expected = context.get("expected", "")
+    if kind == "union_tag_invalid":  # named by the function that tells the members apart
+        name, expected = _joined(name, context["discriminator"].rstrip("()")), context["expected_tags"]
+        value, said = context["tag"], f"input should be one of {expected}"
     start = f"{name}: " if name else ""
     if kind == "value_error":  # what the dataclass itself refuses
         return f"{start}{context['error']}"
@@ -250,6 +257,8 @@ def _said(error: Any, data: Any, cls: Any, where: str) -> str:
         hint = suggest(value, re.findall("'([^']*)'", expected))
     elif isinstance(value, bool):
         hint = " (YAML reads yes, no, on, off as true or false: quote a word)"
+    if kind == "none_required":
+        said += kind_of
     return f"{start}{said[0].lower()}{said[1:]}, got {_shown(value)}{hint}"
 
 

@@ -287,6 +287,9 @@ class ByFunction:
         self.function, self.joint = function, joint
         self.kept: list[Keep] = []
 
+    def measure(self, element_size: int) -> None:
+        """Nothing depends on it."""
+
     def look(self, evidence: Evidence, token_BT: Int[Tensor, "B T"] | None = None) -> Keep | None:
         keep_BHT, shape = self.function(evidence), tuple(evidence.exists_BHT.shape)
         if not isinstance(keep_BHT, Tensor) or keep_BHT.dtype != torch.bool or keep_BHT.shape != shape:
@@ -323,18 +326,22 @@ class ByPolicy:
         joint: bool = False,
         kept_rows: Collection[int] = (),
     ):
-        self.bound = bound
+        self.bound, self.asked_jointly, self.kept_rows = bound, joint, kept_rows
         self.lower: Sequence[Tensor | None] = ()
         self.candidates: list[Candidates] = []
         self.whole: list[Keep] = []
-        self.call, self.plan = call, bound.plan(call)
-        covers_B = self.plan.covers_B
-        self.rows = [row for row, covered in enumerate(covers_B) if not covered and row not in kept_rows]
+        self._plan(call)
+
+    def _plan(self, call: Arriving) -> None:
+        self.call, self.plan, self.num_looked = call, self.bound.plan(call), 0
+        covers_B, correction = self.plan.covers_B, self.bound.correction
+        self.rows = [row for row, covered in enumerate(covers_B) if not covered and row not in self.kept_rows]
         self.part = self.plan if len(self.rows) == len(covers_B) else self.plan.select_batch(self.rows)
         self.cascade = Cascade(self.part)
         # A correction wants the final sets: cut again and again while layers come, an entry would be merged
         # into one that goes later, and from there into one that is unlike it.
-        self.joint = joint or (bound.correction is not None and self.crosses_layers and bool(self.rows))
+        corrects = correction is not None and self.crosses_layers and bool(self.rows)
+        self.joint = self.asked_jointly or corrects
 
     @property
     def idle(self) -> bool:
@@ -351,6 +358,16 @@ class ByPolicy:
         """Short sequences that are held whole, by number."""
         return self.plan.totals.whole
 
+    def measure(self, element_size: int) -> None:
+        """Plan anew where keys come in another precision than weights are in (autocast), as long as no layer
+        was shown: bytes hold other entries then, and `rows` may be others.
+
+        Args:
+            element_size: bytes of a number of the keys.
+        """
+        if element_size != self.call.element_size and not self.num_looked:
+            self._plan(replace(self.call, element_size=element_size))
+
     def look(self, evidence: Evidence, token_BT: Int[Tensor, "B T"] | None = None) -> Keep | None:
         """Look at the next layer.
 
@@ -362,6 +379,7 @@ class ByPolicy:
             its keep mask; None where all layers are decided on in the end.
         """
         whole_BHT, self.lower = evidence.exists_BHT, ()
+        self.num_looked += 1
         if self.joint:
             self.whole.append(whole_BHT)
         if not self.rows:

@@ -1,8 +1,8 @@
 """Fuses an observed score and a learned score into one.
 
-Scores are fused only in the same unit. `max` keeps an entry that either side rates high: the learned risk is
-the prior for risks that a short window under-observes. Every fusion reads one layer alone, so that a cascade
-can decide layer by layer, and only entries that the head holds.
+Scores are compared only in the same unit; `rank_blend` blends unlike ones. `max` keeps an entry that either
+side rates high: the learned risk is the prior for what a short window under-observes. Every fusion reads one
+layer alone, so that a cascade can decide layer by layer, and only entries that the head holds.
 """
 
 from collections.abc import Callable
@@ -10,32 +10,31 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from retain.budget.ranking import rank_entries
 from retain.evidence import Score
 from retain.process.registry import lookup
 
-# Functions of observed and learned scores.
-FUSIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "max": torch.maximum,
-    "sum": torch.add,
-    "observed": lambda o_BHT, l_BHT: o_BHT,
-    "learned": lambda o_BHT, l_BHT: l_BHT,
-}
 
-
-def fuse(observed: Score | None, learned: Score | None, how: str = "max") -> Score:
+def fuse(observed: Score | None, learned: Score | None, how: str = "max", *, weight: float = 0.5) -> Score:
     """Fuse two scores of one layer.
 
-    With `o` observed and `l` learned:
+    With `o` observed, `l` learned, and `w` the weight of the learned side:
 
     - `max`: `max(o, l)`; one unit.
-    - `sum`: `o + l`; one unit, risk or mass. Between `max` and twice `max`; of two entries with equal learned
+    - `sum`: `o + l`; one unit. Between `max` and twice `max`; of two entries with equal learned
       risk, the one with more observed risk comes first.
     - `observed`, `learned`: that one alone.
+    - `rank_blend`: `(1-w) * rank(o) + w * rank(l)`, where `rank` is the share of the head's other entries
+      that rank below (0..1, ties to the later position); any units; the result is in `rank`.
 
     Args:
         observed: score over queries already seen; None if there is none.
         learned: a gate's score; None if there is none.
         how: which fusion.
+        weight: of the learned side in `rank_blend`, in [0, 1].
+
+    Returns:
+        the fused score.
 
     Raises:
         ValueError: if a score is missing, or the units do not fit the fusion.
@@ -59,12 +58,45 @@ def fuse(observed: Score | None, learned: Score | None, how: str = "max") -> Sco
         )
     if how in ("observed", "learned"):
         return observed if how == "observed" else learned
-    if observed.unit != learned.unit or (how == "sum" and observed.unit == "rank"):
-        raise ValueError(
-            f"fusion {how!r} wants two scores in one unit{', risk or mass' if how == 'sum' else ''}, and the "
-            f"observed one is in {observed.unit!r}, the learned one in {learned.unit!r}: take another "
-            "observed score (observed_risk is in 'risk'), or fusion 'learned'."
-        )
+    _check_units(how, observed.unit, learned.unit)
+    fused_BHT = function(o_BHT, l_BHT, weight)
+    # NaN of either side stays, so that selection refuses it by name (ranks and masks would hide it).
     missing_BHT = o_BHT.isneginf()
-    fused_BHT = function(o_BHT, l_BHT).masked_fill(missing_BHT, float("-inf"))
-    return Score(fused_BHT, observed.unit)
+    nan_BHT = (o_BHT.isnan() | l_BHT.isnan()) & ~missing_BHT
+    fused_BHT = fused_BHT.masked_fill(missing_BHT, float("-inf")).masked_fill(nan_BHT, float("nan"))
+    return Score(fused_BHT, "rank" if how == "rank_blend" else observed.unit)
+
+
+def _check_units(how: str, observed: str, learned: str) -> None:
+    """Refuse units that a fusion does not take."""
+    both = f"the observed score is in {observed!r} while the learned one is in {learned!r}: use "
+    if how == "max" and observed != learned:
+        raise ValueError(
+            f"fusion 'max' compares numbers, and {both}an observed score in {learned!r} (observed_risk is in "
+            "'risk'), or fusion 'rank_blend', which takes any units."
+        )
+    if how == "sum" and (observed != learned or observed == "rank"):
+        raise ValueError(
+            f"fusion 'sum' adds numbers of one unit, and {both}an observed score in {learned!r}, both in "
+            "risk or in mass, or fusion 'rank_blend', which takes any units."
+        )
+
+
+def _rank_blend(o_BHT: Tensor, l_BHT: Tensor, weight: float) -> Tensor:
+    return (1 - weight) * _rank_share(o_BHT) + weight * _rank_share(l_BHT)
+
+
+def _rank_share(values_BHT: Tensor) -> Tensor:
+    """Share of the head's other entries that rank below: 1 for the best, 0 for the worst that exists."""
+    others_BH1 = (values_BHT > float("-inf")).sum(-1, keepdim=True) - 1
+    return (others_BH1 - rank_entries(values_BHT)).float() / others_BH1.clamp_min(1)
+
+
+# Of observed scores, learned scores, and the weight of the latter.
+FUSIONS: dict[str, Callable[..., Tensor]] = {
+    "max": lambda o_BHT, l_BHT, weight: torch.maximum(o_BHT, l_BHT),
+    "sum": lambda o_BHT, l_BHT, weight: o_BHT + l_BHT,
+    "observed": lambda o_BHT, l_BHT, weight: o_BHT,
+    "learned": lambda o_BHT, l_BHT, weight: l_BHT,
+    "rank_blend": _rank_blend,
+}

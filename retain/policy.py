@@ -19,6 +19,7 @@ from torch import Tensor
 from retain.budget.allocation import Candidates, Shares
 from retain.budget.cascade import keep_sets
 from retain.budget.joint import make_bids
+from retain.budget.split import ByScore
 from retain.budget.statement import Budget, LayerShape, Stock, select_rows, spread
 from retain.budget.two_stage import stage_by_mass
 from retain.config import stated_of
@@ -37,7 +38,6 @@ __all__ = [
     "candidates_of",
     "check_budget",
     "decide_layers",
-    "keep_masks",
     "load_policy",
     "plan_of",
     "policies",
@@ -103,7 +103,7 @@ def decide_layers(
 
     Args:
         layers: the evidence of all layers that evict, in order, of all tokens seen (after earlier evictions
-            use `plan_of`, `candidates_of` and `keep_masks`, as a cache does).
+            use `plan_of`, `candidates_of` and `keep_sets`, as a cache does).
         budget: of them all; a policy without scores keeps everything whatever the budget.
         learned: the gate's scores, one a layer.
         observed: replace the policy's own observed scores (controls).
@@ -135,7 +135,7 @@ def decide_layers(
             for layer, one, other in zip(layers, learned or none, observed or none, strict=True)
         ]
     candidates = [candidates_of(plan, score) for score in scores]
-    keeps = keep_masks(plan, candidates)
+    keeps = keep_sets(plan, candidates)
     return [
         Decision(keep_BHT, score.values_BHT, plan.protected_BT.to(keep_BHT.device))
         for keep_BHT, score in zip(keeps, scores, strict=True)
@@ -193,7 +193,7 @@ def score_entries(
         zeros_BHT = torch.zeros_like(evidence.keys_BHTD[..., 0])
         return masked_score(zeros_BHT, evidence.exists_BHT, "rank")
     how = policy.fusion_of(observed is not None, learned is not None)
-    fused = fuse(observed, learned, how)
+    fused = fuse(observed, learned, how, weight=policy.fusion_weight)
     if policy.draw is not None:
         # By the observed score if there is one: the draw makes up for what a maximum passes over.
         fused = replace(fused, draw_BHT=draw_keys(observed or fused, evidence, seeds_B))
@@ -334,9 +334,7 @@ def candidates_of(
     bids, free_BHT = None, None
     weight_B: tuple[Fraction, ...] = ()
     if policy.scope != "head" and plan.threshold is None:
-        compete = (
-            score if policy.allocation.compete_by == "score" else Score(_first_of(policy, score), score.unit)
-        )
+        compete = score if policy.guard.compete_by == "score" else Score(_first_of(policy, score), score.unit)
         if policy.draw is not None and score.draw_BHT is None:
             raise ValueError(
                 f"policy {policy.name!r} draws a share of its budget, and its score brings nothing to draw "
@@ -345,21 +343,12 @@ def candidates_of(
         draw_BHT = None if policy.draw is None else score.draw_BHT
         bids, free_BHT = make_bids(compete.values_BHT, exists_BHT, kept_BHT, plan.least_B, place_BT, draw_BHT)
         least_BH = bids.guaranteed_BH
-    if policy.weighs_layers:
+    if isinstance(policy.allocation, ByScore):
         weight_B = _layer_weights(policy, score, exists_BHT, protected_BHT)
     first_BHT = _first_of(policy, score) if policy.two_stages else None
     held_B, guaranteed_B = torch.stack([held_BH.sum(-1), least_BH.sum(-1)]).tolist()
     sure = least_BH, tuple(guaranteed_B)
     return Candidates(score_BHT, kept_BHT, tuple(held_B), *sure, first_BHT, bids, free_BHT, weight_B)
-
-
-def keep_masks(plan: Plan, candidates: Sequence[Candidates]) -> list[Bool[Tensor, "B H T"]]:
-    """Compute the keep mask of each layer from the candidates of all layers that evict, in order.
-
-    Raises:
-        ValueError: if a budget cannot hold the guaranteed entries.
-    """
-    return keep_sets(plan, candidates)
 
 
 def _first_of(policy: Policy, score: Score) -> Tensor:
@@ -376,7 +365,7 @@ def _layer_weights(
     policy: Policy, score: Score, exists_BHT: Tensor, protected_BHT: Tensor
 ) -> tuple[Fraction, ...]:
     """Weights by which layers share a budget; 0 for a sequence without entries."""
-    if policy.allocation.layers == "cake":
+    if policy.layers == "cake":
         if score.layer_weight_B is None:
             raise ValueError(
                 f"policy {policy.name!r} shares its budget over layers by CAKE's preference, and its score "

@@ -1,23 +1,32 @@
 """Defines `Policy`, and loads the presets that ship with the project.
 
-`retain/policy.py` reads a policy. Settings that contradict one another are found when it is made, all at
-once.
+A policy is one of three dataclasses, by its scope; `retain/policy.py` reads it. What is wrong with its
+settings is found when it is made, all at once.
 """
 
 import warnings
 from collections.abc import Sequence
 from dataclasses import field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, Discriminator, Tag
 from pydantic.dataclasses import dataclass
 
 from retain import config
-from retain.budget.split import Split
+from retain.budget.split import (
+    ByHead,
+    ByScore,
+    Pyramid,
+    SharedByScore,
+    SharedPyramid,
+    SharedUniform,
+    Split,
+    Uniform,
+)
 from retain.budget.statement import LayerShape
 from retain.cache.precision import Precision
-from retain.config import STRICT
+from retain.config import STRICT, Share
 from retain.correction.merge import METADATA_BYTES, Merge
 from retain.process.registry import lookup
 from retain.protection import Protection
@@ -26,7 +35,7 @@ from retain.scores.trial import try_settings
 
 Regime = Literal["any", "context_only", "query_aware", "chunked", "decode", "prefill+decode"]
 REGIMES: tuple[Regime, ...] = get_args(Regime)
-Fusion = Literal["max", "sum", "observed", "learned"]
+Fusion = Literal["max", "sum", "observed", "learned", "rank_blend"]
 
 
 def _known_score(name: str) -> str:
@@ -38,12 +47,16 @@ def _known_score(name: str) -> str:
 class Policy(Split):
     """Settings of all stages that decide which entries stay. Without any score, everything stays.
 
+    Made as a `HeadPolicy`, a `LayerPolicy` or a `ModelPolicy`, which say how heads split a budget; a
+    `Policy(...)` itself is a TypeError.
+
     Args:
         name: how it is called in reports.
         observed: score over queries already seen, a name in `retain.scores.SCORES`; None for none.
         observed_settings: settings of that score.
         learned: whether it takes a gate's score.
         fusion: how the two become one; None is `max` with both, and the one that there is with one.
+        fusion_weight: of the learned side, for `rank_blend`, in 0..1.
         protection: entries that are never evicted.
         correction: how what stays makes up for what goes (`retain.correction`); None: it does not.
         precision: in how many bits what stays is held (`retain.cache.precision`); None: as it was.
@@ -60,12 +73,19 @@ class Policy(Split):
     observed_settings: dict[str, Any] = field(default_factory=dict)
     learned: bool = False
     fusion: Fusion | None = None
+    fusion_weight: Share = 0.5
     protection: Protection = Protection()
     correction: Merge | None = None
     precision: Precision | None = None
     regime: Regime = "any"
     paper: str = ""
     variants: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    KINDS: ClassVar[Any]
+
+    def __new__(cls, *arguments: Any, **settings: Any) -> "Policy":
+        if cls is Policy:
+            raise TypeError("a Policy is made as HeadPolicy, LayerPolicy or ModelPolicy (retain.presets).")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         score: Score | None = None
@@ -74,13 +94,30 @@ class Policy(Split):
             score, problems = try_settings(self.observed, self.observed_settings)
         elif self.observed_settings:
             problems.append(f"observed_settings {self.observed_settings} belong to no score: name observed")
-        problems += self.contradictions + (self._wanted_of(score) if score is not None else [])
+        problems += self._contradictions() + (self._wanted_of(score) if score is not None else [])
         if problems:
             raise ValueError(f"policy {self.name!r}: {'; '.join(problems)}.")
 
+    def _contradictions(self) -> list[str]:
+        """Settings of which one would make another one empty."""
+        problems: list[str] = []
+        by_mass = self.first_stage is not None and self.first_stage.by == "mass"
+        if self.draw is not None and self.first_stage is not None:
+            problems.append("draw stands beside one stage by score: take first_stage null")
+        if self.draw is not None and self.guard.compete_by != "score":
+            problems.append(
+                "draw wants heads to compete by what orders each of them: take allocation.compete_by 'score'"
+            )
+        if by_mass and isinstance(self.allocation, Pyramid | ByHead):
+            problems.append(
+                "a first stage by mass may take a head's whole mean budget, and layers by pyramid and "
+                "allocation.weights may give it less: take first_stage by 'budget'"
+            )
+        return problems
+
     def _wanted_of(self, score: Score) -> list[str]:
         """Settings that need what the observed score does not provide."""
-        layers, problems = self.allocation.layers, []
+        layers, problems = self.layers, []
         by_value = {
             "fusion 'sum'": self.fusion == "sum",
             "draw": self.draw is not None,
@@ -91,7 +128,7 @@ class Policy(Split):
                 f"{', '.join(wanting)} wants numbers, and {self.observed!r} is in 'rank', of which only the "
                 "order means something: take an observed score in 'risk' or 'mass'"
             )
-        two_stages = self.first_stage is not None or self.allocation.compete_by == "first"
+        two_stages = self.first_stage is not None or self.guard.compete_by == "first"
         if two_stages and score.first_BHT is None and not self.learned:
             problems.append(
                 f"first_stage and allocation.compete_by 'first' want a score of two stages, and "
@@ -117,11 +154,11 @@ class Policy(Split):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Fields that its scores read beyond keys and values: `window`, `running`, `seeds`, `gates`,
-        `weights` of heads (`retain.budget.head_weights`), ..."""
+        """Fields that scores read beyond keys and values: `window`, `running`, `seeds`, `gates`, `weights` of
+        heads (`retain.budget.head_weights`), ..."""
         fields = SCORES[self.observed].needs_with(self.observed_settings) if self.observed else frozenset()
         fields |= {"gates"} if self.learned else frozenset()
-        return fields | ({"weights"} if self.allocation.weights is not None else frozenset())
+        return fields | ({"weights"} if self.weights is not None else frozenset())
 
     @property
     def gate_alone(self) -> bool:
@@ -155,8 +192,48 @@ class Policy(Split):
     @property
     def unit(self) -> str:
         """Unit of its score, as far as it is known before any layer is scored."""
+        if self.fusion == "rank_blend":
+            return "rank"
         trial = self._trial
         return trial.unit if trial else "risk" if self.learned else "rank"
+
+
+@dataclass(frozen=True, config=STRICT, kw_only=True)
+class HeadPolicy(Policy):
+    """Each head gets the same, or what its layer's share or its own number says."""
+
+    scope: Literal["head"] = "head"
+    allocation: Uniform | Pyramid | ByScore | ByHead = Uniform()
+    draw: None = None
+
+
+@dataclass(frozen=True, config=STRICT, kw_only=True)
+class LayerPolicy(Policy):
+    """The heads of a layer share one budget by score."""
+
+    scope: Literal["layer"] = "layer"
+    allocation: SharedUniform | SharedPyramid | SharedByScore = SharedUniform()
+
+
+@dataclass(frozen=True, config=STRICT, kw_only=True)
+class ModelPolicy(Policy):
+    """The heads of all layers share one budget by score."""
+
+    scope: Literal["model"] = "model"
+    allocation: SharedUniform = SharedUniform()
+
+
+def scope(stated: dict[str, Any]) -> Any:
+    """Tells policies apart."""
+    return stated.get("scope", "head")
+
+
+Policy.KINDS = Annotated[
+    Annotated[HeadPolicy, Tag("head")]
+    | Annotated[LayerPolicy, Tag("layer")]
+    | Annotated[ModelPolicy, Tag("model")],
+    Discriminator(scope),
+]
 
 
 # The settings in which papers evaluate, in words; others are regimes of a cache.
@@ -180,7 +257,7 @@ class Presets(tuple[Policy, ...]):
                 ", ".join(sorted(one.needs)) or "nothing",
                 EVALUATED.get(one.regime, one.regime),
             )
-            rows.append((one.name, one.unit, one.scope, one.allocation.layers, evaluated, needs))
+            rows.append((one.name, one.unit, one.scope, one.layers, evaluated, needs))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows) + f"\n{LEGEND}"
 

@@ -128,7 +128,7 @@ def small(name: str, heads_file: str) -> Policy:
     changes = {"window": 4, "page_size": 3, "lag": 3, "sinks": 2}
     own = {key: changes.get(key, value) for key, value in policy.observed_settings.items()}
     policy = replace(policy, observed_settings=own)
-    if policy.allocation.weights is not None:
+    if policy.weights is not None:
         policy = replace(policy, allocation=replace(policy.allocation, weights=heads_file))
     return policy
 
@@ -332,11 +332,11 @@ def check(
     stated = spread(budget, stock.lengths_B, shapes)
     for b, (counts, held) in enumerate(zip(counts_BL, stock.held_BL, strict=True)):
         own = stated.equal_BL[b]
-        crosses = policy.scope == "model" or policy.allocation.layers in ("cake", "entropy")
-        if crosses or policy.allocation.weights is not None:
+        crosses = policy.scope == "model" or policy.layers in ("cake", "entropy")
+        if crosses or policy.weights is not None:
             assert sum(counts) == min(sum(own), sum(held))
         else:
-            if policy.allocation.layers == "pyramid":
+            if policy.layers == "pyramid":
                 own = [line[b] for line in replace(plan, totals=stated).fixed_LB]
                 assert sum(own) == sum(stated.equal_BL[b])
             assert counts == [min(share, there) for share, there in zip(own, held, strict=True)]
@@ -347,7 +347,7 @@ def check(
         assert not (one.protected_BT[:, None] & ~keep_BHT).any()
         assert torch.equal(keep_BHT.any(-1), exists_BHT.any(-1))
         check_order(policy, candidates_of(plan, score), keep_BHT)
-        if policy.scope == "head" and policy.allocation.weights is None:
+        if policy.scope == "head" and policy.weights is None:
             # A head that gets fewer than another, by more than one, has no more.
             kept_BH, held_BH = keep_BHT.sum(-1), exists_BHT.sum(-1)
             assert ((kept_BH >= kept_BH.amax(-1, keepdim=True) - 1) | (kept_BH == held_BH)).all()

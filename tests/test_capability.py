@@ -33,7 +33,7 @@ REFUSED = {
     "again": (*AROUND, "scorer", "merge bits", "bits bytes"),
     "chunks": (*AROUND, "scorer", "merge bits"),
     "window": ("gates lookahead", "merge bits"),
-    "padding": ("merge bits",),
+    "padding": (),
 }
 
 

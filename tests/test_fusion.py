@@ -20,11 +20,17 @@ def _score(seed: int, unit: str = "risk", *, ties: bool = False) -> Score:
     return masked_score((values * 3).floor() if ties else values, VALID, unit)
 
 
+def _share(row: list[float], i: int) -> float:
+    exists = [k for k in range(len(row)) if row[k] > float("-inf")]
+    return sum(row[k] < row[i] or (row[k] == row[i] and k < i) for k in exists) / (len(exists) - 1)
+
+
 @pytest.mark.parametrize("how", sorted(FUSIONS))
+@pytest.mark.parametrize("weight", [0.1, 0.5, 0.9])
 @pytest.mark.parametrize("ties", [(True, False), (False, True)], ids=["observed ties", "learned ties"])
-def test_fusions_are_their_formulas(how, ties):
+def test_fusions_are_their_formulas(how, weight, ties):
     observed, learned = _score(0, ties=ties[0]), _score(1, ties=ties[1])
-    fused = fuse(observed, learned, how)
+    fused = fuse(observed, learned, how, weight=weight)
     naive = torch.full((2, 3, 9), float("-inf"), dtype=torch.float64)
     for b in range(2):
         for h in range(3):
@@ -37,9 +43,10 @@ def test_fusions_are_their_formulas(how, ties):
                         "sum": o + l,
                         "observed": o,
                         "learned": l,
+                        "rank_blend": (1 - weight) * _share(rows[0], i) + weight * _share(rows[1], i),
                     }[how]
     assert_close(fused.values_BHT, naive)
-    assert fused.unit == "risk"
+    assert fused.unit == ("rank" if how == "rank_blend" else "risk")
 
 
 @pytest.mark.parametrize("how", sorted(FUSIONS))
@@ -84,12 +91,16 @@ def test_what_is_no_number_is_refused_and_not_hidden(how, side, scope):
 
 
 def test_unlike_units_are_not_fused():
-    refused("in 'mass', the learned one in 'risk'.*observed_risk", fuse, _score(0, "mass"), _score(1), "max")
+    with pytest.raises(
+        ValueError, match="observed score is in 'mass' while the learned one is in 'risk'.*observed_risk"
+    ):
+        fuse(_score(0, "mass"), _score(1), "max")
     for observed, learned in (("mass", "risk"), ("risk", "rank"), ("rank", "rank")):
-        wanted = f"'sum' wants two scores in one unit, risk or mass.*in '{observed}'.*in '{learned}'"
+        wanted = f"'sum' adds numbers of one unit.*in '{observed}' while .*in '{learned}'.*'rank_blend'"
         refused(wanted, fuse, _score(0, observed), _score(1, learned), "sum")
     for unit in ("risk", "mass"):
         assert fuse(_score(0, unit), _score(1, unit), "sum").unit == unit
+    assert fuse(_score(0, "mass"), _score(1), "rank_blend").unit == "rank"
 
 
 def test_missing_scores_unknown_fusions_and_other_shapes_are_refused():
@@ -105,10 +116,11 @@ def test_missing_scores_unknown_fusions_and_other_shapes_are_refused():
 
 REFUSED = [
     (
-        "keydiff",
-        {"fusion": "sum"},
-        "fusion 'sum' wants numbers, and 'keydiff' is in 'rank'.*'mass'",
+        "observed_risk",
+        {"fusion_weight": 1.5},
+        "fusion_weight: input should be .* to 1, got 1.5",
     ),
+    ("keydiff", {"fusion": "sum"}, "fusion 'sum' wants numbers, and 'keydiff' is in 'rank'.*'mass'"),
     ("lru", {"fusion": "sum"}, "fusion 'sum' wants numbers, and 'lru' is in 'rank'.*'risk' or 'mass'"),
 ]
 
@@ -122,6 +134,7 @@ def test_the_unit_of_a_fused_policy():
     for name, how, unit in (
         ("snapkv", "sum", "mass"),
         ("observed_risk", "sum", "risk"),
+        ("snapkv", "rank_blend", "rank"),
     ):
         assert policy_of("own", name, learned=True, fusion=how).unit == unit
     assert load_policy("learned", ["fusion=sum"]).unit == "risk"

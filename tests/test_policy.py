@@ -88,7 +88,7 @@ def test_unknown_names_are_told_with_a_suggestion(tmp_path):
     (tmp_path / "mine.yaml").write_text("name: mine\nobserved: snapk\nfusion: maxx\nscope: heads\n")
     with pytest.raises(
         ValueError,
-        match=r"scope: input should be 'head', .*, got 'heads' \(str\) \(did you mean 'head'\?",
+        match=r"scope: input should be one of 'head', .*, got 'heads' \(str\) \(did you mean 'head'\?",
     ):
         load_policy(tmp_path / "mine.yaml")
     (tmp_path / "mine.yaml").write_text("name: mine\nobserved: snapk\nfusion: maxx\n")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from retain import presets
-from retain.budget.split import Draw
+from retain.budget.split import Draw, Pyramid
 from retain.budget.statement import Budget
 from retain.policy import decide_layers, load_policy, policies, score_entries
 from retain.presets import REGIMES
@@ -59,7 +59,7 @@ def test_presets_protect_alike_so_that_a_comparison_compares_scores():
 
 
 def test_presets_share_as_published():
-    table = {preset.name: (preset.scope, preset.allocation.layers) for preset in policies()}
+    table = {preset.name: (preset.scope, preset.layers) for preset in policies()}
     assert {name: own for name, own in table.items() if own != ("head", "uniform")} == SHARED
 
 
@@ -144,19 +144,19 @@ REFUSED = [
             ),
             (
                 {"scope": "model", "allocation": {"layers": "pyramid"}},
-                "allocation.layers 'pyramid' would not be read: take scope 'layer'",
+                "allocation.layers: input should be 'uniform', got 'pyramid'",
             ),
             (
-                {"allocation": {"safeguard": "guaranteed", "compete_by": "first"}},
-                "allocation.safeguard, allocation.compete_by wants heads that share: take scope 'layer'",
+                {"allocation": {"safeguard": "guaranteed"}},
+                "unknown key 'allocation.safeguard'",
             ),
             (
                 {"scope": "layer", "allocation": {"weights": "heads.json"}},
-                "allocation.weights says what each head gets: take scope 'head'",
+                "unknown key 'allocation.weights'",
             ),
             (
                 {"allocation": {"layers": "pyramid", "weights": "heads.json"}},
-                "allocation.layers 'pyramid' would not be read: .* no weights",
+                "unknown key 'allocation.weights'",
             ),
         )
     ),
@@ -181,10 +181,19 @@ def test_what_cannot_be_meant_is_found_when_a_policy_is_made(settings_, message)
     refused(message, policy_of, "mine", **settings_)
 
 
-def test_a_policy_made_in_code_is_checked_and_copied():
-    made = presets.Policy("mine", observed="snapkv", scope="model", draw=Draw(0.5))
+def test_a_policy_made_in_code_is_one_of_three_kinds():
+    """Each kind refuses what contradicts its scope, which the class that they share could not."""
+    for stated in (
+        {},
+        {"scope": "head", "draw": Draw(0.5)},
+        {"scope": "model", "allocation": Pyramid("pyramid")},
+    ):
+        with pytest.raises(TypeError, match="HeadPolicy, LayerPolicy or ModelPolicy"):
+            presets.Policy("mine", observed="snapkv", **stated)
+    made = presets.ModelPolicy("mine", observed="snapkv", draw=Draw(0.5))
     assert pickle.loads(pickle.dumps(made)) == copy.deepcopy(made) == replace(made, draw=made.draw)
-    refused("draw wants heads that share", presets.Policy, "mine", observed="snapkv", draw=Draw(0.5))
+    refused("draw", presets.HeadPolicy, "mine", observed="snapkv", draw=Draw(0.5))
+    refused("allocation", presets.ModelPolicy, "mine", observed="snapkv", allocation=Pyramid("pyramid"))
 
 
 def test_a_package_without_its_presets_says_so(tmp_path, monkeypatch):

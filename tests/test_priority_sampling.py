@@ -141,7 +141,7 @@ def test_it_is_drawn_by_what_was_observed_and_by_the_gate_where_nothing_was():
     layers = make_evidence(0, 2, 12, (0, 2))
     seen, learned = learned_scores(layers, 0), learned_scores(layers, 1)
     for layer, own, gate in zip(layers, seen, learned, strict=True):
-        for fusion in ("max", "sum", "learned"):
+        for fusion in ("max", "sum", "learned", "rank_blend"):
             policy = drawn(learned=True, fusion=fusion)
             score = score_entries(policy, layer, observed=own, learned=gate, seeds_B=[7, 8])
             assert torch.equal(score.draw_BHT, draw_keys(own, layer, [7, 8]))
@@ -163,9 +163,9 @@ def test_it_is_drawn_by_what_was_observed_and_by_the_gate_where_nothing_was():
 
 
 CANNOT: list[tuple[str, dict[str, Any]]] = [
-    ("draw wants heads that share: take scope", {"scope": "head"}),
+    ("draw: input should be null", {"scope": "head"}),
     ("one stage by score: take first_stage null", {"first_stage": {"by": "budget"}}),
-    ("one stage by score: .* allocation.compete_by 'score'", {"allocation": {"compete_by": "first"}}),
+    ("orders each of them: take allocation.compete_by 'score'", {"allocation": {"compete_by": "first"}}),
     ("draw wants numbers, and 'keydiff' is in 'rank'", {"observed": "keydiff"}),
     ("draw.share: input should be less than or equal to 1, got 1.5", {"draw": {"share": 1.5}}),
 ]

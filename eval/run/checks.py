@@ -184,9 +184,7 @@ def _misfits(config: CompareConfig, loaded: Loaded) -> Iterator[str]:
     for when in config.when:
         for candidate in candidates_of(config, when):
             policy, place = loaded.policies[candidate], loaded.users.get(candidate.policy)
-            if policy.allocation.weights is not None and (
-                refused := error_of(read_weights, policy.allocation.weights)
-            ):
+            if policy.weights is not None and (refused := error_of(read_weights, policy.weights)):
                 yield f"policy {candidate.label!r}: {refused}"
                 continue
             if candidate.policy in CONTROLS or (place is not None and place not in loaded.gates):

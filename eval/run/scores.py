@@ -50,7 +50,7 @@ def score_candidates(
     scores = {}
     for candidate in candidates:
         policy, handed = policies[candidate], learned.get(candidate.policy)
-        how = (policy.observed, policy.learned, policy.fusion, policy.draw is not None)
+        how = (policy.observed, policy.learned, policy.fusion, policy.fusion_weight, policy.draw is not None)
         key = (id(handed), *map(str, how), json.dumps(policy.observed_settings, sort_keys=True))
         if key not in made:
             by_gates: Sequence[Score | None] = handed or [None] * len(observed)

@@ -26,7 +26,7 @@ from torch import Tensor
 from retain.budget.head_weights import check_weights
 from retain.budget.joint import Bids, Won
 from retain.budget.largest_remainder import exact, largest_remainder
-from retain.budget.split import Split
+from retain.budget.split import Pyramid, Split
 from retain.budget.statement import Totals
 
 
@@ -54,13 +54,11 @@ class Shares:
     @cached_property
     def least_B(self) -> list[int]:
         """Entries that every head keeps whatever the scores: protected, of a safeguard, and at least one."""
-        allocation, least = self.policy.allocation, []
+        own, least = self.policy.guard, []
         for protected, mean in zip(self.protected_B, self.totals.per_head_B, strict=True):
             guarded = protected
-            if allocation.safeguard == "guaranteed":
-                guarded = min(
-                    math.floor(mean), protected + math.floor(exact(allocation.safeguard_share) * mean)
-                )
+            if own.safeguard == "guaranteed":
+                guarded = min(math.floor(mean), protected + math.floor(exact(own.safeguard_share) * mean))
             least.append(max(1, protected, guarded))
         return least
 
@@ -70,7 +68,7 @@ class Shares:
         if self.crosses_layers:
             return None
         rows = self.totals.equal_BL
-        if self.policy.allocation.layers == "pyramid":
+        if isinstance(self.policy.allocation, Pyramid):
             rows = tuple(map(self._pyramid, range(len(rows))))
         held = self.totals.held_BL
         rows_BL = [map(min, own, most) for own, most in zip(rows, held, strict=True)]
@@ -78,10 +76,11 @@ class Shares:
 
     def _pyramid(self, row: int) -> tuple[int, ...]:
         """One sequence's entries of each layer: a line over depth, in entries a head."""
-        heads_L, protected = self.totals.heads_L, self.protected_B[row]
+        heads_L, protected, own = self.totals.heads_L, self.protected_B[row], self.policy.allocation
+        assert isinstance(own, Pyramid)
         length, total = self.totals.lengths_B[row], self.totals.stated_B[row]
         mean = Fraction(total, sum(heads_L)) - protected
-        line = pyramid(mean, Fraction(length - protected), len(heads_L), self.policy.allocation.beta)
+        line = pyramid(mean, Fraction(length - protected), len(heads_L), own.beta)
         inside, least, most = (
             [bound * heads for heads in heads_L]
             for bound in (protected, min(length, max(protected, self.least_B[row])), length)
@@ -99,7 +98,7 @@ class Shares:
 
     def static_of(self, capacity_LBH: Sequence[Sequence[Sequence[int]]]) -> list[list[list[int]]]:
         """Entries of each head by its weight, of heads that hold so many."""
-        path, heads_L = self.policy.allocation.weights, self.totals.heads_L
+        path, heads_L = self.policy.weights, self.totals.heads_L
         assert path is not None
         weights = [exact(own) for row in check_weights(path, heads_L) for own in row]
         flat_B = []
@@ -122,7 +121,7 @@ class Shares:
         held_B = [sum(row) for row in totals.held_BL]
         if self.threshold is not None:
             kept_B = [protected * heads for protected in self.protected_B]
-        elif self.fixed_LB is not None and self.policy.allocation.weights is None:
+        elif self.fixed_LB is not None and self.policy.weights is None:
             kept_B = [sum(column) for column in zip(*self.fixed_LB, strict=True)]
         else:
             kept_B = totals.total_B

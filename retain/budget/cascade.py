@@ -54,7 +54,7 @@ def head_budgets(shares: Shares, layers: Sequence[Candidates], *, first: int = 0
     final = here.stop == len(totals.heads_L)
     if split.scope == "model":
         return allocate_joint([_bids(layer) for layer in layers], totals.total_B, split.drawn_share)
-    if split.allocation.weights is not None:
+    if split.weights is not None:
         whole = first == 0 and final  # all have come: the entries of each head are known
         budgets_LBH = shares.static_of(_capacities(layers)) if whole else shares.static_LBH[here]
         return [Won(_tensor(own, layer)) for own, layer in zip(budgets_LBH, layers, strict=True)]

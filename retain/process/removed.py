@@ -55,7 +55,7 @@ prefix_tokens force_sinks recency.sinks -> protection.sinks
 suffix_tokens protection.suffix -> protection.recent, or pinned spans
 capacity -> a keep_ratio at which your own tasks hold
 quotas -> scope: model, where heads share a budget by score
-fusion_weights fusion_weight prior veto log_linear -> fusion: sum or max
+fusion_weights prior veto log_linear -> fusion: sum or max
 calibration.window calibration.grid -> leave it out
 remap calibration.scale -> calibration.kind: shared, with which the command that trained the gates only
     calibrates again

@@ -169,7 +169,7 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
                 first_head=rank * H,
             )
             layers.append(layer)
-        if (weights := self.rules.policy.allocation.weights) is not None:
+        if (weights := self.rules.policy.weights) is not None:
             check_weights(weights, self.rules.heads_L, [layer.layer_idx for layer in layers])
         gates = self._gates(layers, getattr(modules[0], "retain_samples", {}))
 

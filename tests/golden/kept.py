@@ -140,7 +140,7 @@ def run(cell: str, jitter: int = 0) -> np.ndarray:
 def _with_weights(policy: Policy, model: Any) -> Iterator[Policy]:
     """The policy, and while it is needed the file of weights that it reads: retrieval and streaming heads
     take turns, and every third query head finds no needles."""
-    if policy.allocation.weights is None:
+    if policy.weights is None:
         yield policy
         return
     config = model.config

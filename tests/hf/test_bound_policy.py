@@ -66,12 +66,12 @@ def test_sections_are_merged_into_the_policy():
 
 def test_wrong_overrides_are_refused_at_construction_all_at_once():
     model = tiny_model("qwen3")
-    wrong = {"protection": {"recnt": 8}, "learned": "much", "keep_rato": 0.5, "fusio": "max"}
+    wrong = {"protection": {"recnt": 8}, "fusion_weight": "much", "keep_rato": 0.5, "fusio": "max"}
     with pytest.raises(ValueError, match="unfit settings of Cache or of policy 'snapkv'") as caught:
         Cache(model, "snapkv", keep_ratio=0.5, **wrong)
     for part in (
         "'protection.recnt' (did you mean 'recent'?)",
-        "learned: input should be a valid boolean, got 'much' (str)",
+        "fusion_weight: input should be a valid number, got 'much' (str)",
         "'keep_rato' (did you mean 'keep_ratio'?)",
         "'fusio' (did you mean 'fusion'?)",
     ):

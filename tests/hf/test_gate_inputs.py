@@ -167,7 +167,7 @@ def test_entries_that_come_later_say_how_the_layer_attends_too(family):
 def test_token_ids_and_a_score_that_reads_queries_too():
     model = exact_model()
     ids = GateSet({spec.layer_idx: Ids(E=spec.hidden_size, H=spec.num_kv_heads) for spec in describe(model)})
-    window = {"observed_settings": {"window": 4}, "fusion": "learned", "scope": "layer"}
+    window = {"observed_settings": {"window": 4}, "fusion": "rank_blend", "scope": "layer"}
     blend = policy("blend", "observed_risk", **window)
     agree(model, policy(), life(3), gates=ids, tokens_per_head=12)
     agree(model, blend, life(3), gates=ids, tokens_per_head=12)
@@ -190,8 +190,9 @@ def test_units_that_do_not_fit_are_refused_when_the_cache_is_made():
     max_wants = "fusion 'max' wants a gate in 'risk', and these gates are in"
     for said, own, gates, budget in (
         (f"{max_wants} 'mass': calibrate", policy(**both), mass, half),
-        (f"{max_wants} 'rank'.*fusion 'learned'", policy(**both), rank, half),
+        (f"{max_wants} 'rank'.*rank_blend", policy(**both), rank, half),
         ("allocation.layers 'entropy' wants numbers, and the score is in 'rank'", by_value, rank, half),
+        ("in 'rank', of which only the order", policy(**both, fusion="rank_blend"), mass, {"threshold": 0.1}),
     ):
         refused(said, Cache, model, own, gates=gates, **budget)
     Cache(model, policy(**both, fusion="learned"), gates=rank, **half)

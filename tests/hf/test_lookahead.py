@@ -38,7 +38,7 @@ PROTECTION = {
 OBSERVED = {
     "gate": {},
     "learned": {"observed": "snapkv", "observed_settings": {"window": 4}},
-    "h2o": {"observed": "h2o", "learned": True, "fusion": "learned"},
+    "h2o": {"observed": "h2o", "learned": True, "fusion": "rank_blend"},
 }
 
 

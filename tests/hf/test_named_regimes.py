@@ -226,7 +226,7 @@ def test_a_share_to_be_drawn_is_stated_for_a_cache():
     given = {"gates": gates_of(model), "keep_ratio": 0.5}
     made_by_name = Cache(model, "learned", draw={"share": 0.3}, **given)
     assert made_by_name.state.bound_policy.policy.drawn_share == 0.3
-    with pytest.raises(ValueError, match="draw wants heads that share: take scope"):
+    with pytest.raises(ValueError, match="draw: input should be null of a Policy with scope 'head'"):
         Cache(model, "learned", draw={"share": 0.3}, scope="head", **given)
     with pytest.raises(ValueError, match="draw.share: .* or equal to 1, got 3.0"):
         Cache(model, "learned", draw={"share": 3.0}, **given)

@@ -9,6 +9,7 @@ import torch
 from transformers.cache_utils import DynamicLayer
 
 import retain
+from retain.cache.store import LOG_WEIGHT
 from retain.hf.cache.cache import Cache
 from retain.hf.intercept.attach import cache_in
 from retain.hf.version_names import CACHE
@@ -249,6 +250,31 @@ def test_a_concatenated_cache_packs_no_new_entries():
         decode(model, own, TOKENS, mask)
     assert num_packed(whole) == before < num_packed(cache)
     assert whole.bytes_held() > cache.bytes_held()
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "lava"])
+def test_one_eviction_merges_and_then_packs(policy):
+    """Of a budget that layers share too, where lower layers are cut again as others come."""
+    model, (ids, mask) = tiny_model(dtype=torch.float64), tiny_batch((0, 7), 60)
+    how = {"keep_ratio": 0.4, "protection": FEW, "observed_settings": {"window": 2}}
+    how |= {"correction": {"threshold": 0.2, "recent": 3}}
+    with retain.attach(model):
+        merged = Cache(model, policy, **how).prefill(ids, mask)
+        packed = Cache(model, policy, precision=SETTINGS["8 bits"], **how).prefill(ids, mask)
+    for a, b in zip(merged.state.stores, packed.state.stores, strict=True):
+        orders = [(s.rows_N() * 1000 + s.positions_C[s.index_N()]).argsort() for s in (a, b)]
+        want, got = a.flat()[1][orders[0]], b.flat()[1][orders[1]]
+        assert float((want - got).abs().max()) < 0.02 * float(want.abs().max()) and b.packed
+        assert LOG_WEIGHT in b.side
+        one, two = (s.log_weight_C[s.index_N()][order] for s, order in zip((a, b), orders, strict=True))
+        assert torch.equal(one, two) and bool(one.any())
+    new, new_mask = tiny_batch((0, 2), 5, seed=5)
+    whole = torch.cat([mask, new_mask], dim=1)
+    want = dense_logits(model, packed, new, whole)[new_mask.bool()]
+    given = {"attention_mask": whole, "position_ids": positions_of(whole)[:, 60:]}
+    with retain.attach(model), torch.no_grad():
+        got = model(input_ids=new, **{CACHE: packed}, **given).logits[new_mask.bool()]
+    assert_close(got, want, **INSIDE)
 
 
 def test_settings_that_make_no_sense_are_refused_when_a_cache_is_made():

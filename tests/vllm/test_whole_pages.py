@@ -100,8 +100,8 @@ def test_the_largest_remainder_wins_and_the_smallest_pays():
 def counts_by_hand(plan: Plan, candidates, page: int) -> list[list[int]]:
     """Entries of each head of each layer: those without pages, rounded to pages and the tail."""
     split, totals = plan.policy, plan.totals
-    (seen,), crosses = totals.lengths_B, split.scope == "model" or split.allocation.layers != "uniform"
-    crosses = crosses or split.allocation.weights is not None
+    (seen,), crosses = totals.lengths_B, split.scope == "model" or split.layers != "uniform"
+    crosses = crosses or split.weights is not None
     tail, L, H = seen % page, len(candidates), candidates[0].score_BHT.shape[1]
     budgets = [won.budget_BH[0].tolist() for won in head_budgets(plan, candidates)]
     sure = [layer.guaranteed_BH[0].tolist() for layer in candidates]

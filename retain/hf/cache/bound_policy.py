@@ -100,7 +100,7 @@ def bind_policy(
         keep = Budget(**stated) if stated or not chosen.keeps_all or scorer is not None else keep
         if stated:
             # The unit of a gate is asked below, once it is loaded.
-            unknown = scorer is not None or chosen.learned
+            unknown = scorer is not None or (chosen.learned and chosen.fusion != "rank_blend")
             check_budget(chosen, keep, None if unknown else chosen.unit)
     except ValueError as error:
         problems.append(str(error))
@@ -151,7 +151,7 @@ def _check_files(policy: Policy, layers: Sequence[LayerSpec]) -> None:
     """Refuse weights of heads and centres of another model."""
     if (centres := policy.observed_settings.get("centres")) is not None:
         check_centres(centres, [(layer.layer_idx, layer.num_heads, layer.head_dim) for layer in layers])
-    if (weights := policy.allocation.weights) is not None:
+    if (weights := policy.weights) is not None:
         check_weights(weights, [own.num_kv_heads for own in layers], [own.layer_idx for own in layers])
 
 

@@ -393,6 +393,9 @@ class Engine(Interceptor):
             if state.evidence is not None:
                 state.evidence.append(evidence)
             return
+        if self._eviction is not None:
+            # Keys may not be in the weights' precision; then other sequences may be decided on.
+            self._eviction.measure(evidence.keys_BHTD.element_size())
         if self._eviction is not None and state.bound_policy.looks_ahead and self._eviction.rows:
             self._unscored.append(remembered(evidence, state.bound_policy))
             return

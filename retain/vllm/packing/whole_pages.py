@@ -20,6 +20,7 @@ from retain.budget.allocation import Candidates
 from retain.budget.cascade import head_budgets, keep_first
 from retain.budget.joint import Won
 from retain.budget.ranking import rank_entries, refuse_nan
+from retain.budget.split import Uniform
 from retain.policy import Plan
 
 
@@ -103,8 +104,7 @@ def keep_pages(plan: Plan, layers: Sequence[Candidates], page: int) -> list[Bool
         refuse_nan(layer.score_BHT)
     budgets = head_budgets(plan, layers)
     tail, split = length % page, plan.policy
-    allocation = split.allocation
-    alone = split.scope != "model" and allocation.layers == "uniform" and allocation.weights is None
+    alone = split.scope != "model" and isinstance(split.allocation, Uniform)
     groups = [[idx] for idx in range(len(layers))] if alone else [[*range(len(layers))]]
     keeps = []
     for group in groups:
