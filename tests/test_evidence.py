@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from retain.attention.chunked import truncate
-from retain.evidence import RunningStatistics, attention_probs, padded_columns
+from retain.evidence import RunningStatistics, attention_probs
 from tests.close import assert_close
 from tests.held import ASKED, filled, held_evidence, naive_held_attention
 from tests.naive import LAYERS, naive_attention, random_evidence, special_layer
@@ -46,21 +46,6 @@ def test_queries_that_learn_get_a_gradient_and_are_left_alone():
     assert torch.equal(queries, evidence.queries_BQSD) and torch.equal(keys, evidence.keys_BHTD)
     (probs(queries)[0] ** 2).sum().backward()
     assert queries.grad[0].abs().sum() > 0 and queries.grad[0].isfinite().all()
-
-
-@pytest.mark.parametrize(("pad", "columns"), [(0, 0), (1, 1), (5, 5), (9, 9)])
-def test_how_far_padding_reaches(pad, columns):
-    evidence = make(S=9, pad=pad)
-    assert padded_columns(evidence) == columns
-    for start, stop in ((0, 9), (2, 4), (5, 6), (6, 9)):
-        told = attention_probs(evidence, start, stop, padded=columns)
-        assert torch.equal(told, attention_probs(evidence, start, stop))
-        assert_close(told, naive(evidence, start, stop))
-    gap = torch.ones(2, 9, dtype=torch.bool)
-    gap[0, 3] = False  # not on the left: its row is zeros all the same
-    probs = attention_probs(replace(evidence, valid_BT=gap), 0, 9)
-    assert padded_columns(replace(evidence, valid_BT=gap)) == 4
-    assert (probs[0, :, 3] == 0).all() and (probs[0, :, :, 3] == 0).all() and probs.isfinite().all()
 
 
 # Evidence of a later moment, when heads hold different entries.
