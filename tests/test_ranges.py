@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import pytest
 
-from retain.config import build, load, problems_of
+from retain.config import build, problems_of
 from retain.eval.config import CompareConfig
 from retain.presets import Policy
 from retain.protection import Protection
@@ -103,12 +103,6 @@ def test_what_is_outside_is_refused_by_its_key(key: str) -> None:
     with pytest.raises(ValueError, match="problem") as caught:
         build(mapping, DistillConfig)
     assert f"- {key}" in str(caught.value)
-
-
-def test_a_report_cannot_fail_at_its_margin() -> None:
-    for value in (".nan", ".inf", "0", "-1"):
-        with pytest.raises(ValueError, match="margin_points: input should be"):
-            load(ROOT / "configs/compare/demo.yaml", CompareConfig, [f"margin_points={value}"])
 
 
 def test_what_is_made_in_code_is_asked_the_same() -> None:

@@ -89,7 +89,7 @@ def test_a_training_step_is_counted_for_whoever_sizes_a_device(tmp_path):
 def test_a_folder_that_is_not_there_is_said_to_be_none():
     for name in ("no/such/folder", "./nothing"):
         for call in (describe_model, load_named_model):
-            refused(r"there is no such folder, and a hub name is owner/name\. ", call, name)
+            refused(r"there is no such folder, and as a hub name: ", call, name)
     refused("Did you mean 'smollm2-135m'", describe_model, "smollm-135m")
 
 
