@@ -16,10 +16,6 @@ REMOVED: Mapping[str, str] = {
     "text": "task_settings for its changes, and chat, dtype, revision, device_map as keys",
     "batch_items": "max_sequences: a context is read alone, and its candidates are decoded together",
     "template": "chat alone, with the template's defaults",
-    **dict.fromkeys(
-        ("vt", "cwe", "fwe"), "lm-eval's ruler_vt, ruler_cwe and ruler_fwe, or hub:simonjegou/ruler"
-    ),
-    **dict.fromkeys(("owner", "password", "pet", "trade", "number_of_queries"), "facts/place or facts/year"),
     **dict.fromkeys(("unit_items", "workers"), "accelerate launch --num_processes N"),
     **dict.fromkeys(("preset_protection", "under"), "protections, which every policy is measured under too"),
     **dict.fromkeys(("gate_sets", "uses"), "a variant that names its gates: [learned, gates=FOLDER]"),
