@@ -196,8 +196,8 @@ class BoundPolicy:
         if self.policy is None:
             return evidence
         if self.wants.learned and evidence.learned_BHT is None:
-            if hasattr(self.gates, "noted"):
-                learned_BHT = self.gates.noted(evidence)
+            if hasattr(self.gates, "learned"):
+                learned_BHT = self.gates.learned(evidence)
             else:  # a control has no more than a score, which does not age
                 learned_BHT = self.gates.score(evidence).values_BHT
             evidence = replace(evidence, learned_BHT=learned_BHT)
@@ -216,7 +216,7 @@ class BoundPolicy:
         """The policy's score of one layer."""
         assert self.policy is not None
         learned = None
-        if self.learned and evidence.learned_BHT is not None and not hasattr(self.gates, "noted"):
+        if self.learned and evidence.learned_BHT is not None and not hasattr(self.gates, "learned"):
             learned = masked_score(evidence.learned_BHT, evidence.exists_BHT, unit_of(self.gates))
         elif self.learned:
             learned = self.gates.score(evidence)

@@ -75,8 +75,8 @@ class Evidence:
             nothing was evicted, and the valid entries are counted.
         queried_BS: False where a sequence has fewer than S queries. None: one query for each valid entry of
             the last S.
-        learned_BHT: the gate's note on each entry when it was written (`GateSet.noted`: its score, or the log
-            of its decay); None without a gate.
+        learned_BHT: the gate's number of each entry, made when it was written (`GateSet.learned`: its
+            score, or the log of its decay); None without a gate.
         log_weight_BHT: float32, added to the logits of each entry, after a cap: the logarithm of what it
             counts, where merges have made it stand for several; None: nothing is added.
         value_norm_BQT: `||v_i W_O^q||_1` of each entry, cached; None: computed on demand.

@@ -102,7 +102,7 @@ def caches_of(name: str, scope: dict) -> list[Cache]:
     return list(made.values())
 
 
-# One function: of a grid the default tier would run a single page. Blocks of hub.md: tests/hub/client.py.
+# One function: of a grid the default tier would run a single page. Blocks of hub.md: tests/gates/test_hub.py.
 @pytest.mark.always
 def test_the_blocks_of_every_page_run_and_what_they_cache_takes_less_memory(
     folders, trained, monkeypatch, tmp_path, capsys

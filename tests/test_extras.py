@@ -105,10 +105,6 @@ def test_help_needs_the_core_alone_and_running_names_the_extra(tmp_path: Path) -
     wanting = {
         "eval": [
             ("retain.eval.cli", ["compare", "--config", "configs/compare/demo.yaml"]),
-            (
-                "retain.eval.diagnose",
-                ["--model", "reference:0", "--policies", "snapkv", "--keep-ratio", "0.2"],
-            ),
         ],
         "train": [("retain.train.distill", distill)],
         "lm-eval": [("retain.eval.cli", ["lm-eval", "--", "--tasks", "x"])],

@@ -28,10 +28,10 @@ OUTSIDE = {
     "soft.hard_temperature": 0.0,
     **dict.fromkeys(("soft.keep_from", "soft.keep_to"), 1.5),
     **dict.fromkeys(("seed", "training.warmup_steps", "data.pack_tokens", "soft.sinks", "soft.anchor"), -1),
-    **dict.fromkeys(("training.steps", "training.micro_batch", "target.horizon", "chunk"), 0),
+    **dict.fromkeys(("training.steps", "training.micro_batch", "target.horizon"), 0),
     **dict.fromkeys(("data.shuffle_rows", "target.repeat_chunk"), 0),
     **dict.fromkeys(("soft.budget", "soft.chunk"), 0),
-    **dict.fromkeys(("data.max_tokens", "data.max_appendix_tokens", "data.documents"), 10**12),
+    **dict.fromkeys(("data.max_tokens", "data.documents"), 10**12),
     "calibration.knots": 1,
     "data.held_out_share": 0.0,
     "training.betas": [1.5, 2],
@@ -39,7 +39,6 @@ OUTSIDE = {
     "loss.terms": {"mse": -1.0},
     "soft.terms": {"admitted": -1.0},
     "target.sources": {"own": -1.0},
-    "data.length_weights": [-1.0],
 }
 
 

@@ -26,6 +26,7 @@ ruler_part -> match_any
 page -> the budget alone, which is exact; vLLM's plug-in rounds its own to whole blocks
 reinforce -> stage local
 plan -> train/distill.py --dry-run, which makes one step and measures it
+chunk -> training.micro_batch or data.pack_tokens, which bound the tokens of a forward
 features -> no folder: every step asks the frozen model
 selection -> each head keeps its own tokens
 reading quest fasa mpcache -> the preset quest_evict
@@ -36,13 +37,13 @@ adakv.paper ada_criticalkv.paper lava.code cake.code -> the policy's name alone
 defensivekv.code layer_defensivekv.code -> observed_settings.norm=head_share, the code's norm
 head_classes head_importance -> allocation.weights, JSON of a number a head
 query_centres -> a .pt file of statistics from TriAttention's own code
-head_threshold -> --threshold of python -m retain.eval.head_weights
+head_threshold -> python -m retain.eval.head_weights, by which half of the heads retrieve
 cake.variance -> leave it out: the paper's, over queries
 snapkv.order cake.order vatp.order snapkv.aggregate defensive.aggregate defensive.value_norm_place
     critical.norm vatp.pool vatp.pool_size observed_risk.pool observed_risk.pool_size keydiff.anchor
     lagkv.compete quest.group triattention.over triattention.normalise expected_attention.covariance
     expected_attention.epsilon -> leave it out: the score is as its authors released it
-importance_beta -> --beta of python -m retain.eval.head_weights
+importance_beta -> python -m retain.eval.head_weights, with HeadKV's beta of 1.5
 errors layer_errors layer_least layer_most -> allocation.layers: pyramid, cake or entropy
 mass_released mass_press -> first_stage.by: mass
 allocation.rounding -> nothing in its place, since budgets are exact
