@@ -31,7 +31,7 @@ PAGES = {
     "reference": 0,
     "serving": 1,
     "regimes": 9,
-    "cache": 5,
+    "cache": 4,
     "families": 2,
     "gates": 3,
     "hub": 2,

@@ -71,10 +71,10 @@ class Evicted:
 
     def add_(self, cache: Cache) -> None:
         """Count a cache that is done with."""
-        total, table = cache.report().total, cache.budgets()
+        total, seen_B = cache.report().total, cache.state.valid_BT.sum(-1).cpu()
         heads = sum(spec.num_kv_heads for spec in cache.state.specs)
-        self.sequences += len(table.seen_B)
-        self.sequences_evicted += int((table.held_BLH.sum((1, 2)) < table.seen_B * heads).sum())
+        self.sequences += len(seen_B)
+        self.sequences_evicted += int((cache.entries_by_head().sum((1, 2)) < seen_B * heads).sum())
         for name in ("entries_seen", "entries_held", "bytes_full", "bytes_held"):
             setattr(self, name, getattr(self, name) + getattr(total, name))
 

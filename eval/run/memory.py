@@ -148,8 +148,7 @@ def positions_held(cache: Cache, place: int) -> list[list[Tensor]]:
 
 def _counts(cache: Cache) -> tuple[Int64[Tensor, " B"], Int64[Tensor, " B"]]:
     """Entries that each sequence holds, and tokens that it has seen."""
-    table = cache.budgets()
-    return table.held_BLH.sum((1, 2)), table.seen_B
+    return cache.entries_by_head().sum((1, 2)), cache.state.valid_BT.sum(-1).cpu()
 
 
 def _heads(cache: Cache) -> int:

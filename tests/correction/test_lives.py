@@ -122,13 +122,15 @@ def test_to_evict_later_is_to_evict_at_once(policy):
     model, correction = attached("qwen3"), HOWS["merge"]
     gates = {"gates": gates_of(model)} if policy == "learned" else {}
     ids, mask = tiny_batch((0, 7), 60)
+    bound = Cache(model, policy, correction=correction, **gates, **SETTINGS).state.bound_policy
     whole = Cache(model, "recency", keep_ratio=0.5).prefill(ids, mask, evict=False, hold_evidence=True)
-    later = whole.fork().evict(policy, correction=correction, **gates, **SETTINGS)
+    keep = bound.decide(whole.evidence).finish()
+    later = whole.fork().evict_with(keep, correction=bound.correction)
     for own, other in zip(held(run(model, policy, correction=correction)), held(later), strict=True):
         assert all(map(torch.equal, own, other))
     assert not any(store.beside for store in later.state.stores)
     # The fork that shares its tensors was not written to.
-    again = whole.fork().evict(policy, **gates, **SETTINGS)
+    again = whole.fork().evict_with(keep)
     for own, other in zip(held(run(model, policy)), held(again), strict=True):
         assert all(map(torch.equal, own, other))
 

@@ -203,14 +203,10 @@ class Interceptor:
         """Refuse ids, or embeddings in their place, from which `generate` cannot go on: they leave out what
         was read, or differ from it."""
 
-    def generating(
-        self, width: int | None, attention_mask: Tensor | None, room: int | None = None
-    ) -> AbstractContextManager[Callable[[Tensor], None]]:
+    def generating(self, room: int | None = None) -> AbstractContextManager[Callable[[Tensor], None]]:
         """Accompany a `generate`; gives a function that is to hear the ids behind each sampled token.
 
         Args:
-            width: tokens, padding included, of a prompt that it reads in chunks; None: at once.
-            attention_mask: of that prompt.
             room: tokens that may come, where steps are to be compiled; None: they are not.
         """
         return nullcontext(lambda ids_BT: None)

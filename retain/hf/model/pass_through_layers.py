@@ -35,12 +35,6 @@ def refuse_padding(alone: Mapping[int, LeftAlone], call: Call, seen_BT: Tensor |
         ValueError: padding behind a sequence's tokens, on a model with such layers.
     """
     valid_BS = call.valid_BS
-    if call.forgotten_BT is not None and any(left.window is None for left in alone.values()):
-        raise ValueError(
-            "this call's mask takes back tokens that were seen (generate puts them behind a sequence that "
-            "has ended), and layers with a recurrent state cannot forget them: continue such sequences in "
-            "separate caches (batch_select_indices)."
-        )
     if valid_BS is None:
         return
     begun_BS = valid_BS.cumsum(-1) > 0
