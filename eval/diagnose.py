@@ -332,7 +332,7 @@ def keep_sets(
             made[name, float(ratio)] = [layer.keep_BHT for layer in decided]
     for ratio in keep_ratios:
         held = {
-            (policy.beside_bytes, sum(int(keep.sum()) for keep in made[name, float(ratio)]))
+            (policy.metadata_bytes, sum(int(keep.sum()) for keep in made[name, float(ratio)]))
             for name, policy in policies.items()
         }
         assert len(held) == len(dict(held)), f"policies hold unlike numbers of entries at {ratio}: {held}"

@@ -88,7 +88,6 @@ _ONCE = (
     "entries that are held in fewer bits cannot be merged into any more: read the prompt at once under "
     "regime 'prefill', or leave correction or precision out"
 )
-
 TABLE = (
     _row("gates", "again", _LOOKS_AROUND, lambda own: own.contextual),
     _row("gates", "chunks", _LOOKS_AROUND, lambda own: own.contextual),

@@ -77,7 +77,7 @@ class Wants:
     values: bool = True
 
     @property
-    def own_queries(self) -> bool:
+    def entry_queries(self) -> bool:
         """Whether the gate looks at the query of each entry, at the time when it comes."""
         return not self.inputs.isdisjoint(("queries", "queries_before"))
 
@@ -191,15 +191,15 @@ class BoundPolicy:
             stated = ("bytes",) if self.budget.in_bytes else ()
             refuse(self.policy, (*uses, *stated), gates=self.gates, scorer=self.scorer)
 
-    def noted(self, evidence: Evidence) -> Evidence:
+    def with_metadata(self, evidence: Evidence) -> Evidence:
         """The evidence with what later evictions want to know of its entries, made from what it shows now."""
         if self.policy is None:
             return evidence
         if self.wants.learned and evidence.learned_BHT is None:
             own = self.gates
             # A control has no more than a score, which does not age.
-            noted_BHT = own.noted(evidence) if hasattr(own, "noted") else own.score(evidence).values_BHT
-            evidence = replace(evidence, learned_BHT=noted_BHT)
+            learned_BHT = own.noted(evidence) if hasattr(own, "noted") else own.score(evidence).values_BHT
+            evidence = replace(evidence, learned_BHT=learned_BHT)
         if self.wants.value_norm and evidence.value_norm_BQT is None:
             evidence = replace(evidence, value_norm_BQT=value_norms(evidence))
         return evidence

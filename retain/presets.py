@@ -27,7 +27,7 @@ from retain.budget.split import (
 from retain.budget.statement import LayerShape
 from retain.cache.precision import Precision
 from retain.config import STRICT, Share
-from retain.correction.merge import Merge
+from retain.correction.merge import METADATA_BYTES, Merge
 from retain.process.registry import lookup
 from retain.protection import Protection
 from retain.scores import SCORES, Score
@@ -184,7 +184,7 @@ class Policy(Split):
 
     def shape_held(self, shape: LayerShape) -> LayerShape:
         """A layer's shape, with what the policy holds beside entries, and in how many bytes it holds them."""
-        shape = replace(shape, beside_bytes=self.beside_bytes)
+        shape = replace(shape, metadata_bytes=self.metadata_bytes)
         if self.precision is None:
             return shape
         each = shape.entry_bytes // (2 * shape.element_size)
@@ -193,9 +193,9 @@ class Policy(Split):
         return replace(shape, packed_bytes=packed, head_bytes=head)
 
     @property
-    def beside_bytes(self) -> int:
+    def metadata_bytes(self) -> int:
         """Bytes that attention reads beside each entry that is left."""
-        return 0 if self.correction is None else self.correction.beside_bytes
+        return 0 if self.correction is None else METADATA_BYTES
 
     @property
     def unit(self) -> str:

@@ -52,7 +52,7 @@ def test_a_byte_ratio_without_precision_is_so_many_bytes(name, ratio, heads_file
         for budget in (Budget(bytes=stated), Budget(byte_ratio=ratio))
     )
     assert all(torch.equal(a.keep_BHT, b.keep_BHT) for a, b in zip(want, got, strict=True))
-    assert sum(int(one.keep_BHT.sum()) for one in got) * (shape.entry_bytes + policy.beside_bytes) <= stated
+    assert sum(int(one.keep_BHT.sum()) for one in got) * (shape.entry_bytes + policy.metadata_bytes) <= stated
     assert any(bool((~one.keep_BHT & own.exists_BHT).any()) for one, own in zip(got, layers, strict=True))
 
 

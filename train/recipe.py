@@ -123,17 +123,11 @@ def check(config: DistillConfig, num_processes: int) -> None:
 
 def _check_stage(config: DistillConfig) -> None:
     gate = lookup(config.gate.family, GATES, what="gate family")
-    local = config.stage == "local"
     refuse(
         (
             (config.stage == "lookahead") != (gate.extension is not None),
             f"stage={config.stage} does not train gates of family {config.gate.family!r}: the stage "
             "`lookahead` and the family `lookahead` go together, and with nothing else.",
-        ),
-        (
-            local and "bce" in config.loss.terms and config.target.aggregate == "mass",
-            "loss.terms.bce compares probabilities, and target.aggregate=mass adds attention up, beyond 1: "
-            "take max, mean or block_max, or the loss smooth_l1.",
         ),
         (
             config.calibration.wanted and config.data.held_out == 1,

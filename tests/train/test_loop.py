@@ -216,14 +216,13 @@ def test_a_layer_of_which_nothing_is_reached_is_refused() -> None:
 
 
 @pytest.mark.parametrize("source", ["repeat", "continuation"])
-@pytest.mark.parametrize("aggregate", ["max", "block_max"])
-def test_memory_of_training_is_linear_and_does_not_grow_with_the_layers(source: str, aggregate: str) -> None:
+def test_memory_of_training_is_linear_and_does_not_grow_with_the_layers(source: str) -> None:
     """From documents to gradients, with a branch for every few tokens, and the layer's output in the loss."""
     size = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
     loss = LossSettings(terms={"mse": 1.0, "layer_output": 1.0}, output_queries=16)
-    settings: dict[str, Any] = {"sources": {"own": 1.0, source: 1.0}, "aggregate": aggregate}
+    settings: dict[str, Any] = {"sources": {"own": 1.0, source: 1.0}, "aggregate": "max"}
     target = TargetSettings(
-        **settings, repeat_chunk=128, continuation_tokens=2, block=512, chunk=16, weight="value_norm"
+        **settings, repeat_chunk=128, continuation_tokens=2, chunk=16, weight="value_norm"
     )
 
     def peak(tokens: int, layers: int) -> int:

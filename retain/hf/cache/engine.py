@@ -113,7 +113,7 @@ class Engine(Interceptor):
     def _holds_queries(self) -> bool:
         """True if later evictions read queries of tokens, or gates the query of each."""
         wants = self.state.bound_policy.wants
-        return self._looks_again and (wants.queries != 0 or wants.running or wants.own_queries)
+        return self._looks_again and (wants.queries != 0 or wants.running or wants.entry_queries)
 
     @property
     def reads_stream(self) -> bool:
@@ -353,7 +353,7 @@ class Engine(Interceptor):
             stream_BTE=None if step.stream_BSE is None else step.stream_BSE.detach().to(device),
         )
         if self._looks_again:
-            evidence = bound.counted(bound.noted(evidence))
+            evidence = bound.counted(bound.with_metadata(evidence))
             layer.recent.add("queries", queries_BQSD.detach())
             layer.recent.keep("queries", self._num_queries(self._after(call)))
         if self._reads_whole_prompt:

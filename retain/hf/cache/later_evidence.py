@@ -90,7 +90,7 @@ def evidence_of(
     else:
         queries_BQSD = _no_queries(store, spec)
     ids = history.token_ids_BT
-    metadata = {name: columns.gather(column_C) for name, column_C in store.beside.items()}
+    metadata = {name: columns.gather(column_C) for name, column_C in store.side.items()}
     norms, running = metadata.get(NORM), None
     if MASS in metadata:
         gap_BHT = metadata[GAP].long() if GAP in metadata else None
@@ -153,16 +153,16 @@ def store_metadata_(
     assert store is not None
     if wants.learned or wants.value_norm:
         valid_BS = history.valid_BT[:, -num_tokens:].to(store.device)
-        tail = bound.noted(_tail(layer, spec, bound, history, rotary, valid_BS))
+        tail = bound.with_metadata(_tail(layer, spec, bound, history, rotary, valid_BS))
         for name, column in metadata_of(replace(tail, running=None)).items():
-            store.set_beside_(name, column, valid_BS)
+            store.set_side_(name, column, valid_BS)
     if wants.running:
         evidence, columns = evidence_of(
             layer, spec, history, rotary, num_queries=num_tokens, values=False, output_weight=False
         )
         counted = replace(bound.counted(evidence), learned_BHT=None, value_norm_BQT=None)
         for name, column_BHT in metadata_of(counted).items():
-            store.write_beside_(name, column_BHT.flatten(0, 1)[columns.entries])
+            store.write_side_(name, column_BHT.flatten(0, 1)[columns.entries])
     layer.recent.keep("hidden", 0)
     layer.recent.keep("stream", 0)
 
@@ -186,7 +186,7 @@ def _tail(
     )
     ids, recent = history.token_ids_BT, layer.recent.tensors()
     queries_BQSD = _no_queries(layer.store, spec)
-    if bound.wants.own_queries:
+    if bound.wants.entry_queries:
         queries_BQSD = layer.recent.last("queries", num_tokens).to(device)
     hidden_BTE, stream_BTE = (
         recent[kind].to(device) if kind in recent else None for kind in ("hidden", "stream")

@@ -154,7 +154,7 @@ def _tensors(cache: "Cache") -> Iterator[tuple[str, Tensor]]:
         yield "history.ids", history.token_ids_BT
     for spec, layer in zip(state.specs, state.ragged, strict=True):
         assert layer.store is not None
-        for name, tensor in layer_tensors(layer.store, None).items():
+        for name, tensor in layer_tensors(layer.store).items():
             yield f"layer.{spec.layer_idx}.{name}", tensor
         for kind, tensor in layer.recent.tensors().items():
             yield f"layer.{spec.layer_idx}.recent.{kind}", tensor

@@ -20,7 +20,7 @@ from retain.cache.layer_store import Store, stacked
 from retain.cache.layout import normal_tensors
 from retain.cache.precision import Precision
 from retain.cache.store import LOG_WEIGHT, RaggedStore
-from retain.correction.cuts import correct_, cut_, forget_notes_
+from retain.correction.cuts import correct_, cut_
 from retain.correction.merge import Merge
 from retain.eviction import Arriving, BoundPolicy
 from retain.evidence import Evidence, in_reach
@@ -363,7 +363,7 @@ class State:
         correction = None if keep_BHT is None else correction
         keep_BHT = exists_BHT if keep_BHT is None else keep_BHT.to(keys.device) & exists_BHT
         positions_BT = positions_BT.to(keys.device)
-        plain = RaggedStore.from_dense(keys, values, positions_BT, keep_BHT, self.slack, beside=metadata)
+        plain = RaggedStore.from_dense(keys, values, positions_BT, keep_BHT, self.slack, side=metadata)
         if correction is not None:
             correct_(plain, keys, values, exists_BHT, keep_BHT, correction)
         store = Store(plain, precision)
@@ -394,8 +394,6 @@ class State:
                 layer.store = self.cut_dense(
                     layer, keep_BHT, *where, correction=correction, precision=precision
                 )
-                if not self.regime.again:
-                    forget_notes_(layer.store)
         self.packed_at = self.num_seen
         assert self.history is not None
         self.count_eviction(sum(self.history.lengths_B) * self.layout.num_kv_heads)
@@ -413,7 +411,7 @@ class State:
             for layer in self.ragged:
                 layer.recent = Recent()
                 if layer.store is not None:
-                    forget_notes_(layer.store)
+                    _drop_metadata(layer.store)
         for left in self.pass_through:
             pass_through_layers.trim_(left)
 
@@ -496,6 +494,11 @@ class State:
             self.prompt_B = [*map(min, self.prompt_B, cut.lengths_B)]
 
 
+def _drop_metadata(store: Store) -> None:
+    """Free the columns that only later evictions read."""
+    store.drop_side_(*({*store.side} - {LOG_WEIGHT}))
+
+
 def concat(parts: Sequence[State], slack: int | None) -> State:
     """Stack conversations along the batch, which have all seen equally many tokens; the parts are used up.
 
@@ -506,7 +509,7 @@ def concat(parts: Sequence[State], slack: int | None) -> State:
     for part in parts:
         part.hold_ragged()
         for store in part.stores:
-            forget_notes_(store)
+            _drop_metadata(store)
     bound = BoundPolicy(" + ".join(sorted({part.bound_policy.name for part in parts})))
     whole = State(parts[0].layout, bound, Regime(), slack=parts[0].slack, seeds=None, pinned=None)
     whole.layers[:] = parts[0].layers
@@ -534,5 +537,5 @@ def _with_weights(stores: list[Store]) -> list[Store]:
     weights = next((store.log_weight_C for store in stores if store.log_weight_C is not None), None)
     for store in stores if weights is not None else ():
         if store.log_weight_C is None:
-            store.write_beside_(LOG_WEIGHT, weights.new_zeros(store.entries_held))
+            store.write_side_(LOG_WEIGHT, weights.new_zeros(store.entries_held))
     return stores

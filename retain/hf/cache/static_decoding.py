@@ -98,7 +98,7 @@ def _to_show(state: State, spec: LayerSpec) -> dict[str, Tensor]:
     store, wants = state.layers[spec.layer_idx].store, state.bound_policy.wants
     kinds = []
     if state.evicts_again:
-        kinds += ["queries"] * bool(wants.queries != 0 or wants.running or wants.own_queries)
+        kinds += ["queries"] * bool(wants.queries != 0 or wants.running or wants.entry_queries)
         kinds += [kind for kind in ("hidden", "stream") if kind in wants.inputs]
     shown = {}
     for kind in kinds:
