@@ -24,7 +24,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-OPS = ("attention_stats", "value_norm", "gated_attention", "ragged_attention", "decode_step")
+OPS = ("attention_stats", "gated_attention", "ragged_attention", "decode_step")
 # Bytes of shared memory that one block may take (CUDA programming guide, by compute capability). A build for
 # 8.0 also runs on 8.6, 8.9 and 12.0, whose blocks have the least: 99 KiB, of the 163 of 8.0 itself.
 SHARED_LIMIT = {80: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}

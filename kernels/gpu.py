@@ -23,7 +23,7 @@ from pathlib import Path
 from retain.kernels.provenance import commit, write
 
 ROOT = Path(__file__).resolve().parents[1]
-OPS = ("decode_step", "ragged_attention", "attention_stats", "value_norm", "gated_attention")
+OPS = ("decode_step", "ragged_attention", "attention_stats", "gated_attention")
 LARGE = (
     "{python} -m retain.eval.speed --model random --layers 32 --width 4096 --heads 32 --kv-heads 8 "
     "--intermediate 14336 --dtype bfloat16 --device cuda --gates random --rounds 3 --steps 32"
