@@ -9,10 +9,13 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from retain.budget.statement import Budget
+from retain.policy import check_budget
 from retain.presets import Policy
 from retain.scores import SCORES
+from retain.scores.trial import try_settings
 
-Use = Literal["chunks", "window", "again", "bytes", "bits", "merge", "unknown_rope", "vllm", "ranks"]
+Use = Literal["chunks", "window", "again", "bytes", "bits", "merge", "unknown_rope", "vllm"]
 USES: dict[Use, str] = {
     "chunks": "a prompt that is read in chunks",
     "window": "a prompt beyond the sliding window of the layers that evict",
@@ -22,12 +25,9 @@ USES: dict[Use, str] = {
     "merge": "merging",
     "unknown_rope": "a model whose rotary embedding is not understood",
     "vllm": "vLLM's engine",
-    "ranks": "tensor parallelism",
 }
 assert tuple(USES) == get_args(Use)
 
-# What a step of vLLM's engine shows of its own tokens.
-SHOWN_BY_VLLM = frozenset({"hidden", "queries", "keys", "values", "queries_before", "keys_before"})
 BEFORE_ROPE = frozenset({"queries_before", "keys_before"})
 
 
@@ -40,14 +40,12 @@ class Method:
         name: for messages.
         reads: evidence that a score needs, or inputs of gates.
         contextual: whether what it says of an entry depends on other entries.
-        by_age: whether it is calibrated by the age of entries, all heads at once.
     """
 
     kind: Literal["score", "gates", "scorer", "merge", "bits", "weights"]
     name: str
     reads: frozenset[str] = frozenset()
     contextual: bool = False
-    by_age: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,7 +83,6 @@ _ONCE = (
     "entries that are held in fewer bits cannot be merged into any more: read the prompt at once under "
     "regime 'prefill', or leave correction or precision out"
 )
-
 TABLE = (
     _row("gates", "again", _LOOKS_AROUND, lambda own: own.contextual),
     _row("gates", "chunks", _LOOKS_AROUND, lambda own: own.contextual),
@@ -128,37 +125,11 @@ TABLE = (
     _row("merge", "vllm", "packing does not change values yet: set correction=null"),
     _row("bits", "vllm", "the engine holds entries in its own types: set precision=null"),
     _row(
-        "weights",
-        "vllm ranks",
-        "they are stated for all heads of the model, of which a rank has some: take tensor_parallel_size 1",
-    ),
-    _row(
         "gates",
         "vllm",
-        "they look from one token at others, and a prompt comes in chunks: take 'linear', 'mlp', 'lowrank', "
-        "'qkv' or 'decay'",
-        lambda own: own.contextual,
-    ),
-    _row(
-        "gates",
-        "vllm",
-        f"the engine shows each token's {', '.join(sorted(SHOWN_BY_VLLM))}, and hidden states apart from the "
-        "others: take gates that look at hidden states alone, or at some of the others",
-        lambda own: bool(own.reads - SHOWN_BY_VLLM) or ("hidden" in own.reads and len(own.reads) > 1),
-    ),
-    _row(
-        "gates",
-        "vllm ranks",
-        "they look at all heads, of which a rank has some: take tensor_parallel_size 1, or gates that look "
-        "at hidden states",
-        lambda own: "hidden" not in own.reads,
-    ),
-    _row(
-        "gates",
-        "vllm ranks",
-        "they are calibrated by the age of entries, all heads at once: take tensor_parallel_size 1, or gates "
-        "without calibrators",
-        lambda own: own.by_age,
+        "the engine shows hidden states alone, of the tokens of a chunk: take 'linear', 'mlp', 'lowrank' or "
+        "'decay'",
+        lambda own: own.contextual or own.reads != {"hidden"},
     ),
 )
 
@@ -182,7 +153,6 @@ def methods_of(policy: Policy, gates: Any = None, scorer: Any = None) -> Iterato
             f"gates of family {getattr(gates, 'family', 'none')!r}",
             frozenset(getattr(gates, "inputs", ("hidden",))),
             getattr(gates, "contextual", False),
-            getattr(gates, "ages", False) and bool(getattr(gates, "calibrators", None)),
         )
     if policy.correction is not None:
         yield Method("merge", "its correction")
@@ -217,3 +187,68 @@ def refuse(policy: Policy, uses: Collection[Use], *, gates: Any = None, scorer: 
     """
     if found := problems(policy, uses, gates=gates, scorer=scorer):
         raise ValueError(f"policy {policy.name!r} cannot: {'; '.join(found)}.")
+
+
+def unit_of(gates: Any) -> str:
+    """Unit of what stands in for a gate set, or is one: a control that does not say is in `risk`."""
+    return str(getattr(gates, "unit", "risk"))
+
+
+def check_gates(policy: Policy, budget: Budget, gates: Any, *, scored_elsewhere: bool = False) -> str | None:
+    """Refuse gates that a policy cannot use.
+
+    Args:
+        policy: a learned one.
+        budget: as stated.
+        gates: a `GateSet`, or what scores in its place.
+        scored_elsewhere: whether a function stands in for the policy's own observed score.
+
+    Returns:
+        what to warn of where the gates may not be what the policy is made for; None for nothing.
+
+    Raises:
+        ValueError: the gates know nothing of entries that the policy may evict; a fusion of unlike units,
+            or numbers wanted of a gate of which only the order means something.
+    """
+    # What else scores in a gate's place (a control of an evaluation) may have no metadata.
+    window = getattr(gates, "metadata", {}).get("protected_window") or 0
+    if window > policy.protection.recent:
+        raise ValueError(
+            f"policy {policy.name!r} protects the last {policy.protection.recent} entries, and its gates "
+            f"were trained for a protected window of {window}: of nearer entries they know nothing. Wanted: "
+            f"protection.recent of at least {window}. Set protection.recent={window}, or train gates with a "
+            f"smaller target.horizon (at most {policy.protection.recent})."
+        )
+    unit, problems = unit_of(gates), []
+    observed = None
+    if policy.observed is not None and not scored_elsewhere:
+        tried, _ = try_settings(policy.observed, policy.observed_settings)
+        observed = None if tried is None else tried.unit
+    how = policy.fusion_of(policy.observed is not None or scored_elsewhere, True)
+    alike = how in ("max", "sum") and observed is not None
+    wanted = observed if alike else unit
+    if unit != wanted:
+        problems.append(
+            f"fusion {how!r} wants a gate in {wanted!r}, and these gates are in {unit!r}: calibrate them to "
+            "risk (train/distill.py, calibration.kind shared), or take fusion 'rank_blend' or "
+            "'learned', which take any unit"
+        )
+    made = "rank" if how == "rank_blend" else unit if how == "learned" else wanted
+    if made == "rank" and policy.layers == "entropy" and how != "observed":
+        problems.append(
+            "allocation.layers 'entropy' wants numbers, and the score is in 'rank', of which only the order "
+            "means something: calibrate the gates to risk, or leave it out"
+        )
+    if problems:
+        raise ValueError(f"policy {policy.name!r} does not go with these gates: {'; '.join(problems)}.")
+    if how not in ("observed", "learned"):
+        check_budget(policy, budget, made)
+    # Whoever names a gate alone and a scope has chosen to compare; what is made for risk is taken unawares.
+    if how == "learned" and policy.draw is not None and unit == "rank" and policy.scope != "head":
+        return (
+            f"policy {policy.name!r} lets heads compete by the numbers of these gates, which are in 'rank': "
+            "only their order inside a head is promised. That is right where one cut for all heads was "
+            "trained; otherwise calibrate them to risk (train/distill.py, calibration.kind shared), "
+            "or take scope='head', draw=None."
+        )
+    return None

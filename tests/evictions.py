@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from retain.attention.rotary import Rotary
+from retain.budget.cascade import keep_sets
 from retain.budget.largest_remainder import exact
 from retain.budget.statement import Budget, Stock, spread
 from retain.config import build
@@ -22,7 +23,6 @@ from retain.policy import (
     Plan,
     candidates_of,
     decide_layers,
-    keep_masks,
     load_policy,
     plan_of,
     score_entries,
@@ -328,7 +328,7 @@ def check(
     plan, stock = plan_for(policy, layers, budget, stock), stock or stock_of(layers)
     keeps = [one.keep_BHT for one in decisions]
     counts_BL = torch.stack([keep_BHT.sum((1, 2)) for keep_BHT in keeps], 1).tolist()
-    shapes = [replace(shape_of(layer), beside_bytes=policy.beside_bytes) for layer in layers]
+    shapes = [replace(shape_of(layer), metadata_bytes=policy.metadata_bytes) for layer in layers]
     stated = spread(budget, stock.lengths_B, shapes)
     for b, (counts, held) in enumerate(zip(counts_BL, stock.held_BL, strict=True)):
         own = stated.equal_BL[b]
@@ -391,7 +391,7 @@ def keeps_of_columns(
         shown.append((index_BHT, valid_BT))
     answer = []
     for layer, keep_BHT, (index_BHT, valid_BT) in zip(
-        layers, keep_masks(part, candidates), shown, strict=True
+        layers, keep_sets(part, candidates), shown, strict=True
     ):
         assert not (keep_BHT & ~valid_BT[:, None]).any()
         full_BHT = torch.zeros(len(idx), layer.num_heads, layer.num_seen, dtype=torch.int64)

@@ -20,7 +20,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from retain.process.extras import require
-from retain.registry import lookup
+from retain.process.registry import lookup
 
 DEFAULT = "gen-prose"
 
@@ -153,12 +153,6 @@ def _listed(part: str) -> tuple[str, ...]:
 def _plain(part: str) -> tuple[str, ...]:
     """The words of a part of speech that are one lower-case word."""
     return tuple(word for word in _listed(part) if word.isascii() and word.isalpha() and word.islower())
-
-
-@cache
-def all_words() -> tuple[str, ...]:
-    """Nouns, verbs and adjectives together, each word once, sorted."""
-    return tuple(sorted({word for part in ("noun", "verb", "adjective") for word in _listed(part)}))
 
 
 def draw_number(draw: random.Random) -> str:

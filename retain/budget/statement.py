@@ -6,7 +6,7 @@ compare at equal memory however they share it. Shares are rational and rounded o
 to the tokens seen (or announced), and a budget is never more than what is still held.
 `retain/budget/allocation.py` spreads the total over layers and heads.
 
-A threshold states no budget: the scores decide how much is kept (`retain.ranking.admit`).
+A threshold states no budget: the scores decide how much is kept (`retain.budget.ranking.admit`).
 """
 
 import math
@@ -33,8 +33,8 @@ class Budget:
         bytes: of keys and values, per sequence, over all layers that evict.
         byte_ratio: bytes held / bytes of all that was seen, in (0, 1]: as many whole entries as fit. Of
             policies that hold entries in fewer bytes these are more.
-        threshold: no budget: what scores below it goes, whatever that leaves (`retain.ranking.admit`); in the
-            unit of the policy's score, any finite number.
+        threshold: no budget: entries that score below it go, however many are left
+            (`retain.budget.ranking.admit`); in the unit of the policy's score, any finite number.
     """
 
     keep_ratio: float | None = None
@@ -75,20 +75,17 @@ class LayerShape:
     Args:
         num_heads: H, KV heads.
         entry_bytes: bytes of one key and value.
-        parts: processes that the layer's heads are spread over, of which this one has H each (tensor
-            parallelism): what a head has in the mean is that of the whole layer, so that all protect alike.
-        beside_bytes: bytes that attention reads with an entry once something went: a budget that is less
+        metadata_bytes: bytes that attention reads with an entry once something went: a budget that is less
             than everything holds fewer entries for them.
         widths: channels of a key and of a value; None: half of the entry's numbers each.
         element_size: bytes of a number.
         packed_bytes, head_bytes: bytes of an entry, in the mean, and of a head apart from its entries, where
-            they are held in fewer bytes (`retain.precision.Precision.cost`); None: they are not.
+            they are held in fewer bytes (`retain.cache.precision.Precision.cost`); None: they are not.
     """
 
     num_heads: int
     entry_bytes: int
-    parts: int = 1
-    beside_bytes: int = 0
+    metadata_bytes: int = 0
     widths: tuple[int, int] | None = None
     element_size: int = 2
     packed_bytes: Fraction | None = None
@@ -98,7 +95,7 @@ class LayerShape:
     def paid_bytes(self) -> Fraction:
         """Bytes that an entry takes."""
         packed = self.entry_bytes if self.packed_bytes is None else self.packed_bytes
-        return Fraction(packed + self.beside_bytes)
+        return Fraction(packed + self.metadata_bytes)
 
     def bytes_of(self, entries: int) -> Fraction:
         """Bytes of a layer that keeps so many entries."""
@@ -132,7 +129,7 @@ class Totals:
         equal_BL: entries of each layer under equal budgets, as stated: at most `length * H`, whether or not
             they are still there.
         held_BL: entries that are still there.
-        per_head_B: stated entries of a head in the mean over all parts of the layers, exact, to which
+        per_head_B: stated entries of a head in the mean over the layers, exact, to which
             fractions of a budget refer.
         whole_B: which sequences are short and held whole, since the stated budget is too little for them.
     """
@@ -197,7 +194,7 @@ def spread(
     halves rounded up, or `min(tokens_per_head, n_b) * H_l`, or for bytes `floor(bytes / entry_bytes)` entries
     over all layers, split evenly by largest remainder (by bytes, where layers' entries differ in size); never
     more than `n_b * H_l`. A byte ratio states `floor(byte_ratio * n_b * sum_l H_l * entry_bytes)` bytes. All
-    is kept where all of it fits. Else `beside_bytes` are paid for: as many entries are kept as fit into the
+    is kept where all of it fits. Else `metadata_bytes` are paid for: as many entries are kept as fit into the
     bytes of those that are stated. Where entries are held in fewer bytes, bytes pay what an entry takes in
     the mean and, once, what every head takes apart from its entries; ratios and tokens count entries. All in
     exact arithmetic. A threshold states nothing: what exists is the bound.
@@ -218,18 +215,14 @@ def spread(
     equal_BL, per_head_B, short = [], [], []
     for row, (length, held) in enumerate(zip(lengths_B, held_BL, strict=True)):
         assert len(held) == len(layers), "one count for each layer that evicts, in order"
-        equal, mean = held, Fraction(sum(held), sum(heads_L))
-        if budget.threshold is None:
-            equal = _stated(budget, length, layers, heads_L)
-            whole_L = [layer.num_heads * layer.parts for layer in layers]
-            mean = Fraction(sum(_stated(budget, length, layers, whole_L)), sum(whole_L))
+        equal = held if budget.threshold is not None else _stated(budget, length, layers, heads_L)
         for idx, (own, layer) in enumerate(zip(equal, layers, strict=True)):
             if own < min(held[idx], layer.num_heads):
                 if length <= short_tokens:
                     short.append(row)
                     break
                 least = math.ceil(sum(layer.bytes_of(layer.num_heads) for layer in layers))
-                more = max(1 + Fraction(other.beside_bytes, other.entry_bytes) for other in layers)
+                more = max(1 + Fraction(other.metadata_bytes, other.entry_bytes) for other in layers)
                 raise ValueError(
                     f"sequence {row} of {length} tokens gets {own} entries for the {layer.num_heads} KV "
                     f"heads of layer {idx}, and no head may be empty: state more than is protected, and at "
@@ -237,7 +230,7 @@ def spread(
                     f"tokens_per_head {math.ceil(more)}, or {least} bytes a sequence)."
                 )
         equal_BL.append(equal)
-        per_head_B.append(mean)
+        per_head_B.append(Fraction(sum(equal), sum(heads_L)))
     rows = tuple(lengths_B), heads_L, tuple(equal_BL), held_BL, tuple(per_head_B)
     return Totals(*rows, (False,) * len(lengths_B)).hold_whole(short)
 
@@ -253,10 +246,10 @@ def _stated(
         if budget.keep_ratio is not None:
             entries_L = [math.floor(exact(budget.keep_ratio) * most + Fraction(1, 2)) for most in most_L]
         fits = all(own >= most for own, most in zip(entries_L, most_L, strict=True))
-        if not fits and any(entries_L) and any(layer.beside_bytes for layer in layers):
+        if not fits and any(entries_L) and any(layer.metadata_bytes for layer in layers):
             # As many as fit into the bytes of these, with what attention reads with each.
             shares = [
-                Fraction(own * layer.entry_bytes, layer.entry_bytes + layer.beside_bytes)
+                Fraction(own * layer.entry_bytes, layer.entry_bytes + layer.metadata_bytes)
                 for own, layer in zip(entries_L, layers, strict=True)
             ]
             entries_L = largest_remainder(math.floor(sum(shares)), shares)
@@ -269,7 +262,7 @@ def _stated(
     pairs = [*zip(heads_L, layers, strict=True)]
     once = sum(heads * layer.head_bytes for heads, layer in pairs)
     # Nothing is read with entries where all are kept.
-    if size >= once + sum(length * heads * (own.paid_bytes - own.beside_bytes) for heads, own in pairs):
+    if size >= once + sum(length * heads * (own.paid_bytes - own.metadata_bytes) for heads, own in pairs):
         return tuple(most_L)
     left = max(Fraction(0), size - once)
     if len({*paid_L}) == 1:

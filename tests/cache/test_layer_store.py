@@ -7,14 +7,14 @@ import torch
 
 from retain.cache.attend import attend_store
 from retain.cache.layer_store import Store, stacked
+from retain.cache.precision import Precision
 from retain.cache.store import LOG_WEIGHT, RaggedStore
-from retain.precision import Precision
 from tests.cache.test_packed_store import naive, naive_bytes
 from tests.close import assert_close
 from tests.refused import refused
 
 H, G, D, V, TOKENS = 2, 2, 8, 8, 4000
-PRECISIONS = {"8 bits": 8, "4 bits": 4, "2 bits": 2}
+PRECISIONS = {"plain": None, "8 bits": 8, "4 bits": 4, "2 bits": 2}
 every_precision = pytest.mark.parametrize("name", PRECISIONS)
 KEYS = torch.randn(TOKENS, D, generator=torch.Generator().manual_seed(1))
 VALUES = torch.randn(TOKENS, V, generator=torch.Generator().manual_seed(2)) + 1
@@ -22,7 +22,7 @@ SCORE = torch.arange(TOKENS).float()
 
 
 def precision_of(name):
-    return Precision(PRECISIONS[name], recent=3)
+    return None if PRECISIONS[name] is None else Precision(PRECISIONS[name], recent=3)
 
 
 class Beside:
@@ -55,7 +55,7 @@ class Beside:
         tokens = self.new(batch, num)
         positions = torch.tensor(self.seen)[:, None] + torch.arange(num)
         seen_RS = self.store.plain.append_(KEYS[tokens], VALUES[tokens], positions)
-        self.store.set_beside_("score", SCORE[tokens], torch.ones(batch, num, dtype=torch.bool))
+        self.store.set_side_("score", SCORE[tokens], torch.ones(batch, num, dtype=torch.bool))
         for row, own in enumerate(self.rows):
             for s in range(num):
                 b, h = divmod(row, H)
@@ -67,7 +67,7 @@ class Beside:
     def pack(self):
         """Pack, and take down what became of each entry that loops have encoded alike."""
         self.store.pack_()
-        for own in self.rows:
+        for own in self.rows if self.precision is not None else ():
             plain = [entry for entry in own if entry[2] is None]
             packed = plain[: max(0, len(plain) - self.precision.recent)]
             if not packed:
@@ -116,7 +116,7 @@ class Beside:
         assert positions.tolist() == [entry[1] for entry in entries]
         assert rows.tolist() == [row for row, _ in order] == self.store.rows_N().tolist()
         assert self.store.lengths_BH.flatten().tolist() == [len(own) for own in self.rows]
-        score = self.store.beside["score"][self.store.index_N()]
+        score = self.store.side["score"][self.store.index_N()]
         assert torch.equal(score, SCORE[[entry[0] for entry in entries]])
         plain_bytes = sum(plain) * (D + V) * 4
         packed_bytes = 0 if self.store.packed is None else naive_bytes(self.store.packed)
@@ -138,7 +138,8 @@ def storages(store):
 @pytest.mark.parametrize("seed", range(3))
 @every_precision
 def test_a_packed_store_is_what_plain_lists_say(name, seed):
-    """Random lives: entries come, are packed, go; sequences are chosen, tokens forgotten."""
+    """Random lives: entries come, are packed, go; sequences are chosen, tokens forgotten. Plain entries never
+    are packed."""
     life = Beside(name, seed)
     life.check()
     choice = torch.Generator().manual_seed(seed + 50)
@@ -191,7 +192,7 @@ def test_attention_is_one_softmax_over_all_entries(name, how):
     queries = torch.randn(2, H * G, S, D, generator=draw)
     sinks = torch.randn(H * G, generator=draw) if "sinks" in how else None
     if "log_weight" in how:
-        store.write_beside_(LOG_WEIGHT, torch.rand(store.entries_held, generator=draw) * 2)
+        store.write_side_(LOG_WEIGHT, torch.rand(store.entries_held, generator=draw) * 2)
     at = torch.tensor(life.seen)[:, None] + torch.arange(-S, 0)
     seen_RS = store.plain.lengths_R[:, None] + torch.tensor([-1, 0], dtype=torch.int32)
     seen_RS[2:, 0] = 0  # padding in the second sequence
@@ -244,13 +245,6 @@ def test_stores_packed_or_not_are_stacked(name):
     whole.evict_(torch.arange(whole.entries_held) % 2 == 0, in_place=True)
     for store, part in zip(stores, parts, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(store.flat(), part, strict=True))
-
-
-def test_stores_in_different_bits_are_not_stacked():
-    lives = Beside("8 bits", 1), Beside("2 bits", 2)
-    for life in lives:
-        life.pack()
-    refused("hold entries in 2 and 8 bits", stacked, [life.store for life in lives])
 
 
 def test_numbers_that_do_not_fit_leave_all_as_it_was():

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from retain import config
+from retain.budget.ranking import order_entries, rank_entries
 from retain.gates import GateSet, LinearGate, build_gates
 from retain.gates.calibrate import LEAST_RISE, SMALLEST_SLOPE, axis
 from retain.gates.decay import DecayGate
 from retain.gates.lowrank import LowRankGate
 from retain.gates.qkv import QKVGate
-from retain.ranking import order_entries, rank_entries
 from retain.train.calibration import fit as calibration
 from retain.train.calibration import isotonic
 from retain.train.calibration.fit import (
@@ -369,7 +369,7 @@ def test_another_unit_and_what_cannot_be_fitted():
 
 def test_settings_say_all_that_is_wrong_at_once():
     wrong = {"kind": "remap", "knots": 4}
-    refused("'remap'.*gone since .*use calibration.kind: shared", config.build, wrong, CalibrationSettings)
+    refused("'remap'.*removed .*use calibration.kind: shared", config.build, wrong, CalibrationSettings)
     said = r"(?s)knots.* than or equal to 2 .*keep_ratios.0.* than 0 .*keep_ratios.1.* than 1 "
     refused(said, CalibrationSettings, knots=1, keep_ratios=(0.0, 1.0))
     assert config.build({"kind": "shared", "keep_ratios": [0.1]}, CalibrationSettings).keep_ratios == (0.1,)

@@ -185,10 +185,10 @@ def rewound(accelerator: Accelerator, folder: Path) -> dict[str, Any]:
         assert accelerator.is_main_process
         raise OSError(errno.ENOSPC, "no room")
 
-    write, checkpoint.write_beside = checkpoint.write_beside, full
+    write, checkpoint.write_new = checkpoint.write_new, full
     rewind = partial(rewind_log_, folder / "full_disk", 1)
     said = said_by(DiskError, lambda: on_main_process(accelerator, rewind))
-    checkpoint.write_beside = write
+    checkpoint.write_new = write
     return {"said": said}
 
 

@@ -18,13 +18,13 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from retain.budget.largest_remainder import exact
+from retain.budget.ranking import order_entries, rank_entries
 from retain.config import ProperShare
 from retain.evidence import Evidence
 from retain.gates import GateSet
 from retain.gates.base import UNITS
 from retain.gates.calibrate import UNITS as CALIBRATED_UNITS
 from retain.gates.calibrate import Calibrator
-from retain.ranking import order_entries, rank_entries
 from retain.train.calibration.isotonic import fit_shared, space_of
 from retain.train.objectives.case import keyed_generator
 from retain.train.settings import section

@@ -31,11 +31,8 @@ class TargetSettings:
     """Weight of each kind of query: `own` (the context's later tokens), `appendix` (question and answer),
     `repeat` (the context once more, after a prompt that asks for it), `continuation` (what the model writes
     greedily after the context)."""
-    aggregate: Literal["max", "mean", "block_max", "mass"] = "max"
-    """Of the queries' attention: `max`, `mean`, `block_max` (the largest of the means over blocks of queries)
-    or `mass` (the sum)."""
-    block: Count = 128
-    """Queries of a block, for `block_max`."""
+    aggregate: Literal["max", "mean"] = "max"
+    """Of the queries' attention."""
     weight: Literal["none", "value_norm", "value_norm_over_hidden"] = "value_norm"
     """Of the attention paid: `none`, `value_norm` (times the norm of the projected value), or
     `value_norm_over_hidden` (that over the norm of the query's attention input)."""
@@ -95,7 +92,6 @@ def future_target(view: View, settings: TargetSettings) -> tuple[Tensor, Tensor]
         aggregate=settings.aggregate,
         weight=settings.weight,
         horizon=settings.horizon,
-        block=settings.block,
         chunk=settings.chunk,
     )
     return use_BHT[0], reached_BHT[0]
@@ -105,12 +101,6 @@ def future_target(view: View, settings: TargetSettings) -> tuple[Tensor, Tensor]
 TARGETS: dict[str, Callable[[View, TargetSettings], tuple[Tensor, Tensor]]] = {
     "future_use": future_target,
 }
-
-
-def joined_for(settings: TargetSettings) -> tuple[str, ...]:
-    """Returns the evidence of a branch that `layer_target` needs beside queries, keys, values (`joined` of
-    `walk`)."""
-    return ("hidden",) if settings.weight == "value_norm_over_hidden" else ()
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 from retain.gates.artifact import read_metadata
 from retain.gates.card import CARD, card_of, overlap_of_heads
 from retain.process.command import command
-from retain.process.disk import write_beside
+from retain.process.disk import write_new
 from retain.train.run.checkpoint import read_log
 from retain.train.run.curves import CURVES, HEADS, draw_all
 
@@ -41,7 +41,7 @@ def write_card(folder: Path | str, *, command: str = "", say: Callable[[str], No
     titles = {name: TITLES[name] for name in pictures}
     card = card_of(metadata, records, command=command, pictures=titles, place=str(folder))
     path = folder / CARD
-    os.replace(write_beside(path, f"{card}\n".encode()), path)
+    os.replace(write_new(path, f"{card}\n".encode()), path)
     return path
 
 

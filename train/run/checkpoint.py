@@ -38,7 +38,7 @@ from safetensors.torch import save as save_tensors
 from retain.config import leaves, read_mapping
 from retain.gates.artifact import METADATA_FILE
 from retain.process import disk
-from retain.process.disk import write_beside
+from retain.process.disk import write_new
 from retain.process.lock import take_lock
 from retain.train.data.corpus import AnyCorpus
 from retain.train.run.parallel import Accelerator, Synchroniser, gather_object, on_main_process
@@ -190,7 +190,7 @@ def begin_(folder: Path, config: Mapping[str, Any], inputs: Mapping[str, str]) -
         (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
         (folder / LOG_FILE).unlink(missing_ok=True)
         text = json.dumps(dict(inputs), indent=2) + "\n"
-        os.replace(write_beside(folder / RUN_FILE, text.encode()), folder / RUN_FILE)
+        os.replace(write_new(folder / RUN_FILE, text.encode()), folder / RUN_FILE)
         adopt_(folder, config)
 
 
@@ -198,7 +198,7 @@ def adopt_(folder: Path, config: Mapping[str, Any]) -> None:
     """Writes down the config that the run goes on with, which `inspect_run` has let pass."""
     text = yaml.safe_dump(json.loads(json.dumps(config)), sort_keys=False, allow_unicode=True)
     with disk_errors(folder):
-        os.replace(write_beside(folder / CONFIG_FILE, text.encode()), folder / CONFIG_FILE)
+        os.replace(write_new(folder / CONFIG_FILE, text.encode()), folder / CONFIG_FILE)
 
 
 def finish_(folder: Path) -> None:
@@ -409,4 +409,4 @@ def rewind_log_(folder: Path, steps_done: int) -> None:
     kept = [record for record in read_log(folder) if record["step"] <= steps_done]
     text = "".join(json.dumps(record) + "\n" for record in kept)
     with disk_errors(folder):
-        os.replace(write_beside(folder / LOG_FILE, text.encode()), folder / LOG_FILE)
+        os.replace(write_new(folder / LOG_FILE, text.encode()), folder / LOG_FILE)

@@ -41,18 +41,18 @@ from retain.hf.cache.layer import MOST_UNNOTED, Layer
 from retain.hf.cache.packing import pack, packs_now
 from retain.hf.cache.state import History, State
 from retain.hf.intercept.forward_call import Call, read_call
-from retain.hf.intercept.interceptor import Interceptor, Step, check_pointed, refuse_unasked
+from retain.hf.intercept.interceptor import Step, check_pointed, refuse_unasked
 from retain.hf.intercept.lookahead_pass import ReadCache, look_ahead
 from retain.hf.model.decoder import base_model
 from retain.hf.model.identity import marks_of
 from retain.hf.model.layout import LayerSpec
-from retain.hf.model.pass_through_layers import refuse_padding, thaw_
-from retain.hf.version_names import CHECKPOINTING, checkpoints
+from retain.hf.model.pass_through_layers import refuse_padding
+from retain.hf.version_names import CHECKPOINTING
 from retain.kernels.backend import without_autocast
 from retain.kernels.ragged_attention.pages import PAGE
 
 
-class Engine(Interceptor):
+class Engine:
     """The side of `retain.Cache` that runs during a forward.
 
     Args:
@@ -125,7 +125,7 @@ class Engine(Interceptor):
                 "retain.Cache(model, ...) for each model."
             )
         check_pointed(decoder)
-        if decoder.training and checkpoints(decoder):
+        if decoder.training and getattr(decoder, f"is_{CHECKPOINTING}", False):
             raise ValueError(
                 "this model is in training mode with gradient checkpointing, where transformers takes "
                 "the cache away from its layers: call model.eval() (or "
@@ -145,8 +145,6 @@ class Engine(Interceptor):
             marks = marks_of(decoder)
             state.check_marks(marks)
             state.marks = marks
-        for left in state.pass_through:
-            thaw_(left)
         past = state.history
         call = read_call(
             None if past is None else past.valid_BT,
@@ -214,7 +212,7 @@ class Engine(Interceptor):
     def _begin_quick(self, rows: list[StepRows], positions_B: Tensor) -> None:
         """Tell the layers of a step where its token stands."""
         wants, positions = self.state.bound_policy.wants, {}
-        looks = self._looks_again and (wants.queries != 0 or wants.running or wants.own_queries)
+        looks = self._looks_again and (wants.queries != 0 or wants.running or wants.entry_queries)
         for layer, spec, own in zip(self.state.ragged, self.state.specs, rows, strict=True):
             H = spec.num_kv_heads
             if H not in positions:
@@ -351,7 +349,7 @@ class Engine(Interceptor):
         )
         if self._looks_again:
             wants = state.bound_policy.wants
-            if wants.queries != 0 or wants.running or wants.own_queries:
+            if wants.queries != 0 or wants.running or wants.entry_queries:
                 layer.recent.queries.append(queries_BQSD.detach())
             if "hidden" in wants.inputs:
                 layer.recent.hidden.append(step.hidden_BSE.detach())
@@ -383,7 +381,7 @@ class Engine(Interceptor):
             stream_BTE=None if step.stream_BSE is None else step.stream_BSE.detach().to(device),
         )
         if self._looks_again:
-            evidence = state.bound_policy.noted(evidence)
+            evidence = state.bound_policy.with_metadata(evidence)
             evidence = state.bound_policy.counted(evidence)
             layer.recent.queries = [queries_BQSD.detach()]
             self._keep_queries(layer, self._after(call))
@@ -486,9 +484,7 @@ class Engine(Interceptor):
 
     def read_only(self) -> ReadCache:
         """The prompt that is held whole, for tokens that are run behind it and forgotten."""
-        state = self.state
-        held = {spec.layer_idx: layer.dense() for spec, layer in zip(state.specs, state.ragged, strict=True)}
-        return ReadCache(state.layout, held, {idx: state.layers[idx] for idx in state.layout.alone})
+        return ReadCache([layer.dense() for layer in self.state.ragged])
 
     def _after(self, call: Call) -> History:
         """What will have been seen once this call has gone through."""
@@ -549,7 +545,7 @@ class Engine(Interceptor):
         spared = without_queries(history, first, state.bound_policy.wants.queries) if first > wanted else []
         try:
             arriving = state.arriving(history.valid_BT, stock)
-            step = state.bound_policy.begin(arriving, joint=True, spared=spared)
+            step = state.bound_policy.begin(arriving, joint=True, kept_rows=spared)
         except ValueError as error:
             # A short sequence, say, has grown too long to be held whole.
             self.refused = error
