@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from retain.config import Count, Whole
+from retain.config import Whole
 from retain.future import WEIGHTS
 from retain.gates import GATES, LookaheadGate, build_gates, dims_for
 from retain.hf.intercept.lookahead_pass import lookahead_gates
@@ -71,8 +71,6 @@ class DistillConfig:
     """Of transformers (`auto` spreads the frozen model over this process's devices)."""
     quantization: dict[str, Any] | None = None
     """Settings of transformers' quantisation, as its config has them (`quant_method`, ...)."""
-    chunk: Count | None = 8192
-    """Tokens of the frozen model's token-wise parts at a time; bounds the memory, changes no number."""
     initial: str | None = None
     """An artifact whose gates the run begins with (of the same family); null: fresh ones."""
     seed: Whole = 0
@@ -189,26 +187,26 @@ def one_by_one(config: DistillConfig, frozen: Frozen) -> bool:
     return frozen.forward_of != "row" or config.stage == "lookahead"
 
 
-def check_lockstep(config: DistillConfig, frozen: Frozen) -> None:
-    """Raises ValueError for a number of forwards that depends on the document: on a sharded model every
-    process must run the same number."""
+def check_reading(config: DistillConfig, frozen: Frozen, *, sharded: bool) -> None:
+    """Raises ValueError for sources that the model cannot be read with: those with a number of forwards that
+    depends on the document, where every process must run the same number (`sharded`), or with several
+    branches behind recurrent layers."""
     sources = config.target.sources
-    one_branch = {*sources} <= {"own", "appendix"} or (
-        {*sources} <= {"own", "repeat"} and config.data.max_tokens <= config.target.repeat_chunk
-    )
+    one_branch = len({*sources} - {"own"}) <= 1
+    if "repeat" in sources:
+        one_branch &= config.data.max_tokens <= config.target.repeat_chunk
     refuse(
         (
-            "continuation" in sources,
+            sharded and "continuation" in sources,
             "target.sources has `continuation`, which each process generates at its own length, and a "
             "sharded model must be read in lockstep: launch with configs/accelerate/ddp.yaml, or write the "
             "continuations into the data as answers (context, question, answer).",
         ),
         (
             frozen.forward_of == "branch" and not one_branch,
-            "this model has recurrent layers, which read every branch in a forward of its own, and a sharded "
-            f"model must be read in lockstep: with target.sources=[{', '.join(sources)}] documents have "
-            "different numbers of branches. Take own and appendix, or own and repeat with "
-            "target.repeat_chunk at data.max_tokens or more, or launch with configs/accelerate/ddp.yaml.",
+            f"target.sources=[{', '.join(sources)}]: this model has recurrent layers, which read at most one "
+            "branch behind a document. Take own and one other source (repeat: with target.repeat_chunk at "
+            "data.max_tokens or more).",
         ),
         separator=" ",
         end="",

@@ -339,7 +339,7 @@ class EndToEnd(Stage):
                 with torch.no_grad():
                     full_BTE = self.base(**inputs, use_cache=False).last_hidden_state
                 output, log_gates = self.gated(
-                    **inputs, ungated_BHT=valid_BT & (place_BT < self.soft.sinks), use_cache=False
+                    **inputs, ungated_BT=valid_BT & (place_BT < self.soft.sinks), use_cache=False
                 )
                 terms = self._fidelity(output.last_hidden_state, full_BTE, batch, counted_BT)
             terms |= self._cost(list(log_gates.values()), valid_BT, keep)

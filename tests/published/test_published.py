@@ -89,12 +89,10 @@ HAND = {
     "openai/gpt-oss-20b": Hand(12, 8, 64, 2880, 64, slide=(12, 128)),
     "01-ai/Yi-6B": Hand(32, 4, 128, 4096, 32),
     "allenai/OLMo-2-1124-7B": Hand(32, 32, 128, 4096, 32),
-    "allenai/Olmo-3-1025-7B": Hand(8, 32, 128, 4096, 32, slide=(24, 4096)),
     "HuggingFaceTB/SmolLM3-3B": Hand(36, 4, 128, 2048, 16),
     "ibm-granite/granite-3.3-2b-base": Hand(40, 8, 64, 2048, 32),
     "CohereLabs/c4ai-command-r-v01": Hand(40, 64, 128, 8192, 64),
     "CohereLabs/c4ai-command-r7b-12-2024": Hand(8, 8, 128, 4096, 32, slide=(24, 4096)),
-    "THUDM/glm-4-9b-chat-hf": Hand(40, 2, 128, 4096, 32),
     "zai-org/GLM-4-9B-0414": Hand(40, 2, 128, 4096, 32),
     "zai-org/GLM-4.5-Air": Hand(46, 8, 128, 4096, 96),
 }

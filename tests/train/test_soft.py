@@ -63,7 +63,7 @@ def by_hand(frozen: Frozen, gates: GateSet, one: Document, soft: SoftSettings) -
     spared = (torch.arange(n) < soft.sinks)[None]
     full = frozen.model(ids, use_cache=False, output_hidden_states=True)
     with SoftGated(frozen.model, gates, protected=soft.protected) as module:
-        gated, log_gates = module(ids, ungated_BHT=spared, use_cache=False, output_hidden_states=True)
+        gated, log_gates = module(ids, ungated_BT=spared, use_cache=False, output_hidden_states=True)
     first = soft.protected + soft.sinks
     if soft.positions == "appendix":
         first = max(first, len(one.context_ids) - 1)

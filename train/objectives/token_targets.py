@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from retain.train.data.document import Reading
-from retain.train.objectives.targets import TargetSettings, joined_for, layer_target
+from retain.train.objectives.targets import TargetSettings, layer_target
 from retain.train.teacher import Frozen, View, walk
 
 
@@ -38,5 +38,5 @@ def token_targets(
             # One row of each layer: as much as a token's own number.
             found[view.row].append((use_HT.mean(0, keepdim=True), reached_HT[:1]))
 
-    walk(frozen, readings, see, joined=joined_for(settings))
+    walk(frozen, readings, see)
     return [token_target(layers) for layers in found]
