@@ -105,9 +105,9 @@ TABLE = (
     _row("merge", "bits window", _ONCE),
     _row(
         "bits",
-        "bytes again",
-        "scales of keys that several entries share stay for those that are left, so that no number of bytes "
-        "can be held to: state keep_ratio or tokens_per_head, or take precision None",
+        "again",
+        "entries that share scales are packed once, and none of them is evicted then: take regime 'prefill', "
+        "or precision None",
     ),
     _row(
         "score",

@@ -5,7 +5,6 @@ before the first layer runs, with a single transfer from the device. A decoding 
 its tokens are real, and nothing waits for the device.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +35,6 @@ class Call:
         valid_BS: the new tokens' part of it; None when it is known that nothing of it is padding.
         positions_BS: int64 RoPE positions of the new tokens.
         token_ids_BS: None if the caller passed embeddings.
-        forgotten_BT: past tokens that the mask of this turn calls padding; None: none.
         rotary: the model's rotary embedding, where it is understood.
     """
 
@@ -45,14 +43,12 @@ class Call:
     valid_BS: Bool[Tensor, "B S"] | None
     positions_BS: Int[Tensor, "B S"]
     token_ids_BS: Int[Tensor, "B S"] | None
-    forgotten_BT: Bool[Tensor, "B P"] | None = None
     rotary: Rotary | None = None
 
 
 def read_call(
     past_BT: Bool[Tensor, "B P"] | None = None,
     last_B: Int[Tensor, " B"] | None = None,
-    positions: Callable[[], Int[Tensor, "B P"]] | None = None,
     *,
     input_ids: Tensor | None,
     inputs_embeds: Tensor | None,
@@ -67,9 +63,7 @@ def read_call(
     Args:
         past_BT: True on real tokens among those seen; None before the first.
         last_B: position of the last real token of each sequence; None before the first.
-        positions: gives those of all tokens seen; asked where a turn's mask takes tokens back.
-        attention_mask: 2D over past and new tokens, or None for no padding. A turn's may call tokens padding
-            that `generate` put behind sequences that had ended.
+        attention_mask: 2D over past and new tokens, or None for no padding.
         position_ids: of the new tokens, or None to count on from what was seen, padding included, as
             transformers does.
         rotary: the model's rotary embedding, for those who look at queries before it.
@@ -97,7 +91,7 @@ def read_call(
     positions_BS = _positions(seen, tokens, position_ids)
     if not reads_prompt and S == 1:
         mask_BT = torch.cat([past_BT, past_BT.new_ones(B, 1)], dim=1)
-        return Call(False, mask_BT, None, positions_BS, input_ids, None, rotary)
+        return Call(False, mask_BT, None, positions_BS, input_ids, rotary)
     strange = past_BT.new_zeros(())
     if attention_mask is None:
         mask_BT = torch.cat([past_BT, past_BT.new_ones(B, S)], dim=1)
@@ -123,15 +117,17 @@ def read_call(
         )
     if empty and seen + S >= (width or 0):
         raise ValueError("a sequence of this prompt is all padding: drop it from the batch.")
+    if forgotten:
+        raise ValueError(
+            "attention_mask calls tokens padding that were read as tokens (generate puts them behind a "
+            "sequence that has ended): show them as tokens, or continue such sequences in separate caches "
+            "(batch_select_indices)."
+        )
     if revived:
         raise ValueError(
             "attention_mask shows tokens as real that were padding when the cache saw them: continue the "
-            "mask of the earlier call, with 0 for what generate put behind a sequence that has ended."
+            "mask of the earlier call."
         )
-    if back and forgotten and positions is not None:
-        # `last_B` may be that of a pad which `generate` put behind a finished row: what stays counts.
-        last_B1 = positions().to(device).masked_fill(~(past_BT & ~forgotten_BT), -1).amax(1, keepdim=True)
-        back = bool(((positions_BS <= last_B1) & valid_BS).any())
     if disorder or back:
         raise ValueError(
             "position_ids of a sequence do not increase from token to token: give each sequence a row, and "
@@ -139,8 +135,7 @@ def read_call(
             "pass position_ids: without them transformers counts padding too. And without an attention_mask "
             "generate takes every token that equals pad_token_id for padding: pass one."
         )
-    known_BS, gone_BT = valid_BS if padded else None, forgotten_BT if forgotten else None
-    return Call(seen == 0, mask_BT, known_BS, positions_BS, input_ids, gone_BT, rotary)
+    return Call(seen == 0, mask_BT, valid_BS if padded else None, positions_BS, input_ids, rotary)
 
 
 def _disorder(

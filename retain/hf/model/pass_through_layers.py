@@ -31,13 +31,12 @@ def refuse_padding(alone: Mapping[int, LeftAlone], call: Call, seen_BT: Tensor |
         ValueError: padding behind a sequence's tokens; or, with a recurrent state, tokens are taken back.
     """
     valid_BS = call.valid_BS
-    taken_for_tokens = call.forgotten_BT is not None and any(left.window is None for left in alone.values())
-    if valid_BS is not None:
-        begun_BS = valid_BS.cumsum(-1) > 0
-        if seen_BT is not None:
-            begun_BS |= seen_BT.any(-1, keepdim=True).to(begun_BS.device)
-        taken_for_tokens |= bool((begun_BS & ~valid_BS).any())
-    if taken_for_tokens:
+    if valid_BS is None:
+        return
+    begun_BS = valid_BS.cumsum(-1) > 0
+    if seen_BT is not None:
+        begun_BS |= seen_BT.any(-1, keepdim=True).to(begun_BS.device)
+    if bool((begun_BS & ~valid_BS).any()):
         kinds = ", ".join(sorted({left.kind for left in alone.values()}))
         raise ValueError(
             "this call has padding behind tokens that its sequences have seen already, which layers left to "
