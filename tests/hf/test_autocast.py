@@ -8,7 +8,7 @@ from retain.hf.version_names import CACHE
 from retain.kernels.attention_stats import attention_stats
 from retain.kernels.gated_attention import gated_attention
 from retain.kernels.ragged_attention import ragged_attention
-from retain.kernels.value_norm import value_norm
+from retain.scores.value_norm import value_norm
 from tests.tiny import attached, tiny_batch
 
 HALF = torch.bfloat16
