@@ -102,9 +102,10 @@ def bind_policy(
         raise ValueError("\n".join(problems))
     if chosen.keeps_all and scorer is None:
         return BoundPolicy(chosen.name, precision=chosen.precision)
-    gates = _gates(model, chosen, gates)
-    if chosen.learned and (caution := check_gates(chosen, keep, gates, scored_elsewhere=scorer is not None)):
-        warnings.warn(caution, stacklevel=3)
+    if chosen.learned:
+        gates = shipped_gates(model, chosen.name) if gates is None else gates_for(model, gates)
+        if caution := check_gates(chosen, keep, gates, scored_elsewhere=scorer is not None):
+            warnings.warn(caution, stacklevel=3)
     before = BEFORE_ROPE & set(getattr(gates, "inputs", ())) if chosen.learned else ()
     rope: tuple[Use, ...] = ("unknown_rope",) if before and rotary_of(model) is None else ()
     refuse(chosen, rope, gates=gates, scorer=scorer)
@@ -142,13 +143,6 @@ def _bind_function(policy: Any, extra: Sequence[str], **asked: Any) -> BoundPoli
             f"{'None' if policy is None else f'the function {name}'}."
         )
     return BoundPolicy(name, function=policy)
-
-
-def _gates(model: nn.Module, policy: Policy, gates: Any) -> Any:
-    """The gates, checked against the model, or those that ship for it; None without any."""
-    if gates is None:
-        return shipped_gates(model, policy.name) if policy.learned else None
-    return gates_for(model, gates)
 
 
 def _overridden(policy: Policy, overrides: Mapping[str, Any]) -> Policy:

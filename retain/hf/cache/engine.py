@@ -42,7 +42,6 @@ from retain.hf.intercept.forward_call import Call, read_call
 from retain.hf.intercept.interceptor import Step, check_pointed, refuse_unasked
 from retain.hf.intercept.lookahead_pass import ReadCache, look_ahead
 from retain.hf.model.decoder import base_model
-from retain.hf.model.identity import marks_of
 from retain.hf.model.layout import LayerSpec
 from retain.hf.model.pass_through_layers import refuse_padding
 from retain.hf.version_names import CHECKPOINTING
@@ -137,12 +136,6 @@ class Engine:
             )
         state.check_whole()
         input_ids, inputs_embeds = given.get("input_ids"), given.get("inputs_embeds")
-        tokens = input_ids if input_ids is not None else inputs_embeds
-        decodes = state.prompt_B is not None and tokens is not None and tokens.shape[1:2] == (1,)
-        if not decodes or not state.decodes:
-            marks = marks_of(decoder)
-            state.check_marks(marks)
-            state.marks = marks
         past = state.history
         call = read_call(
             None if past is None else past.valid_BT,
@@ -422,7 +415,7 @@ class Engine:
             state.end_prompt()
         self._pack(read)
         state.call = self._next = self._eviction = None
-        state.decodes, self.is_quick = not read, False
+        self.is_quick = False
         if problem is not None:  # now that all is in order
             raise problem
         if state.prompt_B is not None:

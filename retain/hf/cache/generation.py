@@ -41,7 +41,6 @@ class Generation:
         """
         before, self.runs = self.runs, True
         self.forget()
-        state.decodes = False
         if room is not None:
             why = refused(state) if room else "beams select among sequences at each step"
             self.room, state.decoded = (None, f"as written: {why}") if why else (room, None)
@@ -60,7 +59,7 @@ class Generation:
             self.decode_as_written(state)
             self._run_as_written(False)
             self.forget()
-            self.runs, state.decodes = before, False
+            self.runs = before
 
     def _run_as_written(self, on: bool) -> None:
         """While rows are not static, what transformers has compiled runs as written."""
