@@ -132,7 +132,7 @@ def _look(config: DistillConfig, gates: GateSet, frozen: Frozen, document: Docum
     The unit is risk, whatever the gates learned: their own target where it is one, else the default's.
     """
     settings, target = config.calibration, config.target
-    if target_unit(target) != "risk" or target.granularity != "head" or config.stage != "local":
+    if target_unit(target) != "risk" or config.stage != "local":
         target = TargetSettings(horizon=target.horizon, chunk=target.chunk)
     own: dict[int, LayerLook] = {}
     shown: dict[int, Evidence] = {}
