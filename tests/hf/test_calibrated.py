@@ -107,7 +107,7 @@ def held_out(model, gates, settings, documents=4):
         for layer in observe(model, *tiny_batch((0,), 80, seed=seed), wanted=gates.inputs):
             target = layer.values_BHTD.double().square().mean(-1)[0] * 1.7
             counted = torch.arange(80) < 72
-            look[layer.layer_idx] = look_at(gates, layer, target, counted, settings)
+            look[layer.layer_idx] = look_at(gates, layer, target, counted)
         looks.append(look)
     return looks
 

@@ -85,7 +85,6 @@ def look_at(
     evidence: Evidence,
     target_HT: Float[Tensor, "H T"],
     counted_T: Bool[Tensor, " T"],
-    settings: CalibrationSettings,
     *,
     key: int = 0,
 ) -> LayerLook:
