@@ -136,10 +136,9 @@ def _check_stage(config: DistillConfig) -> None:
             "take max, mean or block_max, or the loss smooth_l1.",
         ),
         (
-            config.calibration.wanted and config.data.held_out == 1,
+            config.calibration.kind != "none" and config.data.held_out == 1,
             "data.held_out=1: calibration fits on one half of the held-out documents and reports on the "
-            "other. Hold out two at least, none (then nothing is calibrated), or set calibration.kind=none "
-            "and calibration.curve=false.",
+            "other. Hold out two at least, none (then nothing is calibrated), or set calibration.kind=none.",
         ),
         (
             config.device_map is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1,

@@ -39,7 +39,7 @@ def calibration_of(
     """Calibrates the gates once training is over (its last checkpoint is on disk), on every process alike;
     calibrators are put in. Returns the record (None: none was wanted). ValueError: on every process, if it
     cannot be done; says that training is not lost."""
-    if not corpus.held_out or not config.calibration.wanted:
+    if not corpus.held_out or config.calibration.kind == "none":
         return None
     together = is_sharded(frozen.model)
     each, place = (1, 0) if together else (accelerator.num_processes, accelerator.process_index)

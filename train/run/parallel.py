@@ -51,8 +51,8 @@ def make_accelerator(tracker: str, output: str = ".") -> Accelerator:
     if tracker != "none":
         if find_spec(tracker) is None:
             raise ValueError(
-                f'tracker={tracker} needs its package: pip install "retain-kv[{tracker}]", or leave tracker=none '
-                "(the log is in log.jsonl anyway)."
+                f'tracker={tracker} needs its package: pip install "retain-kv[{tracker}]", or leave '
+                "tracker=none (the log is in log.jsonl anyway)."
             )
         options = {"log_with": tracker, "project_dir": str(Path(output) / "tracker")}
     accelerator = Accelerator(**options)
