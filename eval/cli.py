@@ -12,7 +12,7 @@ from importlib import import_module
 import retain
 from retain.process.command import command
 from retain.process.extras import MissingExtra, require
-from retain.registry import lookup
+from retain.process.registry import lookup
 
 __all__ = ["COMMANDS", "main"]
 

@@ -20,9 +20,9 @@ from typing import Annotated, Any, Literal, get_args
 import torch
 from pydantic import Field
 
+from retain.budget.head_weights import read_weights
 from retain.budget.statement import Budget
 from retain.config import Count, Many, ProperShare, Whole, load
-from retain.head_weights import read_weights
 from retain.presets import Policy, load_policy
 from retain.scores.trial import FILES
 

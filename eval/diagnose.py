@@ -42,6 +42,7 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
 from retain.attention.chunked import attention_chunks, truncate
+from retain.budget.ranking import rank_entries
 from retain.budget.statement import Budget
 from retain.eval.config import resolve_device
 from retain.eval.run.scores import first_entries, gate_scores
@@ -60,8 +61,7 @@ from retain.presets import load_policy
 from retain.process.command import command
 from retain.process.extras import require
 from retain.process.provenance import code_state, environment, now, write_json
-from retain.ranking import rank_entries
-from retain.registry import lookup
+from retain.process.registry import lookup
 from retain.scores import Score
 
 FILE, SCHEMA = "diagnostics.json", 2
@@ -332,7 +332,7 @@ def keep_sets(
             made[name, float(ratio)] = [layer.keep_BHT for layer in decided]
     for ratio in keep_ratios:
         held = {
-            (policy.beside_bytes, sum(int(keep.sum()) for keep in made[name, float(ratio)]))
+            (policy.metadata_bytes, sum(int(keep.sum()) for keep in made[name, float(ratio)]))
             for name, policy in policies.items()
         }
         assert len(held) == len(dict(held)), f"policies hold unlike numbers of entries at {ratio}: {held}"

@@ -3,7 +3,7 @@
     python -m retain.eval.head_weights --policy duoattention --model reference:0 --output duoattention.json
     python -m retain.eval.head_weights --policy headkv --model reference:0 --output headkv.json
 
-It writes JSON that `allocation.weights` names (`retain.head_weights`).
+It writes JSON that `allocation.weights` names (`retain.budget.head_weights`).
 
 For `duoattention` it *measures attention*: a head is a retrieval head if much of its attention goes far back.
 DuoAttention (arXiv 2410.10819) *optimises* a gate of each head, so that the model's output on synthetic
@@ -27,11 +27,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from retain.attention.chunked import attention_chunks
+from retain.budget.head_weights import format_weights
 from retain.eval.config import resolve_device
 from retain.eval.tasks.encode import Encoded, encode
 from retain.eval.tasks.sources import load_rows
 from retain.eval.text_pieces import cut, opening_of, read_text
-from retain.head_weights import format_weights
 from retain.hf.intercept.observe import observe
 from retain.hf.model.decoder import describe
 from retain.models.named import load, reference_seed

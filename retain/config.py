@@ -6,15 +6,13 @@ that is checked wherever it is made is a `pydantic.dataclasses.dataclass(frozen=
 """
 
 import json
-import math
 import os
 import re
-import stat
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
+from fractions import Fraction
 from functools import cache
-from numbers import Rational, Real
 from pathlib import Path
 from reprlib import Repr
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -22,19 +20,13 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_typ
 import yaml
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from retain.gone import hint_of
-from retain.registry import suggest
+from retain.process.registry import suggest
+from retain.process.removed import hint_of
 
 X = TypeVar("X")
 
 # The largest number of any config: its square is still finite.
 LARGEST = 1e30
-# Values of a file, and sections within sections. An alias (`*name`) counts as often as it is used.
-MOST_VALUES = 100_000
-DEEPEST = 50
-# Problems of a file that are listed.
-SHOWN = 100
-
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 Whole = Annotated[int, Field(ge=0)]
@@ -66,57 +58,38 @@ def load(path: str | os.PathLike[str] | None, cls: type[X], overrides: Sequence[
         FileNotFoundError: there is no such file.
         ValueError: the file or an override does not fit `cls`; lists all problems at once.
     """
-    mapping = {} if path is None else _read_file(Path(path), cls)
+    mapping = {} if path is None else read_mapping(Path(path))
     problems: list[str] = []
     for override in overrides:
         _override_(mapping, override, problems)
     return _built(mapping, cls, "", problems, f"{path or 'command line'} does not fit {cls.__name__}")
 
 
-def _read_file(path: Path, cls: type) -> dict[str, Any]:
-    if not path.is_file():
-        found = what_is_at(path)
-        neighbours = [str(other) for other in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
-        raise FileNotFoundError(
-            f"config file {str(path)!r} "
-            f"{found or 'does not exist' + suggest(str(path), neighbours)}. "
-            f"Pass the path of a YAML file for {cls.__name__}; relative paths start at {str(Path.cwd())!r}."
-        )
-    return read_mapping(path)
-
-
 def read_mapping(path: Path) -> dict[str, Any]:
     """Read a YAML file as a mapping; an empty file gives an empty one.
 
     Raises:
+        FileNotFoundError: there is no such file.
         ValueError: it cannot be read, is no YAML, or no mapping.
     """
+    if not path.is_file():
+        near = [str(other) for other in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
+        problem = "is a folder" if path.is_dir() else f"does not exist{suggest(str(path), near)}"
+        raise FileNotFoundError(
+            f"config file {str(path)!r} {problem}: pass the path of a YAML file; relative paths start at "
+            f"{str(Path.cwd())!r}."
+        )
     try:
-        mapping = _parsed(path.read_text(encoding="utf-8"))
+        mapping = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}.") from error
-    except (*_UNREADABLE, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid YAML: {_why(error)}") from error
+    except _UNREADABLE as error:
+        raise ValueError(f"{path} is not valid YAML: {error!s:.1000}") from error
     if mapping is None:
         return {}
     if not isinstance(mapping, dict):
         raise ValueError(f"{path} must hold `key: value` lines at its top, got {_shown(mapping)}.")
     return mapping
-
-
-def what_is_at(path: Path) -> str:
-    """Describe what a path holds instead of a file, as the end of a sentence; empty if it holds nothing."""
-    try:
-        mode = path.stat().st_mode
-    except FileNotFoundError:
-        return f"is a symbolic link to {os.readlink(path)}, which does not exist" if path.is_symlink() else ""
-    except OSError as error:
-        return f"cannot be reached: {error.strerror}"  # a circle of symbolic links, a folder that is closed
-    except ValueError as error:
-        return f"is no path: {error}"
-    kinds = ((stat.S_ISDIR, "folder"), (stat.S_ISFIFO, "named pipe"), (stat.S_ISSOCK, "socket"))
-    kind = next((name for is_kind, name in kinds if is_kind(mode)), "device")
-    return f"is a {kind}, and a file is wanted"
 
 
 def build(mapping: Mapping[str, Any], cls: type[X], where: str = "") -> X:
@@ -177,26 +150,22 @@ def save(config: Any, path: str | os.PathLike[str]) -> None:
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(path.name + ".part")
+    part = path.with_name(path.name + ".part")
     text = yaml.safe_dump(to_mapping(config), sort_keys=False, allow_unicode=True)
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(path)
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)
 
 
 def plain_numbers(value: Any) -> Any:
-    """Convert numbers of numpy, fractions and one-element tensors to int or float, by the digits that they
-    show. Walks through mappings, lists and tuples, and leaves other values alone."""
+    """Convert numbers of numpy, fractions and tensors of one number to int or float, also inside mappings,
+    lists and tuples."""
     if isinstance(value, Mapping):
         return {key: plain_numbers(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(plain_numbers(item) for item in value)
-    if not isinstance(value, Real) and getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
-        value = value.item()
-    if isinstance(value, bool) or not isinstance(value, Real):
-        return value
-    if isinstance(value, Rational):  # whole numbers are
-        return int(value.numerator) if value.denominator == 1 else float(value)
-    return float(str(value))
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+        return value.item()
+    return float(value) if isinstance(value, Fraction) else value
 
 
 def _built(mapping: Any, cls: type[X], where: str, problems: list[str], what: str) -> X:
@@ -204,40 +173,25 @@ def _built(mapping: Any, cls: type[X], where: str, problems: list[str], what: st
     value, found = _problems(mapping, cls, where)
     if problems := problems + found:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        lines = [f"  - {problem}" for problem in problems[:SHOWN]]
-        lines += [f"  - and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
-        raise ValueError("\n".join([f"{what}: {count}", *lines]))
+        raise ValueError("\n  - ".join([f"{what}: {count}", *problems]))
     return value
 
 
 def _problems(mapping: Any, cls: Any, where: str) -> tuple[Any, list[str]]:
     """The dataclass, or what does not fit it."""
     data = _plain(mapping)
-    problems = list(_odd_numbers(data, where))
     try:
         # As JSON, so that lists are tuples and text is a path, and all else is strict.
-        value = _adapter(cls).validate_json(json.dumps([data], default=str))[0]
+        return _adapter(cls).validate_json(json.dumps([data], default=str))[0], []
     except ValidationError as error:
-        found = [one for one in error.errors(include_url=False) if one["type"] != "finite_number"]
-        return None, problems + [_said(one, data, cls, where) for one in _of_one_member(found, data)]
-    return value, problems
+        found = error.errors(include_url=False)
+        return None, [_said(one, data, cls, where) for one in _of_one_member(found, data)]
 
 
 @cache
 def _adapter(cls: Any) -> TypeAdapter[Any]:
     listed: Any = types.GenericAlias(list, (getattr(cls, "KINDS", cls),))
     return TypeAdapter(listed, config=STRICT)
-
-
-def _odd_numbers(value: Any, where: str) -> Iterator[str]:
-    """Numbers that no config takes, wherever they stand."""
-    if isinstance(value, dict | list):
-        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _odd_numbers(item, _joined(where, key))
-    elif isinstance(value, int) and abs(value) >= 2**63:
-        yield f"{where}: expected an int of 64 bits, got {_shown(value)}"
-    elif isinstance(value, float) and not math.isfinite(value):
-        yield f"{where}: input should be a finite number, got {_shown(value)}"
 
 
 def _split(error: Any, data: Any) -> tuple[list[Any], list[tuple[tuple[Any, ...], Any]]]:
@@ -261,31 +215,35 @@ def _split(error: Any, data: Any) -> tuple[list[Any], list[tuple[tuple[Any, ...]
 
 
 def _of_one_member(errors: Sequence[Any], data: Any) -> list[Any]:
-    """Of the members of a union, the errors of the one that fits best."""
+    """Select the errors of that member of each union which fits best."""
     counts: dict[tuple[Any, ...], dict[Any, int]] = {}
     for error in errors:
         for place, member in _split(error, data)[1]:
             here = counts.setdefault(place, {})
             here[member] = here.get(member, 0) + 1
     best = {place: min(here, key=here.__getitem__) for place, here in counts.items()}
-    return [error for error in errors if all(best[place] == own for place, own in _split(error, data)[1])]
+    return [
+        error for error in errors if all(best[place] == member for place, member in _split(error, data)[1])
+    ]
 
 
 def _said(error: Any, data: Any, cls: Any, where: str) -> str:
-    """One problem, in words."""
+    """Put a problem into words."""
     keys, members = _split(error, data)
-    name, own = where, ""
+    name, kind_of = where, ""
     for key in keys:
         name = _joined(name, key)
     kind, value = error["type"], error["input"]
     if members and members[0][0] == () and hasattr(cls, "KINDS"):
-        own = f" of a {cls.__name__} with {get_args(cls.KINDS)[-1].discriminator.__name__} {members[0][1]!r}"
+        kind_of = (
+            f" of a {cls.__name__} with {get_args(cls.KINDS)[-1].discriminator.__name__} {members[0][1]!r}"
+        )
     if kind == "missing":
         return f"missing key {name!r}"
     if kind == "unexpected_keyword_argument":
         sections = _sections(getattr(cls, "KINDS", cls), keys[:-1])
         known = {field.name: None for section in sections for field in fields(section)}
-        hint = hint_of(name) or suggest(str(keys[-1]), known) or f"{own}; known keys: {', '.join(known)}"
+        hint = hint_of(name) or suggest(str(keys[-1]), known) or f"{kind_of}; known keys: {', '.join(known)}"
         return f"unknown key {name!r}{hint}"
     context, said, hint = error.get("ctx", {}), error["msg"], ""
     expected = context.get("expected", "")
@@ -300,7 +258,7 @@ def _said(error: Any, data: Any, cls: Any, where: str) -> str:
     elif isinstance(value, bool):
         hint = " (YAML reads yes, no, on, off as true or false: quote a word)"
     if kind == "none_required":
-        said += own
+        said += kind_of
     return f"{start}{said[0].lower()}{said[1:]}, got {_shown(value)}{hint}"
 
 
@@ -343,47 +301,12 @@ def _unique_mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     return loader.construct_mapping(node, deep=True)
 
 
-def _number(loader: _Loader, node: yaml.ScalarNode) -> int:
-    try:
-        return loader.construct_yaml_int(node)
-    except ValueError as error:  # Python reads no more than 4300 digits
-        raise yaml.constructor.ConstructorError(None, None, str(error), node.start_mark) from None
-
-
 _Loader.add_constructor("tag:yaml.org,2002:map", _unique_mapping)
-_Loader.add_constructor("tag:yaml.org,2002:int", _number)
 # `2e-4`, which YAML 1.1 reads as text.
 _FLOAT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
 # Errors of reading YAML; ValueError and its kin come from explicit tags (`!!int x`).
 _UNREADABLE = (yaml.YAMLError, RecursionError, ValueError, TypeError, AttributeError, KeyError)
-
-
-def _parsed(text: str) -> Any:
-    """Parse a YAML text.
-
-    Raises:
-        one of `_UNREADABLE`: it is no YAML, or holds more than any config.
-    """
-    value = yaml.load(text, Loader=_Loader)
-    count, open_ = 0, [(value, 0)]
-    while open_:
-        one, depth = open_.pop()
-        count += 1
-        if count > MOST_VALUES or depth > DEEPEST:
-            raise ValueError(
-                f"it holds more than {MOST_VALUES:,} values, or sections more than {DEEPEST} deep; an alias "
-                "counts as often as it is used"
-            )
-        inside = one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
-        open_ += ((item, depth + 1) for item in inside)
-    return value
-
-
-def _why(error: Exception) -> str:
-    if isinstance(error, RecursionError):
-        return "it is nested too deeply."
-    return str(error) or type(error).__name__
 
 
 def _override_(mapping: dict[str, Any], override: str, problems: list[str]) -> None:
@@ -393,13 +316,10 @@ def _override_(mapping: dict[str, Any], override: str, problems: list[str]) -> N
     if not equals or not all(keys):
         problems.append(f"override {override!r}: expected key=value, for example section.key=value")
         return
-    if len(keys) > DEEPEST:
-        problems.append(f"override {_SHORT.repr(override)}: no section is more than {DEEPEST} deep")
-        return
     try:
-        value = _parsed(text)
+        value = yaml.load(text, Loader=_Loader)
     except _UNREADABLE as error:
-        problems.append(f"override {_SHORT.repr(override)}: its value is not valid YAML: {_why(error)}")
+        problems.append(f"override {_SHORT.repr(override)}: its value is not valid YAML: {error!s:.1000}")
         return
     section = mapping
     for depth, key in enumerate(keys[:-1], start=1):

@@ -19,14 +19,13 @@ from torch import Tensor
 from retain.budget.allocation import Candidates
 from retain.budget.cascade import Cascade
 from retain.budget.statement import Budget, LayerShape, Stock
-from retain.capability import Use, refuse
+from retain.cache.precision import Precision
+from retain.capability import Use, refuse, unit_of
 from retain.correction.merge import Merge
 from retain.evidence import Evidence
-from retain.gate_fit import unit_of
 from retain.gates import GateSet
 from retain.kernels.backend import without_autocast
 from retain.policy import Plan, candidates_of, keep_masks, plan_of, score_entries, stock_of
-from retain.precision import Precision
 from retain.presets import Policy
 from retain.scores import SCORES, Score, masked_score
 from retain.scores.trial import entries_read
@@ -78,7 +77,7 @@ class Wants:
     values: bool = True
 
     @property
-    def own_queries(self) -> bool:
+    def entry_queries(self) -> bool:
         """Whether the gate looks at the query of each entry, at the time when it comes."""
         return not self.inputs.isdisjoint(("queries", "queries_before"))
 
@@ -192,15 +191,15 @@ class BoundPolicy:
             stated = ("bytes",) if self.budget.in_bytes else ()
             refuse(self.policy, (*uses, *stated), gates=self.gates, scorer=self.scorer)
 
-    def noted(self, evidence: Evidence) -> Evidence:
+    def with_metadata(self, evidence: Evidence) -> Evidence:
         """The evidence with what later evictions want to know of its entries, made from what it shows now."""
         if self.policy is None:
             return evidence
         if self.wants.learned and evidence.learned_BHT is None:
             own = self.gates
             # A control has no more than a score, which does not age.
-            noted_BHT = own.noted(evidence) if hasattr(own, "noted") else own.score(evidence).values_BHT
-            evidence = replace(evidence, learned_BHT=noted_BHT)
+            learned_BHT = own.noted(evidence) if hasattr(own, "noted") else own.score(evidence).values_BHT
+            evidence = replace(evidence, learned_BHT=learned_BHT)
         if self.wants.value_norm and evidence.value_norm_BQT is None:
             evidence = replace(evidence, value_norm_BQT=value_norms(evidence))
         return evidence
@@ -245,18 +244,18 @@ class BoundPolicy:
         return plan.hold_whole(short, call.valid_BT) if short else plan
 
     def begin(
-        self, call: Arriving, *, joint: bool = False, spared: Collection[int] = ()
+        self, call: Arriving, *, joint: bool = False, kept_rows: Collection[int] = ()
     ) -> "Eviction | None":
         """Start an eviction, and refuse what cannot be; None keeps everything.
 
         Args:
             call: padding of all tokens seen, what there is to choose from, seeds and pins.
             joint: decide on all layers in the end, rather than on each as it comes.
-            spared: sequences from which nothing goes this time.
+            kept_rows: sequences from which nothing goes this time.
         """
         if self.function is not None:
             return ByFunction(self.function, joint)
-        return None if self.policy is None else ByPolicy(self, call, joint=joint, spared=spared)
+        return None if self.policy is None else ByPolicy(self, call, joint=joint, kept_rows=kept_rows)
 
     @without_autocast
     def decide(
@@ -324,9 +323,9 @@ class ByPolicy:
         call: Arriving,
         *,
         joint: bool = False,
-        spared: Collection[int] = (),
+        kept_rows: Collection[int] = (),
     ):
-        self.bound, self.asked_jointly, self.spared = bound, joint, spared
+        self.bound, self.asked_jointly, self.kept_rows = bound, joint, kept_rows
         self.lower: Sequence[Tensor | None] = ()
         self.candidates: list[Candidates] = []
         self.whole: list[Keep] = []
@@ -335,7 +334,7 @@ class ByPolicy:
     def _plan(self, call: Arriving) -> None:
         self.call, self.plan, self.num_looked = call, self.bound.plan(call), 0
         covers_B, correction = self.plan.covers_B, self.bound.correction
-        self.rows = [row for row, covered in enumerate(covers_B) if not covered and row not in self.spared]
+        self.rows = [row for row, covered in enumerate(covers_B) if not covered and row not in self.kept_rows]
         self.part = self.plan if len(self.rows) == len(covers_B) else self.plan.select_batch(self.rows)
         self.cascade = Cascade(self.part)
         # A correction wants the final sets: cut again and again while layers come, an entry would be merged

@@ -10,9 +10,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from retain.budget.ranking import rank_entries
 from retain.evidence import Score
-from retain.ranking import rank_entries
-from retain.registry import lookup
+from retain.process.registry import lookup
 
 
 def fuse(observed: Score | None, learned: Score | None, how: str = "max", *, weight: float = 0.5) -> Score:

@@ -17,7 +17,7 @@ from torch import Tensor
 from retain.attention.chunked import truncate
 from retain.attention.received import received_attention
 from retain.evidence import Evidence
-from retain.registry import lookup
+from retain.process.registry import lookup
 from retain.scores.value_norm import value_norms
 
 SOURCES = {
@@ -26,12 +26,7 @@ SOURCES = {
     "repeat": "the document once more, after a prompt that asks for it",
     "continuation": "what the model itself writes after the document",
 }
-AGGREGATES = {
-    "max": "the largest",
-    "mean": "the mean over queries",
-    "block_max": "the largest of the means over blocks of queries",
-    "mass": "the sum over queries",
-}
+AGGREGATES = {"max": "the largest", "mean": "the mean over queries"}
 WEIGHTS = {
     "none": "attention alone",
     "value_norm": "times the norm of the projected value",
@@ -48,7 +43,6 @@ def future_use(
     aggregate: str = "max",
     weight: str = "value_norm",
     horizon: int = 32,
-    block: int = 128,
     chunk: int | None = None,
 ) -> tuple[Float32[Tensor, "B H T"], Bool[Tensor, "B H T"]]:
     """How much attention the queries after an entry's eviction will give to it.
@@ -63,24 +57,17 @@ def future_use(
     i, and lie behind it: of `own`, at distance `horizon` or more; of any other source, all in its branches.
     With the G query heads q of KV head h, and w_s the weight of a source,
 
-        max:        r_s[h, i] = max_{j in J_s(i), q} p_qj[i]                        r = max_s w_s r_s
-        mean:       r_s[h, i] = 1 / (G |J_s(i)|) sum_{j in J_s(i), q} p_qj[i]       r = sum_s w_s r_s / W(i)
-        block_max:  r_s[h, i] = max_b 1 / (G |b|) sum_{j in b and J_s(i), q} p_qj[i]      r = max_s w_s r_s
-        mass:       r_s[h, i] = 1 / G sum_{j in J_s(i), q} p_qj[i]                  r = sum_s w_s r_s / W(i)
+        max:    r_s[h, i] = max_{j in J_s(i), q} p_qj[i]                    r = max_s w_s r_s
+        mean:   r_s[h, i] = 1 / (G |J_s(i)|) sum_{j in J_s(i), q} p_qj[i]   r = sum_s w_s r_s / W(i)
 
     where `W(i)` is the sum of the weights of those sources that have a query in `J_s(i)`: an entry that fewer
-    sources reach is not thereby worth less. The blocks b are `block` consecutive queries of the document, or
-    of one branch (the last is shorter; those of its queries that are not in `J_s(i)` pay 0 and are counted in
-    |b|).
+    sources reach is not thereby worth less.
 
     Published, with sources: `max` of `repeat`, weight `none`: KVzip (arXiv 2505.23416; it normalises within
     the chunk that is repeated, here rows are over everything that is seen). `max` of `repeat`,
     `value_norm_over_hidden`: KVzip+ of KVzap (arXiv 2601.07891; its norms are Euclidean, here both are L1, as
     everywhere in this project). `max` of `appendix`, `none`: Locret (arXiv 2410.01805). `mean` of
-    `continuation`, `none`: LookaheadKV (arXiv 2603.10899; the loss normalises). `block_max` of `own`, `none`:
-    ForesightKV (arXiv 2602.03203). `mass` of `own`, `none`: KVpop (arXiv 2607.05061), the horizon being its
-    protected window. The mean over heads and layers of `mean`, of `appendix`, `none`: DynTS (arXiv
-    2601.18383).
+    `continuation`, `none`: LookaheadKV (arXiv 2603.10899; the loss normalises).
 
     No rows of attention are held beyond `chunk` queries at a time, and on CUDA none: memory is linear in T.
     `value_norm_over_hidden` costs a second pass.
@@ -93,7 +80,6 @@ def future_use(
         aggregate: of `AGGREGATES`.
         weight: of `WEIGHTS`.
         horizon: least distance of a document query, in entries; the protected recent window.
-        block: queries of a block, for `block_max`.
         chunk: queries at a time; changes memory, not the result. None: as many as are quick.
 
     Returns:
@@ -104,11 +90,8 @@ def future_use(
         ValueError: names that are not known, numbers that make no sense, or evidence that holds too little.
     """
     _check_names(sources, aggregate, weight)
-    if horizon < 0 or block < 1 or (chunk is not None and chunk < 1):
-        raise ValueError(
-            f"horizon is 0 or more, block and chunk 1 or more; got horizon {horizon}, block {block}, chunk "
-            f"{chunk}."
-        )
+    if horizon < 0:
+        raise ValueError(f"horizon is 0 or more; got horizon {horizon}.")
     T, H = document.num_seen, document.num_heads
     if "own" in sources and document.num_queries < T:
         raise ValueError(
@@ -124,26 +107,23 @@ def future_use(
         if source not in found:
             found[source] = torch.zeros((B, H, T), device=device)
             counts[source] = torch.zeros((B, T), dtype=torch.int64, device=device)
-        for use_BHT in _uses(part, distance, T, aggregate, weight, norm_BQT, block, chunk):
-            first_BHT = found[source][..., : use_BHT.shape[-1]]
-            if aggregate in ("mean", "mass"):
-                first_BHT += use_BHT
-            else:
-                torch.maximum(first_BHT, use_BHT, out=first_BHT)
+        use_BHT = _use(part, distance, T, aggregate, weight, norm_BQT, chunk)
+        if aggregate == "mean":
+            found[source] += use_BHT
+        else:
+            torch.maximum(found[source], use_BHT, out=found[source])
         counts[source] += _count(part, distance, T)
         del part
     use_BHT = torch.zeros((B, H, T), device=device)
     weight_BT = torch.zeros((B, T), device=device)
     for source, found_BHT in found.items():
-        own_BHT = found_BHT * sources[source]
+        found_BHT = found_BHT * sources[source]
         if aggregate == "mean":
-            own_BHT /= counts[source].clamp_min(1)[:, None]
-        if aggregate in ("mean", "mass"):
-            use_BHT += own_BHT
+            use_BHT += found_BHT / counts[source].clamp_min(1)[:, None]
         else:
-            use_BHT = torch.maximum(use_BHT, own_BHT)
+            use_BHT = torch.maximum(use_BHT, found_BHT)
         weight_BT += sources[source] * (counts[source] > 0)
-    if aggregate in ("mean", "mass"):
+    if aggregate == "mean":
         use_BHT /= torch.where(weight_BT > 0, weight_BT, 1.0)[:, None]
     reached_BT = (weight_BT > 0) & document.valid_BT
     reached_BHT = reached_BT[:, None].expand(B, H, T)
@@ -171,45 +151,26 @@ def _parts(
         del evidence  # before the next one is made
 
 
-def _uses(
+def _use(
     part: Evidence,
     distance: int,
     T: int,
     aggregate: str,
     weight: str,
     norm_BQT: Tensor | None,
-    block: int,
     chunk: int | None,
-) -> Iterator[Float32[Tensor, "B H entries"]]:
-    """Largest, sum, or means of blocks of what the held queries pay the first entries, group reduced."""
-    S, H = part.num_queries, part.num_heads
+) -> Float32[Tensor, "B H T"]:
+    """Largest or sum of what the held queries pay the first T entries, group reduced."""
     lse_BQS, least_B = None, None
     if weight == "value_norm_over_hidden":
         lse_BQS, least_B = _over_hidden(part, chunk)
-    blocks = [(0, S)]
-    if aggregate == "block_max":
-        blocks = [(start, min(S, start + block)) for start in range(0, S, block)]
-    for start, stop in blocks:
-        shown = part if stop == S else truncate(part, part.num_seen - S + stop)
-        entries = min(T, shown.num_seen)
-        (paid_BQT,) = received_attention(
-            shown,
-            "max" if aggregate == "max" else "sum",
-            start=start,
-            entries=entries,
-            distance=distance,
-            lse_BQs=None if lse_BQS is None else lse_BQS[:, :, start:stop],
-            chunk=chunk,
-        )
-        if norm_BQT is not None:
-            paid_BQT = paid_BQT * norm_BQT[..., :entries]
-        paid_BHGT = paid_BQT.unflatten(1, (H, -1))
-        use_BHT = paid_BHGT.amax(2) if aggregate == "max" else paid_BHGT.mean(2)
-        if aggregate == "block_max":
-            use_BHT = use_BHT / part.asks_BS[:, start:stop].sum(-1).clamp_min(1)[:, None, None]
-        if least_B is not None:
-            use_BHT = use_BHT / least_B[:, None, None]
-        yield use_BHT.float()
+    kind = "max" if aggregate == "max" else "sum"
+    (paid_BQT,) = received_attention(part, kind, entries=T, distance=distance, lse_BQs=lse_BQS, chunk=chunk)
+    if norm_BQT is not None:
+        paid_BQT = paid_BQT * norm_BQT
+    paid_BHGT = paid_BQT.unflatten(1, (part.num_heads, -1))
+    use_BHT = paid_BHGT.amax(2) if aggregate == "max" else paid_BHGT.mean(2)
+    return (use_BHT if least_B is None else use_BHT / least_B[:, None, None]).float()
 
 
 def _over_hidden(part: Evidence, chunk: int | None) -> tuple[Tensor, Tensor]:

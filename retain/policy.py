@@ -19,7 +19,9 @@ from torch import Tensor
 from retain.budget.allocation import Candidates, Shares
 from retain.budget.cascade import keep_sets
 from retain.budget.joint import make_bids
+from retain.budget.split import ByScore
 from retain.budget.statement import Budget, LayerShape, Stock, select_rows, spread
+from retain.budget.two_stage import stage_by_mass
 from retain.config import stated_of
 from retain.evidence import Evidence
 from retain.fusion import fuse
@@ -28,8 +30,6 @@ from retain.protection import protected_mask
 from retain.scores import SCORES, Score, masked_score
 from retain.scores.lava import entropy_weight
 from retain.scores.random import draw_keys
-from retain.split import ByScore
-from retain.two_stage import stage_by_mass
 
 __all__ = [
     "Decision",

@@ -14,15 +14,7 @@ from pydantic import AfterValidator, Discriminator, Tag
 from pydantic.dataclasses import dataclass
 
 from retain import config
-from retain.budget.statement import LayerShape
-from retain.config import STRICT, Share
-from retain.correction.merge import Merge
-from retain.precision import Precision
-from retain.protection import Protection
-from retain.registry import lookup
-from retain.scores import SCORES, Score
-from retain.scores.trial import try_settings
-from retain.split import (
+from retain.budget.split import (
     ByHead,
     ByScore,
     Pyramid,
@@ -32,6 +24,14 @@ from retain.split import (
     Split,
     Uniform,
 )
+from retain.budget.statement import LayerShape
+from retain.cache.precision import Precision
+from retain.config import STRICT, Share
+from retain.correction.merge import METADATA_BYTES, Merge
+from retain.process.registry import lookup
+from retain.protection import Protection
+from retain.scores import SCORES, Score
+from retain.scores.trial import try_settings
 
 Regime = Literal["any", "context_only", "query_aware", "chunked", "decode", "prefill+decode"]
 REGIMES: tuple[Regime, ...] = get_args(Regime)
@@ -59,7 +59,7 @@ class Policy(Split):
         fusion_weight: of the learned side, for `rank_blend`, in 0..1.
         protection: entries that are never evicted.
         correction: how what stays makes up for what goes (`retain.correction`); None: it does not.
-        precision: in how many bits what stays is held (`retain.precision`); None: as it was.
+        precision: in how many bits what stays is held (`retain.cache.precision`); None: as it was.
         regime: the one that its paper evaluates: `context_only` and `query_aware` (once, after a prefill
             without or with the question), `chunked`, `decode`, `prefill+decode`, or `any`.
         paper: where it comes from.
@@ -157,7 +157,7 @@ class Policy(Split):
     @property
     def needs(self) -> frozenset[str]:
         """What its scores read beyond keys and values: `window`, `running`, `seeds`, `gates`, `weights` of
-        heads (`retain.head_weights`), ..."""
+        heads (`retain.budget.head_weights`), ..."""
         own = SCORES[self.observed].needs_with(self.observed_settings) if self.observed else frozenset()
         own |= {"gates"} if self.learned else frozenset()
         return own | ({"weights"} if self.weights is not None else frozenset())
@@ -184,7 +184,7 @@ class Policy(Split):
 
     def shape_held(self, shape: LayerShape) -> LayerShape:
         """A layer's shape, with what the policy holds beside entries, and in how many bytes it holds them."""
-        shape = replace(shape, beside_bytes=self.beside_bytes)
+        shape = replace(shape, metadata_bytes=self.metadata_bytes)
         if self.precision is None:
             return shape
         each = shape.entry_bytes // (2 * shape.element_size)
@@ -193,9 +193,9 @@ class Policy(Split):
         return replace(shape, packed_bytes=packed, head_bytes=head)
 
     @property
-    def beside_bytes(self) -> int:
+    def metadata_bytes(self) -> int:
         """Bytes that attention reads beside each entry that is left."""
-        return 0 if self.correction is None else self.correction.beside_bytes
+        return 0 if self.correction is None else METADATA_BYTES
 
     @property
     def unit(self) -> str:

@@ -328,7 +328,7 @@ def check(
     plan, stock = plan_for(policy, layers, budget, stock), stock or stock_of(layers)
     keeps = [one.keep_BHT for one in decisions]
     counts_BL = torch.stack([keep_BHT.sum((1, 2)) for keep_BHT in keeps], 1).tolist()
-    shapes = [replace(shape_of(layer), beside_bytes=policy.beside_bytes) for layer in layers]
+    shapes = [replace(shape_of(layer), metadata_bytes=policy.metadata_bytes) for layer in layers]
     stated = spread(budget, stock.lengths_B, shapes)
     for b, (counts, held) in enumerate(zip(counts_BL, stock.held_BL, strict=True)):
         own = stated.equal_BL[b]

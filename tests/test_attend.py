@@ -202,7 +202,7 @@ def test_steps_in_one_call_equal_the_op(monkeypatch, lengths, dtype, counted, th
     keep = (torch.arange(T) < torch.tensor(lengths)[:, None]).view(B, H, T)
     dense = torch.randn(2, B, H, T, D, generator=draw).to(dtype)
     beside = {LOG_WEIGHT: torch.randint(1, 9, (B, H, T), generator=draw).float().log()} if counted else None
-    store = RaggedStore.from_dense(*dense, torch.arange(T).expand(B, T), keep, slack=3, beside=beside)
+    store = RaggedStore.from_dense(*dense, torch.arange(T).expand(B, T), keep, slack=3, side=beside)
     other = store.fork()
     for step in range(90):  # through a growth of the store
         if store.free < 1:

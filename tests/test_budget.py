@@ -79,7 +79,7 @@ def test_a_budget_that_would_empty_a_head_is_refused():
     said = "gets 0 entries for the 1 KV heads of layer 3.*64 bytes a sequence"
     refused(said, spread, Budget(bytes=48), [100], [LayerShape(1, 16)] * 4)
     # The advice counts what stands beside an entry.
-    layers = [LayerShape(2, 16, beside_bytes=4)] * 2
+    layers = [LayerShape(2, 16, metadata_bytes=4)] * 2
     said = r"keep_ratio 0\.0125, tokens_per_head 2, or 80 bytes"
     refused(said, spread, Budget(keep_ratio=0.01), [100], layers)
     assert spread(Budget(keep_ratio=0.0125), [100], layers).equal_BL == ((2, 2),)
@@ -133,7 +133,7 @@ def test_what_stands_beside_entries_is_paid_for(stated, sizes):
     """As many bytes as without, but for less than an entry a layer, and not more than are stated."""
     layers = [LayerShape(2, size) for size in sizes]
     entries, paid = (
-        spread(Budget(**stated), [733], [replace(own, beside_bytes=beside) for own in layers]).equal_BL[0]
+        spread(Budget(**stated), [733], [replace(own, metadata_bytes=beside) for own in layers]).equal_BL[0]
         for beside in (0, 4)
     )
     plain = sum(own * size for own, size in zip(entries, sizes, strict=True))
@@ -146,7 +146,7 @@ def test_what_stands_beside_entries_is_paid_for(stated, sizes):
 
 
 def test_where_nothing_goes_nothing_is_paid_for():
-    layers, full = [LayerShape(2, 16, beside_bytes=4)] * 2, 16 * 4 * 33
+    layers, full = [LayerShape(2, 16, metadata_bytes=4)] * 2, 16 * 4 * 33
     whole = {
         "keep_ratio": (1.0, 0.999),
         "tokens_per_head": (33,),

@@ -35,7 +35,7 @@ def side(T=T, seed=1):
 def make(slack=32, seed=0, T=T):
     """A store with side columns, and what it was made of."""
     inputs, beside = dense(seed, T), side(T)
-    return RaggedStore.from_dense(*inputs, slack=slack, beside=beside), inputs, beside
+    return RaggedStore.from_dense(*inputs, slack=slack, side=beside), inputs, beside
 
 
 def assert_holds(store, inputs, beside):
@@ -62,9 +62,9 @@ def assert_entries(store, inputs, beside):
     flat = (*(x[keep] for x in (keys, values, positions[:, None].expand_as(keep))), rows_N)
     for actual, wanted in zip(store.flat(), flat, strict=True):
         assert torch.equal(actual, wanted) and actual.dtype == wanted.dtype
-    assert store.beside.keys() == beside.keys()
+    assert store.side.keys() == beside.keys()
     for name, column in beside.items():
-        assert torch.equal(store.beside[name][index_N], column[keep])
+        assert torch.equal(store.side[name][index_N], column[keep])
 
 
 def assert_same(store, other):
@@ -74,7 +74,7 @@ def assert_same(store, other):
 
 def assert_counts(store):
     """What is counted is what is there, and free slots hold zeros where zeros matter."""
-    columns = (store.keys_CD, store.values_CD, store.positions_C, *store.beside.values())
+    columns = (store.keys_CD, store.values_CD, store.positions_C, *store.side.values())
     tables = (store.offsets_R1, store.lengths_R, store.pages.row_pages, store.pages.first_pages)
     assert bytes_of(store.storages()) == sum(x.untyped_storage().nbytes() for x in (*columns, *tables))
     assert store.entries_held == int(store.lengths_R.sum()) == store.index_N().shape[0]
@@ -85,7 +85,7 @@ def assert_counts(store):
     room = store.offsets_R1.diff() - store.lengths_R
     free = torch.ones(len(store.keys_CD), dtype=torch.bool, device=store.keys_CD.device)
     free[store.index_N()] = False
-    assert not any(column[free].any() for column in (store.values_CD, *store.beside.values()))
+    assert not any(column[free].any() for column in (store.values_CD, *store.side.values()))
     assert store.free <= int(room.min()) and not (store.offsets_R1 % PAGE).any()
 
 
@@ -132,7 +132,7 @@ def test_compacting_in_place_keeps_the_storage_and_filtering_returns_it():
         store.append_(*(torch.zeros(B, H, 1, D),) * 2, torch.full((B, 1), 999))
     assert store.keys_CD.data_ptr() == storage
     index, _ = tail_index_RS(store, torch.ones(B, 4, dtype=torch.bool))
-    assert not any(column[index].any() for column in store.beside.values())
+    assert not any(column[index].any() for column in store.side.values())
 
 
 @pytest.mark.parametrize("piece", [1, 40, 1 << 18])

@@ -1,7 +1,6 @@
 """Future risk against its definition, at the edges, in chunks, and behind its fence."""
 
 import itertools
-from collections import Counter
 from dataclasses import replace
 from functools import partial
 
@@ -37,7 +36,7 @@ def _hidden(length, seed):
     return torch.randn(2, length, 5, generator=torch.Generator().manual_seed(seed + 100)) * 0.2
 
 
-def _naive_use(document, branches, sources, aggregate, weight, horizon, block):
+def _naive_use(document, branches, sources, aggregate, weight, horizon):
     """By loops in float64, as the docstring of `future_use` says."""
     parts = [("own", document, horizon), *((source, evidence, 0) for source, evidence in branches)]
     attentions = [naive_attention(evidence) for _, evidence, _ in parts]
@@ -47,12 +46,11 @@ def _naive_use(document, branches, sources, aggregate, weight, horizon, block):
     for b, h, i in itertools.product(range(B), range(H), range(DOCUMENT)):
         by_source = {}
         for source, factor in sources.items():
-            paid, count, sizes = [], 0, Counter()
+            paid, count = [], 0
             for number, (name, evidence, distance) in enumerate(parts):
                 S, T, reach = evidence.num_queries, evidence.num_seen, evidence.window or evidence.num_seen
                 for s in range(S if name == source else 0):
                     j = T - S + s
-                    sizes[number, s // block] += int(evidence.valid_BT[b, j])
                     if not evidence.valid_BT[b, j] or not max(0, distance) <= j - i < reach:
                         continue
                     count += 1
@@ -61,19 +59,11 @@ def _naive_use(document, branches, sources, aggregate, weight, horizon, block):
                         own *= 1.0 if weight == "none" else naive_norm(document, b, q, i)
                         if weight == "value_norm_over_hidden":
                             own /= float(evidence.hidden_BTE[b, j].double().abs().sum())
-                        paid.append(((number, s // block), own))
+                        paid.append(own)
             if count and document.valid_BT[b, i]:
-                total = sum(own for _, own in paid) / G
-                blocks = [
-                    sum(own for key, own in paid if key == which) / G / size
-                    for which, size in sizes.items()
-                    if size
-                ]
-                largest = max(own for _, own in paid)
-                of = {"max": largest, "mean": total / count, "block_max": max(blocks), "mass": total}
-                by_source[source] = factor * of[aggregate]
+                by_source[source] = factor * (max(paid) if aggregate == "max" else sum(paid) / G / count)
         reached[b, h, i] = bool(by_source)
-        if by_source and aggregate in ("max", "block_max"):
+        if by_source and aggregate == "max":
             use[b, h, i] = max(by_source.values())
         elif by_source:
             use[b, h, i] = sum(by_source.values()) / sum(sources[name] for name in by_source)
@@ -102,7 +92,7 @@ def test_future_risk_is_its_definition(sources, horizon, chunk, settings):
     how = {"document_tokens": DOCUMENT, "horizon": horizon, "sources": sources}
     risk, reached = future_risk(evidence, chunk=chunk, **how)
     last = replace(evidence, queries_BQSD=evidence.queries_BQSD[:, :, DOCUMENT:])
-    of = dict.fromkeys(sources, 1.0), "max", "value_norm", horizon, 1
+    of = dict.fromkeys(sources, 1.0), "max", "value_norm", horizon
     wanted, wanted_reached = _naive_use(truncate(evidence, DOCUMENT), [("appendix", last)], *of)
     assert risk.dtype == torch.float32
     assert torch.equal(reached, wanted_reached)
@@ -135,7 +125,7 @@ SINKS = {"sinks_Q": torch.tensor([0.5, -1.0, 2.0, 0.0])}
 )
 def test_future_use_is_its_definition(aggregate, weight, sources, chunk, settings):
     document, branches = _parts(**settings)
-    given = {"aggregate": aggregate, "weight": weight, "horizon": 4, "block": 3}
+    given = {"aggregate": aggregate, "weight": weight, "horizon": 4}
     use, reached = future_use(document, branches, sources=SOURCE_SETS[sources], chunk=chunk, **given)
     wanted, wanted_reached = _naive_use(document, branches, SOURCE_SETS[sources], **given)
     assert use.dtype == torch.float32 and wanted.abs().sum() > 0
@@ -154,7 +144,7 @@ def test_branches_and_sources_without_the_other_change_nothing():
 
 CALLS = [
     *(partial(future_risk, sources=(source,)) for source in ("own", "appendix")),
-    *(partial(future_use, sources={"own": 1.0}, aggregate=one, block=64) for one in sorted(AGGREGATES)),
+    *(partial(future_use, sources={"own": 1.0}, aggregate=one) for one in sorted(AGGREGATES)),
     partial(future_use, sources={"own": 1.0}, weight="value_norm_over_hidden"),
 ]
 

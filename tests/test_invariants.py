@@ -117,7 +117,7 @@ def _nests(policy: Policy) -> str | None:
 
 def _check_nesting(policy: Policy, layers, scores, tokens: int, step: str | None) -> None:
     heads = sum(layer.num_heads for layer in layers)
-    entry_bytes = shape_of(layers[0]).entry_bytes + policy.beside_bytes
+    entry_bytes = shape_of(layers[0]).entry_bytes + policy.metadata_bytes
     totals = range(tokens * heads, (tokens + 3) * heads + 1, heads if step == "tokens" else heads // 2 - 1)
     before = None
     for total in totals:

@@ -7,9 +7,9 @@ import torch
 
 from retain.budget.statement import Budget
 from retain.cache.layer_store import Store
+from retain.cache.precision import Precision
 from retain.cache.store import RaggedStore
 from retain.policy import decide_layers, load_policy, shape_of
-from retain.precision import Precision
 from tests.evictions import EVICTING, make_evidence, small
 from tests.refused import refused
 
@@ -52,7 +52,7 @@ def test_a_byte_ratio_without_precision_is_so_many_bytes(name, ratio, heads_file
         for budget in (Budget(bytes=stated), Budget(byte_ratio=ratio))
     )
     assert all(torch.equal(a.keep_BHT, b.keep_BHT) for a, b in zip(want, got, strict=True))
-    assert sum(int(one.keep_BHT.sum()) for one in got) * (shape.entry_bytes + policy.beside_bytes) <= stated
+    assert sum(int(one.keep_BHT.sum()) for one in got) * (shape.entry_bytes + policy.metadata_bytes) <= stated
     assert any(bool((~one.keep_BHT & own.exists_BHT).any()) for one, own in zip(got, layers, strict=True))
 
 

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retain import ranking
-from retain.ranking import admit, rank_entries, select
+from retain.budget import ranking
+from retain.budget.ranking import admit, rank_entries, select
 from tests.refused import refused
 
 

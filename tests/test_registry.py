@@ -2,7 +2,7 @@
 
 import pytest
 
-from retain.registry import lookup, nearest, suggest
+from retain.process.registry import lookup, nearest, suggest
 
 TABLE = {"snapkv": 1, "defensive": 2, "observed_risk": 3, "h2o": 4}
 

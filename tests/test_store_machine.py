@@ -84,7 +84,7 @@ class StoreMachine(RuleBasedStateMachine):
         positions = torch.tensor(self.seen)[:, None] + valid.cumsum(-1) - 1
         sees = self.store.plain.append_(KEYS[tokens], VALUES[tokens], positions, valid if padded else None)
         for name, column in BESIDE.items():
-            self.store.set_beside_(name, column[tokens], valid)
+            self.store.set_side_(name, column[tokens], valid)
         for b in range(batch):
             for h in range(H):
                 for s in range(num):
@@ -95,7 +95,7 @@ class StoreMachine(RuleBasedStateMachine):
         index, real = tail_index_RS(self.store.plain, valid)
         assert torch.equal(real, valid.repeat_interleave(H, 0))
         assert index.min() >= 0 and index.max() < max(1, len(self.store.keys_CD))
-        assert torch.equal(self.store.beside["access"][index][real], tokens.flatten(0, 1)[real])
+        assert torch.equal(self.store.side["access"][index][real], tokens.flatten(0, 1)[real])
 
     @rule(in_place=st.booleans(), share=st.sampled_from([0.0, 0.1, 0.8, 0.97, 1.0]), seed=SEEDS)
     def evict(self, in_place, share, seed):
@@ -209,9 +209,9 @@ class StoreMachine(RuleBasedStateMachine):
             b * H + h for b, heads in enumerate(rows) for h in range(H) for _ in heads[h]
         ]
         index = store.index_N()
-        assert store.beside.keys() == BESIDE.keys()
+        assert store.side.keys() == BESIDE.keys()
         for name, column in BESIDE.items():
-            assert torch.equal(store.beside[name][index], column[tokens])
+            assert torch.equal(store.side[name][index], column[tokens])
         assert_counts(store.plain)
 
 

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from retain.attention.chunked import truncate
 from retain.budget.cascade import Cascade
+from retain.budget.ranking import admit
 from retain.budget.statement import Budget
 from retain.policy import candidates_of, check_budget, decide_layers
 from retain.protection import Protection
-from retain.ranking import admit
 from retain.scores import Score
 from tests.evictions import (
     held_scores,

@@ -15,7 +15,7 @@ from retain.train.local_stage import LayerLocal
 from retain.train.lookahead_stage import Lookahead
 from retain.train.loop import Lesson
 from retain.train.objectives.fit import check_unit
-from retain.train.recipe import DistillConfig, check_lockstep, document_check, one_by_one
+from retain.train.recipe import DistillConfig, check_lockstep, document_check
 from retain.train.run import parallel
 from retain.train.run.parallel import Accelerator, is_sharded
 from retain.train.soft_stage import EndToEnd
@@ -88,7 +88,6 @@ def lesson_of(
         config.data.pack_tokens,
         lambda document: row_tokens(document, config.target),
         lockstep=sharded,
-        alone=sharded and one_by_one(config, frozen),
         ready=objective.prepare_ if config.initial is None else None,
     )
 

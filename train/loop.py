@@ -42,8 +42,6 @@ class Lesson:
         size_of: tokens that a document and its branches take in a row, by which processes share documents,
             rows are packed, and tokens are counted.
         lockstep: whether all processes must run the same number of forwards (a sharded model).
-        alone: whether every document has a pack of its own: where the model reads documents one by one
-            (`Frozen.forward_of`), packs of a different size are a different number of forwards.
         ready: what is done with the documents of the first step before it; None: nothing.
     """
 
@@ -53,7 +51,6 @@ class Lesson:
     pack_tokens: int = 0
     size_of: Size = plain_size
     lockstep: bool = False
-    alone: bool = False
     ready: Callable[[Sequence[Document]], object] | None = None
 
     def packs(
@@ -65,7 +62,7 @@ class Lesson:
             process=accelerator.process_index,
             num_processes=accelerator.num_processes,
             lockstep=self.lockstep,
-            micro_batch=1 if self.alone else self.training.micro_batch,
+            micro_batch=self.training.micro_batch,
             tokens_per_pack=self.pack_tokens,
             size_of=self.size_of,
         )

@@ -15,10 +15,10 @@ import torch
 from retain.config import Count, Whole
 from retain.future import WEIGHTS
 from retain.gates import GATES, LookaheadGate, build_gates, dims_for
-from retain.gone import hint_of
 from retain.hf.intercept.lookahead_pass import lookahead_gates
 from retain.models.unloaded import Precision
-from retain.registry import lookup, suggest
+from retain.process.registry import lookup, suggest
+from retain.process.removed import hint_of
 from retain.train.calibration.fit import CalibrationSettings
 from retain.train.data.branches import check_document
 from retain.train.data.document import Document
@@ -123,17 +123,11 @@ def check(config: DistillConfig, num_processes: int) -> None:
 
 def _check_stage(config: DistillConfig) -> None:
     gate = lookup(config.gate.family, GATES, what="gate family")
-    local = config.stage == "local"
     refuse(
         (
             (config.stage == "lookahead") != (gate.extension is not None),
             f"stage={config.stage} does not train gates of family {config.gate.family!r}: the stage "
             "`lookahead` and the family `lookahead` go together, and with nothing else.",
-        ),
-        (
-            local and "bce" in config.loss.terms and config.target.aggregate == "mass",
-            "loss.terms.bce compares probabilities, and target.aggregate=mass adds attention up, beyond 1: "
-            "take max, mean or block_max, or the loss smooth_l1.",
         ),
         (
             config.calibration.kind != "none" and config.data.held_out == 1,
@@ -189,34 +183,21 @@ def _check_settings(gate: GateSettings) -> None:
         raise ValueError(f"gate.settings={gate.settings}: {str(error).splitlines()[0]}") from error
 
 
-def one_by_one(config: DistillConfig, frozen: Frozen) -> bool:
-    """Whether every document is forwards of its own, however many are in a pack."""
-    return frozen.forward_of != "row" or config.stage == "lookahead"
-
-
 def check_lockstep(config: DistillConfig, frozen: Frozen) -> None:
     """Raises ValueError for a number of forwards that depends on the document: on a sharded model every
     process must run the same number."""
-    sources = config.target.sources
-    one_branch = {*sources} <= {"own", "appendix"} or (
-        {*sources} <= {"own", "repeat"} and config.data.max_tokens <= config.target.repeat_chunk
-    )
+    instead = "a sharded model must be read in lockstep: launch with configs/accelerate/ddp.yaml"
     refuse(
         (
-            "continuation" in sources,
-            "target.sources has `continuation`, which each process generates at its own length, and a "
-            "sharded model must be read in lockstep: launch with configs/accelerate/ddp.yaml, or write the "
-            "continuations into the data as answers (context, question, answer).",
+            "continuation" in config.target.sources,
+            "target.sources has `continuation`, which each process generates at its own length, and "
+            f"{instead}, or write the continuations into the data as answers (context, question, answer)",
         ),
         (
-            frozen.forward_of == "branch" and not one_branch,
-            "this model has recurrent layers, which read every branch in a forward of its own, and a sharded "
-            f"model must be read in lockstep: with target.sources=[{', '.join(sources)}] documents have "
-            "different numbers of branches. Take own and appendix, or own and repeat with "
-            "target.repeat_chunk at data.max_tokens or more, or launch with configs/accelerate/ddp.yaml.",
+            config.stage == "lookahead" or frozen.forward_of != "row",
+            "the stage `lookahead`, recurrent layers and rotary embeddings that change with the length read "
+            f"each document in forwards of its own, and {instead}",
         ),
-        separator=" ",
-        end="",
     )
 
 

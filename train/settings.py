@@ -14,7 +14,7 @@ from pydantic import ConfigDict, TypeAdapter
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from retain.config import STRICT
-from retain.registry import lookup
+from retain.process.registry import lookup
 
 X = TypeVar("X")
 SPOKEN = ConfigDict(use_attribute_docstrings=True, **STRICT)

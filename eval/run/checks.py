@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from retain.budget.head_weights import read_weights
 from retain.budget.statement import Budget, LayerShape, spread
 from retain.config import problems_of
 from retain.eval.config import (
@@ -35,13 +36,12 @@ from retain.eval.run.prefill import open_cache
 from retain.eval.tasks.files import HUB
 from retain.eval.tasks.sources import SOURCES, load_rows, task_names
 from retain.gates import GateSet
-from retain.head_weights import read_weights
 from retain.hf.model.gates import load_gates, own_gates
 from retain.models.named import dtype_of
 from retain.policy import Policy
 from retain.presets import policies
+from retain.process.registry import suggest
 from retain.protection import protected_mask
-from retain.registry import suggest
 
 # Fields whose entries are each named once.
 REPEATABLE = ("seeds", "tasks", "when", "question", "keep_ratios", "tokens_per_head", "policies")

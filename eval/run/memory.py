@@ -122,7 +122,7 @@ def check_equal_bytes(
             continue
         columns = ("budget", "when", "question", "task", "seed", "item", "entries_seen")
         place = tuple(line[column] for column in columns)
-        like = exact.setdefault((*place, policy.beside_bytes if policy else 0), line)
+        like = exact.setdefault((*place, policy.metadata_bytes if policy else 0), line)
         equal = (entries, held) == (like["entries_held"], like["bytes_held"])
         other = first.setdefault(place, line) if equal else like
         if not equal or abs(held - other["bytes_held"]) > ROUNDED * other["bytes_held"]:

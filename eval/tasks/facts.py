@@ -15,7 +15,7 @@ from typing import Any
 from retain.eval.tasks.haystacks import DEFAULT, draw_number, identity, insert, load_haystack, spans
 from retain.eval.tasks.row import Request, Row, Source, one_by_one
 from retain.eval.tasks.ruler import ANSWER_PREFIX, NEEDLE, QUESTION, singular
-from retain.registry import lookup
+from retain.process.registry import lookup
 
 OPENING = "Read the following text carefully. I will ask you a question about it afterwards.\n"
 # Sentences at the end of a text that no fact stands behind.

@@ -16,7 +16,7 @@ from typing import Any
 from retain.config import Count, build
 from retain.eval.tasks.row import Row, RowsFunction
 from retain.process.extras import require
-from retain.registry import suggest
+from retain.process.registry import suggest
 
 Table = Sequence[Mapping[str, Any]]
 HUB = "hub:"

@@ -20,7 +20,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from retain.process.extras import require
-from retain.registry import lookup
+from retain.process.registry import lookup
 
 DEFAULT = "gen-prose"
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from retain.eval.tasks.files import Table, need, parse
 from retain.eval.tasks.row import Row, Source
-from retain.registry import lookup
+from retain.process.registry import lookup
 
 TASKS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 COLUMNS = ("input", "context", "answers", "length", "all_classes", "_id")

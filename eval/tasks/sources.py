@@ -16,7 +16,7 @@ from retain.eval.metrics import METRICS
 from retain.eval.tasks import facts, longbench, reference, ruler, ruler_counting
 from retain.eval.tasks.files import HUB, module_rows, table_rows
 from retain.eval.tasks.row import Row, Source
-from retain.registry import lookup
+from retain.process.registry import lookup
 
 _MODULES = (reference, facts, ruler, ruler_counting, longbench)
 SOURCES: dict[str, Source] = {name: made for module in _MODULES for name, made in module.SOURCES.items()}

@@ -23,11 +23,11 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
+from retain.budget.head_weights import check_weights
 from retain.budget.joint import Bids, Won
 from retain.budget.largest_remainder import exact, largest_remainder
+from retain.budget.split import Pyramid, Split
 from retain.budget.statement import Totals
-from retain.head_weights import check_weights
-from retain.split import Pyramid, Split
 
 
 @dataclass(frozen=True)

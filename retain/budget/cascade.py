@@ -20,9 +20,9 @@ from torch import Tensor
 from retain.budget.allocation import Candidates, Shares, allocate_uniform
 from retain.budget.joint import Bids, Won, allocate_joint
 from retain.budget.largest_remainder import largest_remainder
-from retain.ranking import admit, select
-from retain.split import Split
-from retain.two_stage import stage_by_budget
+from retain.budget.ranking import admit, select
+from retain.budget.split import Split
+from retain.budget.two_stage import stage_by_budget
 
 # What lower layers may still hold of what they have lost, as part of a whole layer's entries, until the last
 # layer comes. A cut lays a layer out anew, and L layers would be cut L^2 / 2 times. An entry that is held

@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float, Int, Int32, Int64
 from torch import Tensor
 
 from retain.budget.largest_remainder import ratio_of
-from retain.ranking import rank_kept_first, refuse_nan
+from retain.budget.ranking import rank_kept_first, refuse_nan
 
 
 class Bids(NamedTuple):

@@ -6,7 +6,7 @@ compare at equal memory however they share it. Shares are rational and rounded o
 to the tokens seen (or announced), and a budget is never more than what is still held.
 `retain/budget/allocation.py` spreads the total over layers and heads.
 
-A threshold states no budget: the scores decide how much is kept (`retain.ranking.admit`).
+A threshold states no budget: the scores decide how much is kept (`retain.budget.ranking.admit`).
 """
 
 import math
@@ -33,8 +33,8 @@ class Budget:
         bytes: of keys and values, per sequence, over all layers that evict.
         byte_ratio: bytes held / bytes of all that was seen, in (0, 1]: as many whole entries as fit. Of
             policies that hold entries in fewer bytes these are more.
-        threshold: no budget: what scores below it goes, whatever that leaves (`retain.ranking.admit`); in the
-            unit of the policy's score, any finite number.
+        threshold: no budget: entries that score below it go, however many are left
+            (`retain.budget.ranking.admit`); in the unit of the policy's score, any finite number.
     """
 
     keep_ratio: float | None = None
@@ -77,18 +77,18 @@ class LayerShape:
         entry_bytes: bytes of one key and value.
         parts: processes that the layer's heads are spread over, of which this one has H each (tensor
             parallelism): what a head has in the mean is that of the whole layer, so that all protect alike.
-        beside_bytes: bytes that attention reads with an entry once something went: a budget that is less
+        metadata_bytes: bytes that attention reads with an entry once something went: a budget that is less
             than everything holds fewer entries for them.
         widths: channels of a key and of a value; None: half of the entry's numbers each.
         element_size: bytes of a number.
         packed_bytes, head_bytes: bytes of an entry, in the mean, and of a head apart from its entries, where
-            they are held in fewer bytes (`retain.precision.Precision.cost`); None: they are not.
+            they are held in fewer bytes (`retain.cache.precision.Precision.cost`); None: they are not.
     """
 
     num_heads: int
     entry_bytes: int
     parts: int = 1
-    beside_bytes: int = 0
+    metadata_bytes: int = 0
     widths: tuple[int, int] | None = None
     element_size: int = 2
     packed_bytes: Fraction | None = None
@@ -98,7 +98,7 @@ class LayerShape:
     def paid_bytes(self) -> Fraction:
         """Bytes that an entry takes."""
         packed = self.entry_bytes if self.packed_bytes is None else self.packed_bytes
-        return Fraction(packed + self.beside_bytes)
+        return Fraction(packed + self.metadata_bytes)
 
     def bytes_of(self, entries: int) -> Fraction:
         """Bytes of a layer that keeps so many entries."""
@@ -197,7 +197,7 @@ def spread(
     halves rounded up, or `min(tokens_per_head, n_b) * H_l`, or for bytes `floor(bytes / entry_bytes)` entries
     over all layers, split evenly by largest remainder (by bytes, where layers' entries differ in size); never
     more than `n_b * H_l`. A byte ratio states `floor(byte_ratio * n_b * sum_l H_l * entry_bytes)` bytes. All
-    is kept where all of it fits. Else `beside_bytes` are paid for: as many entries are kept as fit into the
+    is kept where all of it fits. Else `metadata_bytes` are paid for: as many entries are kept as fit into the
     bytes of those that are stated. Where entries are held in fewer bytes, bytes pay what an entry takes in
     the mean and, once, what every head takes apart from its entries; ratios and tokens count entries. All in
     exact arithmetic. A threshold states nothing: what exists is the bound.
@@ -229,7 +229,7 @@ def spread(
                     short.append(row)
                     break
                 least = math.ceil(sum(layer.bytes_of(layer.num_heads) for layer in layers))
-                more = max(1 + Fraction(other.beside_bytes, other.entry_bytes) for other in layers)
+                more = max(1 + Fraction(other.metadata_bytes, other.entry_bytes) for other in layers)
                 raise ValueError(
                     f"sequence {row} of {length} tokens gets {own} entries for the {layer.num_heads} KV "
                     f"heads of layer {idx}, and no head may be empty: state more than is protected, and at "
@@ -253,10 +253,10 @@ def _stated(
         if budget.keep_ratio is not None:
             entries_L = [math.floor(exact(budget.keep_ratio) * most + Fraction(1, 2)) for most in most_L]
         fits = all(own >= most for own, most in zip(entries_L, most_L, strict=True))
-        if not fits and any(entries_L) and any(layer.beside_bytes for layer in layers):
+        if not fits and any(entries_L) and any(layer.metadata_bytes for layer in layers):
             # As many as fit into the bytes of these, with what attention reads with each.
             shares = [
-                Fraction(own * layer.entry_bytes, layer.entry_bytes + layer.beside_bytes)
+                Fraction(own * layer.entry_bytes, layer.entry_bytes + layer.metadata_bytes)
                 for own, layer in zip(entries_L, layers, strict=True)
             ]
             entries_L = largest_remainder(math.floor(sum(shares)), shares)
@@ -269,7 +269,7 @@ def _stated(
     pairs = [*zip(heads_L, layers, strict=True)]
     once = sum(heads * layer.head_bytes for heads, layer in pairs)
     # Nothing is read with entries where all are kept.
-    if size >= once + sum(length * heads * (own.paid_bytes - own.beside_bytes) for heads, own in pairs):
+    if size >= once + sum(length * heads * (own.paid_bytes - own.metadata_bytes) for heads, own in pairs):
         return tuple(most_L)
     left = max(Fraction(0), size - once)
     if len({*paid_L}) == 1:

@@ -11,8 +11,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from retain.cache.layout import spans
+from retain.cache.precision import GROUP
 from retain.kernels.codes import encode
-from retain.precision import GROUP
 
 # Columns that are no numbers of an entry: the scales of its value, and the group that its key shares.
 VALUE_SCALES, GROUPS = "value_scales", "groups"

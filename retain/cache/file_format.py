@@ -9,11 +9,6 @@ layers are packed; whatever else the engine needs to go on. Tensors: `history.va
 `.ids`, `.announced`; of each layer that evicts `layer.N.store.NAME` of its plain entries and
 `layer.N.packed.NAME` of the packed ones (`tensors_of`; nothing is encoded anew), and `layer.N.recent.NAME`,
 its last tokens' queries and hidden states; of other layers `layer.N.state.NAME`.
-
-`cache.save(path, bits=4)` writes plain entries as codes, which `load` decodes. With D channels, an entry of
-such a file takes `2 * D * bits / 8` bytes of codes, `4 * D / 32` bytes of scales of its values, as many of
-its keys where 32 entries share them, and 4 bytes that name its group. With D = 128 and 4 bits that is 164
-bytes, where bfloat16 takes 512; its position takes 4 in both.
 """
 
 import hashlib
@@ -29,20 +24,20 @@ from torch import Tensor
 
 from retain import config
 from retain.cache.codec import Codec
-from retain.cache.layer_store import Store, encoded
+from retain.cache.layer_store import Store
+from retain.cache.precision import Precision
 from retain.cache.store import ENTRY, SLACK, RaggedStore
-from retain.precision import Precision
-from retain.process.disk import save_beside
+from retain.process.disk import save_new
 
 # Others are refused.
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 FORMAT = "retain.cache"
 BESIDE = "beside."
 CORRUPT = "{} is truncated or corrupt ({}): copy it again, or read the context again."
 # Counters of a conversation, in the header as they are.
 COUNTERS = ("width", "prompt_B", "moments", "noted", "evictions", "evicted_at", "packed_at")
-# Keys of the header: how layers are packed, and the bits of a file whose plain entries are codes.
-PRECISION, CODED = "precision", "coded"
+# Key of the header: how layers are packed.
+PRECISION = "precision"
 # The scales that keys of a store of codes share.
 KEY_SCALES = "key_scales"
 
@@ -64,7 +59,7 @@ def write_file(path: Path, header: Mapping[str, Any], tensors: Iterable[tuple[st
     # The header as text, of which the digest is.
     record = {"schema_version": SCHEMA_VERSION, "sha256": digest(text, plain.items()), "header": text}
     path.parent.mkdir(parents=True, exist_ok=True)
-    os.replace(save_beside(path, plain, {FORMAT: json.dumps(record)}), path)
+    os.replace(save_new(path, plain, {FORMAT: json.dumps(record)}), path)
 
 
 def digest(header: str, tensors: Iterable[tuple[str, Tensor]]) -> str:
@@ -179,17 +174,9 @@ def precision_of(record: Mapping[str, Any]) -> Precision | None:
     return None if held is None else config.build(held, Precision, PRECISION)
 
 
-def layer_tensors(store: Store, bits: int | None) -> dict[str, Tensor]:
-    """Tensors of a layer, by their names in `layer.N`.
-
-    Args:
-        store: of the layer.
-        bits: of codes of its plain entries; None: they stay as they are.
-
-    Raises:
-        ValueError: numbers that float16 does not hold.
-    """
-    parts = {"store.": store.plain if bits is None else encoded(store.plain, bits), "packed.": store.packed}
+def layer_tensors(store: Store) -> dict[str, Tensor]:
+    """Tensors of a layer, by their names in `layer.N`."""
+    parts = {"store.": store.plain, "packed.": store.packed}
     held = {where: tensors_of(part) for where, part in parts.items() if part is not None}
     return {where + name: tensor for where, found in held.items() for name, tensor in found.items()}
 
@@ -210,10 +197,8 @@ def layer_store_of(
         num_heads, head_dim, dtype: H, D and precision of its keys and values.
         slack: free entries of a row for new tokens.
     """
-    precision, bits, packed = precision_of(header), header.get(CODED), within(tensors, "packed.")
-    codec = None if bits is None else Codec(bits, head_dim, head_dim, dtype)
-    plain = store_of(within(tensors, "store."), num_heads, slack, codec)
-    store = Store(plain if codec is None else plain.as_numbers(), precision)
+    precision, packed = precision_of(header), within(tensors, "packed.")
+    store = Store(store_of(within(tensors, "store."), num_heads, slack), precision)
     if packed:
         if precision is None:
             raise ValueError("it has packed entries, and no precision.")

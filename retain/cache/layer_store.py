@@ -13,8 +13,8 @@ from torch import Tensor
 
 from retain.cache.codec import Codec
 from retain.cache.layout import Layout, bytes_of, normal_tensors, spans
+from retain.cache.precision import Precision
 from retain.cache.store import LOG_WEIGHT, RaggedStore, gathered
-from retain.precision import Precision
 
 
 class Store:
@@ -98,16 +98,16 @@ class Store:
         return self._joined(lambda part: part.positions_C)
 
     @property
-    def beside(self) -> dict[str, Tensor]:
+    def side(self) -> dict[str, Tensor]:
         """Side columns of all entries, to be read; both parts have the same."""
         if self.packed is None:
-            return self.plain.beside
-        packed, plain = self.packed.beside, self.plain.beside
+            return self.plain.side
+        packed, plain = self.packed.side, self.plain.side
         return {name: torch.cat([packed[name], plain[name]]) for name in plain}
 
     @property
     def log_weight_C(self) -> Float[Tensor, " C"] | None:
-        return self.beside.get(LOG_WEIGHT)
+        return self.side.get(LOG_WEIGHT)
 
     def index_N(self) -> Int[Tensor, " N"]:
         """Where every entry lies in the columns, part after part."""
@@ -129,20 +129,20 @@ class Store:
         chosen_N = rows_N == sequence * self.num_heads + head
         return keys_ND[chosen_N], values_NV[chosen_N], positions_N[chosen_N]
 
-    def set_beside_(self, name: str, values_BHS: Tensor, valid_BS: Bool[Tensor, "B S"]) -> None:
+    def set_side_(self, name: str, values_BHS: Tensor, valid_BS: Bool[Tensor, "B S"]) -> None:
         """Write a side column for the last S tokens of every row; a new column is zeros elsewhere."""
-        self.plain.set_beside_(name, values_BHS, valid_BS)
+        self.plain.set_side_(name, values_BHS, valid_BS)
         if self.packed is not None and name not in self.packed.columns:
             shape = self.packed.num_places, *values_BHS.shape[3:]
             self.packed.columns[name] = values_BHS.new_zeros(shape)
 
-    def write_beside_(self, name: str, values_N: Tensor) -> None:
+    def write_side_(self, name: str, values_N: Tensor) -> None:
         """Write a side column for every entry, in the order of `index_N()`."""
         counts = [part.entries_held for part in self.parts]
         for part, values in zip(self.parts, values_N.split(counts), strict=True):
-            part.write_beside_(name, values)
+            part.write_side_(name, values)
 
-    def forget_beside_(self, *names: str) -> None:
+    def drop_side_(self, *names: str) -> None:
         """Let go of side columns."""
         for part in self.parts:
             for name in names:
@@ -209,19 +209,17 @@ class Store:
 
 
 @normal_tensors()
-def encoded(plain: RaggedStore, bits: int, which_N: Bool[Tensor, " N"] | None = None) -> RaggedStore:
-    """These entries of a plain store as codes; None: all.
+def encoded(plain: RaggedStore, bits: int, which_N: Bool[Tensor, " N"]) -> RaggedStore:
+    """Encode these entries of a plain store.
 
     Raises:
         ValueError: numbers that float16 does not hold.
     """
-    index_N, rows_N = plain.index_N(), plain.rows_N()
-    if which_N is not None:
-        index_N, rows_N = index_N[which_N], rows_N[which_N]
+    index_N, rows_N = plain.index_N()[which_N], plain.rows_N()[which_N]
     codec = Codec(bits, plain.keys_CD.shape[1], plain.values_CD.shape[1], plain.dtype)
     lengths_R = torch.bincount(rows_N, minlength=len(plain.lengths_R))
     columns, table = codec.encode(plain.keys_CD[index_N], plain.values_CD[index_N], lengths_R)
-    columns |= {name: plain.columns[name][index_N] for name in ("positions", *plain.beside)}
+    columns |= {name: plain.columns[name][index_N] for name in ("positions", *plain.side)}
     return RaggedStore.from_rows(columns, lengths_R, plain.num_heads, 0, codec, table)
 
 

@@ -18,9 +18,9 @@ from torch import Tensor
 from retain.cache.codec import GROUPS, VALUE_SCALES
 from retain.cache.layer_store import Store
 from retain.cache.layout import Layout, bytes_of, copy_, normal_tensors
+from retain.cache.precision import GROUP
 from retain.cache.store import LOG_WEIGHT, RaggedStore
 from retain.kernels.ragged_attention.pages import PAGE
-from retain.precision import GROUP
 
 # A pool has 8, 9, ... or 15 times a power of two places.
 STEPS = 8

@@ -104,7 +104,7 @@ class RaggedStore:
         positions_BT: Int[Tensor, "B T"],
         keep_BHT: Tensor,
         slack: int = SLACK,
-        beside: Mapping[str, Tensor] | None = None,
+        side: Mapping[str, Tensor] | None = None,
     ) -> "RaggedStore":
         """Keep the entries of `keep_BHT`, in order of time; the rest is not copied.
 
@@ -112,12 +112,12 @@ class RaggedStore:
             keys_BHTD, values_BHTD, positions_BT: of all tokens, keys after norm and RoPE.
             keep_BHT: True = kept.
             slack: free entries for each row, at least.
-            beside: side columns, `[B, H, T]` or `[B, H, T, K]`.
+            side: side columns, `[B, H, T]` or `[B, H, T, K]`.
         """
         B, H, T, _ = keys_BHTD.shape
         assert keep_BHT.shape == (B, H, T) and keep_BHT.dtype == torch.bool
         positions = positions_BT[:, None].expand(B, H, T).to(torch.int32)
-        columns = {"keys": keys_BHTD, "values": values_BHTD, "positions": positions, **(beside or {})}
+        columns = {"keys": keys_BHTD, "values": values_BHTD, "positions": positions, **(side or {})}
         assert all(column.shape[:3] == (B, H, T) for column in columns.values())
         layout = Layout.of(keep_BHT.sum(-1).flatten(), slack)
         layout.fill_(columns, keep_BHT.nonzero(as_tuple=True))
@@ -129,7 +129,7 @@ class RaggedStore:
         return {name: column for name, column in self.columns.items() if name in ENTRY}
 
     @property
-    def beside(self) -> dict[str, Tensor]:
+    def side(self) -> dict[str, Tensor]:
         """The side columns."""
         return {name: column for name, column in self.columns.items() if name not in ENTRY}
 
@@ -175,14 +175,6 @@ class RaggedStore:
             return self.keys_CD, self.values_CD
         keys, values = self.codes
         return decode(keys, torch.float32).to(self.dtype), decode(values, self.dtype)
-
-    def as_numbers(self) -> "RaggedStore":
-        """The same entries without a codec, rounded once to the model's precision."""
-        keys_ND, values_ND, _, _ = self.flat()
-        index_N = self.index_N()
-        columns = {name: self.columns[name][index_N] for name in ("positions", *self.beside)}
-        columns = {"keys": keys_ND, "values": values_ND, **columns}
-        return RaggedStore.from_rows(columns, self.lengths_R, self.num_heads, self.slack)
 
     @property
     def lengths_BH(self) -> Int[Tensor, "B H"]:
@@ -266,7 +258,7 @@ class RaggedStore:
 
         Returns:
             for each row and new token, how many entries of the row that token sees, itself included; 0 for
-            padding. Side columns of the new entries are zeros until `set_beside_`.
+            padding. Side columns of the new entries are zeros until `set_side_`.
         """
         B, H, S, _ = keys_BHSD.shape
         if len(self.lengths_R) != B * H:
@@ -299,7 +291,7 @@ class RaggedStore:
         self.free -= S
         return seen_RS
 
-    def set_beside_(self, name: str, values_BHS: Tensor, valid_BS: Bool[Tensor, "B S"]) -> None:
+    def set_side_(self, name: str, values_BHS: Tensor, valid_BS: Bool[Tensor, "B S"]) -> None:
         """Write a side column for the last S tokens of every row; a new column is zeros elsewhere.
 
         Args:
@@ -316,7 +308,7 @@ class RaggedStore:
         column.index_copy_(0, index_RS[valid_RS], values_N.detach().to(column.dtype))
         self.columns[name] = column
 
-    def write_beside_(self, name: str, values_N: Tensor) -> None:
+    def write_side_(self, name: str, values_N: Tensor) -> None:
         """Write a side column for every entry, in the order of `flat()`."""
         with normal_tensors():
             column = values_N.new_zeros(self.num_places, *values_N.shape[1:])

@@ -1,7 +1,6 @@
-"""Cuts a layer's store, and lets what stays make up for what goes.
+"""Cuts a layer's store, and lets the entries that stay make up for those that go.
 
-The logarithm of what an entry counts, by the others that it stands for, is a side column, zero for new
-entries: `LOG_WEIGHT` where attention adds it to logits, and else `MERGED`, as long as something may go again.
+The logarithm of what an entry counts is the side column `LOG_WEIGHT`, zero for new entries.
 """
 
 import torch
@@ -12,14 +11,6 @@ from retain.cache.layer_store import Store
 from retain.cache.layout import normal_tensors
 from retain.cache.store import LOG_WEIGHT, RaggedStore
 from retain.correction.merge import Merge, Merged, merge
-
-# The logarithm of what each entry counts.
-MERGED = "log_merged"
-
-
-def forget_notes_(store: Store) -> None:
-    """Drop side columns that only a later eviction reads."""
-    store.forget_beside_(*({*store.beside} - {LOG_WEIGHT}))
 
 
 def correct_(
@@ -34,13 +25,13 @@ def correct_(
 
     Args:
         exists_BHT: False on padding.
-        keep_BHT: what the store holds.
+        keep_BHT: entries that the store holds.
     """
     if torch.equal(keep_BHT, exists_BHT):  # nothing goes, and no side column is written
         return
     keys_RTD, values_RTV = keys_BHTD.flatten(0, 1), values_BHTD.flatten(0, 1)
     exists_RT, keep_RT = exists_BHT.flatten(0, 1), keep_BHT.flatten(0, 1)
-    _write_(store, merge(keys_RTD, values_RTV, exists_RT, keep_RT, correction), correction.count)
+    _write_(store, merge(keys_RTD, values_RTV, exists_RT, keep_RT, correction))
 
 
 def cut_(
@@ -50,35 +41,32 @@ def cut_(
 
     Args:
         keep_N: True = kept, in the order of `flat()`.
-        correction: None: what goes is lost.
+        correction: None: nothing makes up for the others.
         in_place: leave the store its size.
-
     """
     merged = None
     if correction is not None and not bool(keep_N.all()):
-        # `retain.capability`: what is in fewer bits is cut without a correction.
-        assert store.packed is None
+        assert store.packed is None, "entries in few bits are not merged (retain.capability)"
         merged = _merged(store.plain, keep_N, correction)
     store.evict_(keep_N, in_place=in_place)
-    if merged is not None and correction is not None:
-        _write_(store.plain, merged, correction.count)
+    if merged is not None:
+        _write_(store.plain, merged)
 
 
 def _merged(store: RaggedStore, keep_N: Tensor, correction: Merge) -> Merged:
-    """Computes what the entries that are kept become."""
+    """Compute the kept entries after the merge."""
     lengths_R1 = store.lengths_R.long()[:, None]
     place_T = torch.arange(int(lengths_R1.max()), device=lengths_R1.device)
     exists_RT = place_T < lengths_R1
     index_RT = torch.where(exists_RT, store.offsets_R1[:-1, None] + place_T, 0)
     keep_RT = torch.zeros_like(exists_RT).masked_scatter(exists_RT, keep_N)
-    columns = [store.beside[name] for name in (LOG_WEIGHT, MERGED) if name in store.beside]
-    weight_RT = columns[0][index_RT].exp() if columns else None
+    weight_RT = None if store.log_weight_C is None else store.log_weight_C[index_RT].exp()
     keys_RTD, values_RTV = store.keys_CD[index_RT], store.values_CD[index_RT]
     return merge(keys_RTD, values_RTV, exists_RT, keep_RT, correction, weight_RT)
 
 
 @normal_tensors()
-def _write_(store: RaggedStore, merged: Merged, counted: bool) -> None:
-    """Give entries what they became, and note what each counts."""
+def _write_(store: RaggedStore, merged: Merged) -> None:
+    """Write the merged values, and what each entry counts."""
     store.values_CD.index_copy_(0, store.index_N(), merged.values_NV)
-    store.write_beside_(LOG_WEIGHT if counted else MERGED, merged.weight_N.log())
+    store.write_side_(LOG_WEIGHT, merged.weight_N.log())

@@ -2,7 +2,9 @@
 keys like its key.
 
 A query that would have attended to several entries with alike keys attends to the one that is left, and finds
-their mean there; with `count`, it pays that one what it would have paid them all.
+their mean there. The logarithm of what an entry counts, itself and those that went into it, is added to its
+logits from then on (`retain.cache.store.LOG_WEIGHT`), so that a query pays a mean what it would have paid all
+of them: 4 bytes an entry, which are part of every budget.
 """
 
 from collections.abc import Iterator
@@ -20,6 +22,8 @@ from retain.config import STRICT, Whole
 
 # Cosines that exist at a time.
 COSINES = 1 << 24
+# Bytes of what is added to the logits of an entry.
+METADATA_BYTES = torch.float32.itemsize
 # Kept entries of a row that others are compared with at a time: rows that keep fewer cost less.
 KEPT = 1024
 
@@ -31,21 +35,12 @@ class Merge:
     Args:
         threshold: least cosine of two keys, after RoPE, at which the entry that goes is merged; -1 merges
             all.
-        count: whether the logarithm of what an entry counts, itself and what went into it, is added to its
-            logits from then on (`retain.cache.store.LOG_WEIGHT`): a query pays a mean what it would have paid
-            all of them. It takes 4 bytes an entry, which are part of every budget.
         recent: last entries of a row that nothing is merged into. They may be a question, whose keys are like
             those of what it asks for: a mean in the place of its values is another question.
     """
 
     threshold: Annotated[float, Field(ge=-1, le=1)] = 0.8
-    count: bool = False
     recent: Whole = 32
-
-    @property
-    def beside_bytes(self) -> int:
-        """Bytes of the side column that attention reads, an entry."""
-        return torch.float32.itemsize if self.count else 0
 
 
 class Merged(NamedTuple):

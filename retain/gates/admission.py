@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from retain.gates.base import OPEN, Gate, GateInputs
 from retain.gates.mlp import activation_of, width_of
-from retain.registry import lookup
+from retain.process.registry import lookup
 
 # The score of an entry about which nothing has been decided yet: its `log_gate` is 0 in every precision, and
 # no threshold or budget takes it before others.

@@ -30,7 +30,7 @@ from retain.gates.base import UNITS, GateSet
 from retain.gates.calibrate import Calibrator, build_calibrator
 from retain.gates.described import check_record, check_score_unit, check_values
 from retain.gates.families import GATES, build_gates, settings_of
-from retain.process.disk import write_beside
+from retain.process.disk import write_new
 
 SCHEMA_VERSION = 2
 WEIGHTS_FILE = "gates.safetensors"
@@ -123,9 +123,9 @@ def save_gates(
     if calibration:
         record["calibration"] = calibration
     text = json.dumps(record, indent=2, allow_nan=False) + "\n"
-    weights = write_beside(folder / WEIGHTS_FILE, payload)
+    weights = write_new(folder / WEIGHTS_FILE, payload)
     try:
-        description = write_beside(folder / METADATA_FILE, text.encode())
+        description = write_new(folder / METADATA_FILE, text.encode())
     except OSError:
         weights.unlink(missing_ok=True)
         raise

@@ -21,8 +21,8 @@ import torch
 from jaxtyping import Float, Float32, Float64
 from torch import Tensor, nn
 
-from retain.gone import hint_of
-from retain.registry import suggest
+from retain.process.registry import suggest
+from retain.process.removed import hint_of
 
 # How the artifact names the one kind of calibrator that there is.
 KIND = "shared"

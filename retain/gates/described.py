@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError,
 from retain.gates.base import GateSet
 from retain.gates.calibrate import EDGE, REACH, Calibrator
 from retain.gates.families import GATES, fits_default, settings_of
-from retain.registry import lookup, suggest
+from retain.process.registry import lookup, suggest
 
 # More layers than any model has, and more knots than any curve needs: building takes time for each.
 MOST_LAYERS, MOST_KNOTS = 2048, 2**16

@@ -18,7 +18,7 @@ from retain.gates.lookahead import LookaheadGate
 from retain.gates.lowrank import LowRankGate
 from retain.gates.mlp import LinearGate, MLPGate
 from retain.gates.qkv import QKVGate
-from retain.registry import lookup, suggest
+from retain.process.registry import lookup, suggest
 
 __all__ = ["GATES", "build_gates", "dims_for", "fits_default", "settings_of"]
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from retain.gates.base import GateInputs, LogitGate
-from retain.registry import lookup
+from retain.process.registry import lookup
 
 # `gelu` is the exact one (erf), as in the released KVzap and WG-KV gates.
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(

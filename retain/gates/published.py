@@ -34,7 +34,7 @@ from torch import Tensor
 
 from retain.gates.base import GateSet
 from retain.gates.families import build_gates, dims_for
-from retain.registry import lookup
+from retain.process.registry import lookup
 
 __all__ = ["KINDS", "Kind", "import_published", "kind_of", "read_config", "safetensors_at", "to_convert"]
 

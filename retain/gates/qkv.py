@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from retain.gates.base import Gate, GateInputs
 from retain.gates.mlp import activation_of, width_of
-from retain.registry import lookup
+from retain.process.registry import lookup
 
 # Where queries and keys are taken -> what the gate looks at then.
 ROPE = {

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
-from retain.process.disk import write_beside
+from retain.process.disk import write_new
 
 # A release nests a few lists and mappings.
 DEEPEST, MOST_VALUES, MOST_COPIES = 64, 2**18, 128
@@ -52,7 +52,7 @@ def unpickle(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> 
     if not tensors:
         raise ValueError(f"{source} holds no tensor: pass the file with the gates' weights.")
     target.parent.mkdir(parents=True, exist_ok=True)
-    os.replace(write_beside(target, payload), target)
+    os.replace(write_new(target, payload), target)
     return target
 
 

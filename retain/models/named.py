@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from retain.models.catalogue import CATALOGUE
 from retain.models.packaged import folder_of
 from retain.process.half_precision import multiplies
-from retain.registry import suggest
+from retain.process.registry import suggest
 
 __all__ = [
     "INSTEAD",

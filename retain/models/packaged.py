@@ -18,7 +18,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from retain.models.catalogue import CATALOGUE, Packaged, Wheel
-from retain.registry import lookup
+from retain.process.registry import lookup
 
 __all__ = ["folder_of", "home"]
 

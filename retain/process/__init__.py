@@ -1,5 +1,6 @@
-"""The process of a command: exit status, missing packages, locks, full disks, memory, provenance, benchmarks.
+"""Serves every command: names in tables, names that went, model identity, missing packages, locks, disks.
 
-Reading order: `command`, `extras`, `provenance`, `lock`, `disk`, `memory`, `half_precision`, `timing`,
-`benchmark`.
+Reading order: `registry` (names looked up in tables), `removed` (names that went, and what to use now),
+`fingerprint` (the identity of a model), `command` (exit status), `extras` (packages that are missing),
+`provenance`, `lock`, `disk`, `half_precision`.
 """

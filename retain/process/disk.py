@@ -12,18 +12,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-# Error number -> what to do about it; {key}: of the config, says where the folder is.
-ADVICE = {
-    errno.ENOSPC: "free some space there, or move the folder to a larger disk and set `{key}` to it",
-    errno.EDQUOT: "free some of your quota, or move the folder to another disk and set `{key}` to it",
-    errno.EFBIG: "raise the limit on file sizes (ulimit -f), or set `{key}` to a disk that has none",
-    errno.EROFS: "the disk is mounted read-only: have it repaired, or move the folder and set `{key}` to it",
-    errno.EIO: "the disk fails: move the folder to another one and set `{key}` to it",
-    errno.EACCES: "make the folder writable, or set `{key}` to one that is",
-}
-
-# Errors of a system without room: on the disk, in the user's share of it, in one file.
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# Errors of a disk that is full (in all, for this user, for one file), closed, or failing.
+OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)
 
 
 class DiskError(OSError):
@@ -43,67 +33,57 @@ def disk_errors(folder: Path, *, key: str, goes_on: Callable[[], str]) -> Iterat
         goes_on: a sentence: what is left, and how the work goes on.
 
     Raises:
-        DiskError: for an OSError of `ADVICE`; others pass.
+        DiskError: for an OSError of `OF_DISKS`; others pass.
     """
     try:
         yield
-    except DiskError:
-        raise
     except OSError as error:
-        if error.errno not in ADVICE:
+        if isinstance(error, DiskError) or error.errno not in OF_DISKS:
             raise
         raise DiskError(
             error.errno,
-            f"cannot write {error.filename or folder}: {os.strerror(error.errno)}. Next step: "
-            f"{ADVICE[error.errno].format(key=key)}. {goes_on()}",
+            f"cannot write {error.filename or folder}: {os.strerror(error.errno)}. Next step: free "
+            f"some space there, see that it can be written to, or set `{key}` to another disk. {goes_on()}",
         ) from error
 
 
-def write_beside(path: Path, payload: bytes) -> Path:
+def write_new(path: Path, payload: bytes) -> Path:
     """Write `payload`, synced to disk, to a sibling of `path`; the caller renames it. A failed write leaves
-    no sibling, and is an OSError that says where, why and what to do, under the system's own number."""
-    beside = path.with_name(f"{path.name}.new")
-    try:
-        with open(beside, "wb") as file:
-            file.write(payload)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        beside.unlink(missing_ok=True)
-        raise _unwritten(path, len(payload), error) from None
-    return beside
+    no sibling, and is an OSError that says where and why, under the system's own number."""
+    with _whole(path, len(payload)) as new, open(new, "wb") as file:
+        file.write(payload)
+        file.flush()
+        os.fsync(file.fileno())
+    return new
 
 
-def save_beside(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Path:
-    """Write tensors as safetensors beside `path` likewise, without a copy of them all in memory."""
-    beside = path.with_name(f"{path.name}.new")
-    try:
-        with open(beside, "wb") as file:
+def save_new(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Path:
+    """Write tensors as safetensors to a sibling of `path` likewise, without a copy of them all in memory."""
+    with _whole(path, sum(tensor.nbytes for tensor in tensors.values())) as new:
+        with open(new, "wb") as file:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-        save_file(dict(tensors), beside, dict(metadata))
-        beside.chmod(mode)  # safetensors' own files are for their owner alone, whatever the umask
-        with open(beside, "rb+") as file:
+        save_file(dict(tensors), new, dict(metadata))
+        new.chmod(mode)  # safetensors' own files are for their owner alone, whatever the umask
+        with open(new, "rb+") as file:
             os.fsync(file.fileno())
+    return new
+
+
+@contextmanager
+def _whole(path: Path, num_bytes: int) -> Iterator[Path]:
+    """Context for writing a sibling of a file, which is removed if that fails."""
+    new = path.with_name(f"{path.name}.new")
+    try:
+        yield new
     except BaseException as error:
-        beside.unlink(missing_ok=True)
-        num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        new.unlink(missing_ok=True)
         if isinstance(error, SafetensorError) and (number := re.search(r"os error (\d+)", str(error))):
             error = OSError(int(number[1]), os.strerror(int(number[1])))
-        if isinstance(error, OSError):
-            raise _unwritten(path, num_bytes, error) from None
-        raise
-    return beside
-
-
-def _unwritten(path: Path, num_bytes: int, error: OSError) -> OSError:
-    """An error of the system with place, reason and next step."""
-    step = (
-        "the disk is full, or a limit on what may be written is reached: make room, or write elsewhere"
-        if error.errno in NO_ROOM
-        else "check that the folder can be written to, or write elsewhere"
-    )
-    return OSError(
-        error.errno,
-        f"{error.strerror or error}, writing {num_bytes} bytes to {path.name} in {path.parent}: {step}. What "
-        "was there before is as it was.",
-    )
+        if not isinstance(error, OSError):
+            raise
+        raise OSError(
+            error.errno,
+            f"{error.strerror or error}, writing {num_bytes} bytes to {path.name} in {path.parent}: free "
+            "some space there, see that it can be written to, or write elsewhere. The older file is as it "
+            "was.",
+        ) from None

@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from retain.process.disk import write_beside
+from retain.process.disk import write_new
 
 PACKAGES = (
     *("retain", "torch", "triton", "transformers", "accelerate", "peft", "datasets"),
@@ -74,7 +74,7 @@ def write_json(path: Path, value: Any) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write text beside `path`, then rename."""
-    os.replace(write_beside(path, text.encode()), path)
+    os.replace(write_new(path, text.encode()), path)
 
 
 def _version(name: str) -> str | None:

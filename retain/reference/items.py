@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from retain.process.registry import lookup
 from retain.reference.documents import (
     FACT_FORMATS,
     HELD_OUT_FACT_FORMATS,
@@ -12,7 +13,6 @@ from retain.reference.documents import (
     take,
     taken_words,
 )
-from retain.registry import lookup
 
 SEEN_TASKS = ("single", "multikey", "multivalue", "multiquery", "tracing", "common")
 HELD_OUT_TASKS = ("format", "lists", "quote")

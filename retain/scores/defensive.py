@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from retain.evidence import Evidence, Score, masked_score
-from retain.registry import check_choice
+from retain.process.registry import check_choice
 from retain.scores.family import family
 from retain.scores.value_norm import value_norms
 from retain.scores.window import group_heads, window_received

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from retain.attention.received import advance
 from retain.evidence import Evidence, RunningStatistics, Score, masked_score
-from retain.registry import check_choice
+from retain.process.registry import check_choice
 from retain.scores.family import family
 
 

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from retain.evidence import Evidence, Score, masked_score
-from retain.registry import check_choice
+from retain.process.registry import check_choice
 from retain.scores.family import family
 from retain.scores.window import group_heads, pool_entries, window_received
 

@@ -15,8 +15,8 @@ import torch
 
 from retain.attention.rotary import Rotary
 from retain.evidence import Evidence
-from retain.gone import hint_of
-from retain.registry import suggest
+from retain.process.registry import suggest
+from retain.process.removed import hint_of
 from retain.scores import SCORES, Score
 from retain.scores.value_norm import value_norms
 

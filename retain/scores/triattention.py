@@ -15,7 +15,7 @@ from torch import Tensor
 
 from retain.attention.rotary import Rotary, turn
 from retain.evidence import Evidence, Score, masked_score
-from retain.gone import hint_of
+from retain.process.removed import hint_of
 from retain.scores.family import family
 from retain.scores.window import group_heads
 

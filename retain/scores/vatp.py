@@ -7,7 +7,7 @@ takes H2O's running sum, the paper that compares with it (LAVa) the mean of the 
 import torch
 
 from retain.evidence import Evidence, Score, masked_score
-from retain.registry import check_choice
+from retain.process.registry import check_choice
 from retain.scores.family import family
 from retain.scores.h2o import running_statistics
 from retain.scores.snapkv import pooled_mass

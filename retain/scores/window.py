@@ -16,7 +16,7 @@ from torch.nn.functional import max_pool1d
 from retain.attention.received import received_attention
 from retain.evidence import Evidence
 from retain.kernels.attention_stats import Pool
-from retain.registry import check_choice
+from retain.process.registry import check_choice
 
 
 def window_received(

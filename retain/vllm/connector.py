@@ -26,13 +26,12 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
-from retain.capability import Use, refuse
+from retain.budget.head_weights import check_weights
+from retain.capability import Use, check_gates, refuse
 from retain.evidence import Evidence
-from retain.gate_fit import check_gates
 from retain.gates.artifact import load_gates
 from retain.gates.base import GateSet
 from retain.gates.hub import fetch
-from retain.head_weights import check_weights
 from retain.vllm.metrics import EvictionMetrics, EvictionStats
 from retain.vllm.models import fingerprint_here
 from retain.vllm.packing.pages import PageStore

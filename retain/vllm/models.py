@@ -17,7 +17,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
 
 from retain.attention.rotary import Rotary
-from retain.fingerprint import fingerprint_of, shape_and_sample
+from retain.process.fingerprint import fingerprint_of, shape_and_sample
 from retain.scores.trial import entries_read
 from retain.vllm.backend import worker_here
 from retain.vllm.check import MODULES

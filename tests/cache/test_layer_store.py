@@ -7,8 +7,8 @@ import torch
 
 from retain.cache.attend import attend_store
 from retain.cache.layer_store import Store, stacked
+from retain.cache.precision import Precision
 from retain.cache.store import LOG_WEIGHT, RaggedStore
-from retain.precision import Precision
 from tests.cache.test_packed_store import naive, naive_bytes
 from tests.close import assert_close
 from tests.refused import refused
@@ -55,7 +55,7 @@ class Beside:
         tokens = self.new(batch, num)
         positions = torch.tensor(self.seen)[:, None] + torch.arange(num)
         seen_RS = self.store.plain.append_(KEYS[tokens], VALUES[tokens], positions)
-        self.store.set_beside_("score", SCORE[tokens], torch.ones(batch, num, dtype=torch.bool))
+        self.store.set_side_("score", SCORE[tokens], torch.ones(batch, num, dtype=torch.bool))
         for row, own in enumerate(self.rows):
             for s in range(num):
                 b, h = divmod(row, H)
@@ -116,7 +116,7 @@ class Beside:
         assert positions.tolist() == [entry[1] for entry in entries]
         assert rows.tolist() == [row for row, _ in order] == self.store.rows_N().tolist()
         assert self.store.lengths_BH.flatten().tolist() == [len(own) for own in self.rows]
-        score = self.store.beside["score"][self.store.index_N()]
+        score = self.store.side["score"][self.store.index_N()]
         assert torch.equal(score, SCORE[[entry[0] for entry in entries]])
         plain_bytes = sum(plain) * (D + V) * 4
         packed_bytes = 0 if self.store.packed is None else naive_bytes(self.store.packed)
@@ -191,7 +191,7 @@ def test_attention_is_one_softmax_over_all_entries(name, how):
     queries = torch.randn(2, H * G, S, D, generator=draw)
     sinks = torch.randn(H * G, generator=draw) if "sinks" in how else None
     if "log_weight" in how:
-        store.write_beside_(LOG_WEIGHT, torch.rand(store.entries_held, generator=draw) * 2)
+        store.write_side_(LOG_WEIGHT, torch.rand(store.entries_held, generator=draw) * 2)
     at = torch.tensor(life.seen)[:, None] + torch.arange(-S, 0)
     seen_RS = store.plain.lengths_R[:, None] + torch.tensor([-1, 0], dtype=torch.int32)
     seen_RS[2:, 0] = 0  # padding in the second sequence

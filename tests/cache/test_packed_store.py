@@ -83,7 +83,7 @@ def naive_bytes(store):
     entry = (
         form.head_dim * form.bits // 8 + form.value_dim * form.bits // 8 + 4 * -(-form.value_dim // 32) + 4
     )
-    entry += 4 if LOG_WEIGHT in store.beside else 0
+    entry += 4 if LOG_WEIGHT in store.side else 0
     groups = len(set(store.columns[GROUPS][store.index_N()].tolist()))
     return store.entries_held * entry + groups * 2 * 2 * form.head_dim
 

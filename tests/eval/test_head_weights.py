@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from retain.budget.head_weights import read_weights
 from retain.eval.head_weights import (
     REFERENCE_TASK,
     class_weights,
@@ -17,7 +18,6 @@ from retain.eval.head_weights import (
 )
 from retain.eval.tasks.encode import Encoded, encode
 from retain.eval.tasks.sources import load_rows
-from retain.head_weights import read_weights
 from retain.hf.intercept.observe import observe
 from retain.reference import load_tokenizer
 from tests.close import assert_close

@@ -202,7 +202,7 @@ UNEQUAL = [
 @pytest.mark.parametrize(("changes", "name", "equal"), UNEQUAL)
 def test_policies_of_one_budget_hold_equally_much(tmp_path, changes, name, equal):
     variants = {
-        "counted": ("snapkv", "correction={threshold: 0.2, recent: 8, count: true}"),
+        "counted": ("snapkv", "correction={threshold: 0.2, recent: 8}"),
         "packed": ("snapkv", "precision={bits: 4}"),
     }
     config = small(tmp_path, variants=variants)

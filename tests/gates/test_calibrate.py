@@ -142,7 +142,7 @@ def test_a_curve_is_extended_once_and_again_when_it_is_another(space, monkeypatc
     ("settings", "said"),
     [
         ({"kind": "share"}, "kind of calibrator.*did you mean 'shared'"),
-        ({"kind": "scale"}, "kind of calibrator 'scale' .gone since .*use calibration.kind: shared"),
+        ({"kind": "scale"}, "kind of calibrator 'scale' .removed.*use calibration.kind: shared"),
         ({"K": 1}, "two knots at least, got H=2, K=1"),
         ({"space": "linear"}, "space is one of log, asinh .*got 'linear' and 'risk'"),
         ({"unit": "rank"}, "unit one of risk, mass; got 'log' and 'rank'"),

@@ -4,8 +4,8 @@ right."""
 import pytest
 import torch
 
+from retain.budget.head_weights import format_weights
 from retain.budget.statement import Budget, LayerShape, spread
-from retain.head_weights import format_weights
 from retain.hf.cache.cache import Cache
 from retain.hf.intercept.attach import attachment_of
 from retain.protection import Protection
@@ -58,7 +58,7 @@ def test_what_is_evicted_layer_by_layer_is_what_would_be_evicted_at_once(name):
     assert len(set(cascade.budgets().held_BLH[0].flatten().tolist())) > 1
 
 
-@pytest.mark.parametrize("correction", [None, {"threshold": -1.0, "count": True}])
+@pytest.mark.parametrize("correction", [None, {"threshold": -1.0}])
 def test_a_byte_ratio_is_never_exceeded_and_what_fits_stays(correction):
     """41 tokens in 3 layers of 2 heads: 246 entries, 0.4 of which are 98.4."""
     model, (ids, mask) = attached("qwen3", num_hidden_layers=3), tiny_batch((0,), 41)
@@ -77,7 +77,7 @@ def test_a_byte_ratio_is_never_exceeded_and_what_fits_stays(correction):
 
 def test_a_sequence_that_fits_is_held_as_it_is_beside_one_that_is_merged():
     model, (ids, mask) = attached("qwen3", num_hidden_layers=3), tiny_batch((0, 20), 41)
-    how = {"protection": SMALL, "correction": {"threshold": -1.0, "count": True}}
+    how = {"protection": SMALL, "correction": {"threshold": -1.0}}
     alone = Cache(model, "snapkv", bytes=10**6, **how).prefill(ids[1:, 20:])
     cache = Cache(model, "snapkv", bytes=alone.bytes_held(), **how).prefill(ids, mask)
     assert cache.budgets().held_BLH[1].sum() == alone.entries_held == 21 * 6

@@ -84,7 +84,7 @@ def assert_nothing_frozen(cache) -> None:
     """Whatever the cache changes in place can be changed under any mode."""
     for layer in cache.state.ragged:
         store = layer.store
-        columns = (store.keys_CD, store.values_CD, store.positions_C, *store.beside.values())
+        columns = (store.keys_CD, store.values_CD, store.positions_C, *store.side.values())
         assert not any(x.is_inference() for x in (*columns, store.plain.offsets_R1, store.lengths_R))
 
 

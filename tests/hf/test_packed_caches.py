@@ -252,16 +252,12 @@ def test_a_concatenated_cache_packs_no_new_entries():
     assert whole.bytes_held() > cache.bytes_held()
 
 
-MERGES = {"threshold": 0.2, "recent": 3}
-
-
 @pytest.mark.parametrize("policy", ["snapkv", "lava"])
-@pytest.mark.parametrize("count", [False, True])
-def test_one_eviction_merges_and_then_packs(policy, count):
+def test_one_eviction_merges_and_then_packs(policy):
     """Of a budget that layers share too, where lower layers are cut again as others come."""
     model, (ids, mask) = tiny_model(dtype=torch.float64), tiny_batch((0, 7), 60)
     how = {"keep_ratio": 0.4, "protection": FEW, "observed_settings": {"window": 2}}
-    how |= {"correction": {**MERGES, "count": count}}
+    how |= {"correction": {"threshold": 0.2, "recent": 3}}
     with retain.attach(model):
         merged = Cache(model, policy, **how).prefill(ids, mask)
         packed = Cache(model, policy, precision=SETTINGS["8 bits"], **how).prefill(ids, mask)
@@ -269,10 +265,9 @@ def test_one_eviction_merges_and_then_packs(policy, count):
         orders = [(s.rows_N() * 1000 + s.positions_C[s.index_N()]).argsort() for s in (a, b)]
         want, got = a.flat()[1][orders[0]], b.flat()[1][orders[1]]
         assert float((want - got).abs().max()) < 0.02 * float(want.abs().max()) and b.packed
-        assert (LOG_WEIGHT in b.beside) == count
-        if count:
-            one, two = (s.log_weight_C[s.index_N()][order] for s, order in zip((a, b), orders, strict=True))
-            assert torch.equal(one, two) and bool(one.any())
+        assert LOG_WEIGHT in b.side
+        one, two = (s.log_weight_C[s.index_N()][order] for s, order in zip((a, b), orders, strict=True))
+        assert torch.equal(one, two) and bool(one.any())
     new, new_mask = tiny_batch((0, 2), 5, seed=5)
     whole = torch.cat([mask, new_mask], dim=1)
     want = dense_logits(model, packed, new, whole)[new_mask.bool()]

@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import save_file
 
 from retain.cache import file_format
+from retain.cache.precision import Precision
 from retain.hf.cache.cache import Cache
-from retain.precision import Precision
 from tests.hf.test_saving import SMALL, assert_same_state, continued, forward, grown, started
 from tests.refused import refused
 from tests.tiny import attached, tiny_batch
@@ -62,74 +62,6 @@ def test_a_hand_made_precision_and_a_stack_of_caches(tmp_path):
         turn, own = tiny_batch((0, 2, 1, 0)[: cache.batch_size], 5, seed=9)
         whole = grown(mask.repeat(cache.batch_size // 2, 1), own)
         assert torch.equal(forward(model, again, turn, whole), forward(model, cache, turn, whole))
-
-
-def naive_codes(x_ND, bits, groups):
-    """Decoded numbers of these groups of (entry, channel), one after another, by float64 loops; scales are
-    rounded to float16."""
-    back = x_ND.double().clone()
-    for group in groups:
-        own = [float(x_ND[place]) for place in group]
-        least = float(torch.tensor(min(own), dtype=torch.float32).half())
-        step = float(torch.tensor((max(own) - least) / (2**bits - 1), dtype=torch.float32).half())
-        for place, x in zip(group, own, strict=True):
-            code = min(max(round((x - least) / step), 0), 2**bits - 1) if step > 0 else 0
-            back[place] = least + step * code
-    return back
-
-
-@pytest.mark.parametrize("bits", [8, 4, 2])
-def test_a_file_in_few_bits_is_kivis_layout_with_its_error(bits, tmp_path):
-    model = attached("llama", head_dim=40)
-    cache = Cache(model, **POLICIES["snapkv"]).prefill(*tiny_batch((0, 3), 70))
-    path = cache.save(tmp_path / "context.safetensors", bits=bits)
-    again, (header, tensors) = Cache.load(path, model), file_format.read_file(path)
-    assert header["coded"] == bits
-    for idx, (one, other) in enumerate(zip(again.state.stores, cache.state.stores, strict=True)):
-        assert one.packed is None and torch.equal(one.lengths_BH, other.lengths_BH)
-        size = 0
-        for name, decoded, held in zip(("keys", "values"), one.flat()[:2], other.flat()[:2], strict=True):
-            assert decoded.dtype == held.dtype
-            start, groups = 0, []
-            for length in other.plain.lengths_R.tolist():
-                for first in range(start, start + length, 32):
-                    entries = range(first, min(first + 32, start + length))
-                    if name == "keys":
-                        groups += [[(entry, channel) for entry in entries] for channel in range(40)]
-                    else:
-                        groups += [
-                            [(entry, channel) for channel in channels]
-                            for entry in entries
-                            for channels in (range(32), range(32, 40))
-                        ]
-                start += length
-            want = naive_codes(held, bits, groups)
-            # Where a number lies between two codes, either is as near.
-            assert float(((decoded.double() - want).abs() > 1e-4).double().mean()) < 1e-3
-            naive_error = (want - held.double()).square().sum()
-            assert float((decoded.double() - held.double()).square().sum()) == pytest.approx(
-                float(naive_error), rel=1e-4
-            )
-            size += 4 * len(groups) + held.shape[0] * 40 * bits // 8
-        own = file_format.within(tensors, f"layer.{idx}.store.")
-        assert size == sum(own[key].nbytes for key in ("keys", "values", "value_scales", "key_scales"))
-        assert set(own) == {"keys", "values", "value_scales", "key_scales", "groups", "positions", "lengths"}
-        for name, column in other.beside.items():
-            assert torch.equal(one.beside[name], column)
-    # What was loaded is a plain cache, whose own file is exact.
-    exact = again.save(tmp_path / "exact.safetensors")
-    assert_same_state(Cache.load(exact, model), again)
-
-
-def test_what_cannot_be_in_few_bits(tmp_path):
-    model = attached("llama")
-    cache = Cache(model, policy=None).prefill(*tiny_batch())
-    path = tmp_path / "context.safetensors"
-    for bits in (3, 16, 0):
-        refused(r"bits is 8, 4 or 2; got", cache.save, path, bits=bits)
-    cache.state.stores[0].plain.values_CD[3, 2] = 1e5
-    refused(r"reach 1e\+05, and scales are float16.*no bits=", cache.save, path, bits=4)
-    assert not path.exists()
 
 
 WRONG = {

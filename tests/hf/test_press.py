@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from retain.budget.ranking import rank_entries
 from retain.hf.intercept.observe import observe
 from retain.hf.intercept.press import press_score
 from retain.hf.model.decoder import describe
-from retain.ranking import rank_entries
 from retain.scores import SCORES
 from tests.close import MODEL, assert_close
 from tests.refused import refused

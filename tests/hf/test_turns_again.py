@@ -66,7 +66,7 @@ def test_a_prompt_in_chunks_that_is_evicted_once_equals_the_prompt_at_once(name,
     assert float((got - free).abs().max()) > 1e-2
     # Nothing that only a later eviction would read is held for one that does not come.
     for layer in chunks.state.ragged:
-        assert layer.recent.num_bytes == 0 and set(layer.store.beside) <= {"log_weight"}
+        assert layer.recent.num_bytes == 0 and set(layer.store.side) <= {"log_weight"}
     same_stores(chunks, once, whole)
 
 

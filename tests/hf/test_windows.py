@@ -24,13 +24,13 @@ def next_logits(model, cache, mask, turn):
 
 
 @pytest.mark.parametrize("way", ["prefill", "evict", "evict_with", "function"])
-@pytest.mark.parametrize("correction", [None, {"threshold": -1.0}, {"threshold": -1.0, "count": True}])
+@pytest.mark.parametrize("correction", [None, {"threshold": -1.0}])
 def test_what_left_the_window_neither_competes_nor_is_merged(way, correction):
     """With a budget for all that a later query sees, logits are those of the full cache."""
     model = exact_model("mistral_window")
     ids, mask = tiny_batch((0, 7), 40)
     reach = WINDOW - 1
-    how = {"correction": correction, "tokens_per_head": reach + (correction or {}).get("count", False) * 2}
+    how = {"correction": correction, "tokens_per_head": reach + bool(correction) * 2}
     with retain.attach(model):
         want = next_logits(model, Cache(model, None).prefill(ids, mask), mask, ids[:, -3:])
         cache = Cache(model, "snapkv", **how)

@@ -6,12 +6,12 @@ import json
 import pytest
 import torch
 
+from retain.budget.ranking import order_entries
 from retain.gates import GateSet, LinearGate
 from retain.gates.calibrate import LEAST_RISE, SMALLEST_SLOPE, axis
 from retain.gates.decay import DecayGate
 from retain.gates.lowrank import LowRankGate
 from retain.gates.qkv import QKVGate
-from retain.ranking import order_entries
 from retain.train.calibration import fit as calibration
 from retain.train.calibration import isotonic
 from retain.train.calibration.fit import (

@@ -52,8 +52,8 @@ METADATA: dict[str, Any] = yaml.safe_load(WRITTEN)
 METADATA["training"]["held_out"] = LAST
 for side, share in (("before", 0.25), ("after", 0.5)):
     scopes = {"head": share, "layer": share + 0.01, "model": share + 0.02}
-    keep = {"0.1": {scope: {"kept": value, "overlap": value / 2} for scope, value in scopes.items()}}
-    METADATA["calibration"]["report"][side] = {"keep": keep, "r2": None if side == "before" else 0.5}
+    keep = {"0.1": {scope: {"kept": value} for scope, value in scopes.items()}}
+    METADATA["calibration"]["report"][side] = {"keep": keep}
 METADATA["provenance"] |= {"commit": "f" * 40, "versions": {"torch": "2.13", "deepspeed": None}}
 
 

@@ -152,8 +152,8 @@ def test_a_full_disk_leaves_the_last_good_checkpoint_and_log(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path / name))
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "save_beside", full)
-        patch.setattr(checkpoint, "write_beside", full)
+        patch.setattr(checkpoint, "save_new", full)
+        patch.setattr(checkpoint, "write_new", full)
         patch.setattr(checkpoint, "open", full, raising=False)
         wanted = rf"cannot write .*{name}: No space left on device. Next step: free some space.*of step 1 in "
         acts = (

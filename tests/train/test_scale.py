@@ -247,7 +247,7 @@ def test_two_processes_stop_together_and_one_goes_on(make_config: Make, tmp_path
         torch.testing.assert_close(second[name], tensor, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("name", "after"), [("save_beside", 1), ("open", 5)], ids=["checkpoint", "log"])
+@pytest.mark.parametrize(("name", "after"), [("save_new", 1), ("open", 5)], ids=["checkpoint", "log"])
 def test_a_full_disk_ends_a_run_with_what_to_do(
     make_config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, after: int
 ) -> None:

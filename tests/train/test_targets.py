@@ -76,12 +76,12 @@ def test_the_default_recipe_is_future_risk_of_context_and_appendix(
             torch.testing.assert_close(target_HT, risk[0], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("aggregate", ["max", "mean", "block_max", "mass"])
+@pytest.mark.parametrize("aggregate", ["max", "mean"])
 @pytest.mark.parametrize("weight", ["none", "value_norm", "value_norm_over_hidden"])
 def test_settings_reach_the_definition(aggregate: str, weight: str) -> None:
     sources = {"own": 0.5, "repeat": 2.0, "appendix": 1.0}
     settings = build(
-        {"sources": sources, "aggregate": aggregate, "weight": weight, "horizon": 7, "block": 16},
+        {"sources": sources, "aggregate": aggregate, "weight": weight, "horizon": 7},
         TargetSettings,
     )
 
@@ -89,7 +89,6 @@ def test_settings_reach_the_definition(aggregate: str, weight: str) -> None:
         for view in views:
             use_BHT, reached_BHT = future_use(
                 view.document, view.branches, sources=sources, aggregate=aggregate, weight=weight, horizon=7,
-                block=16,
             )  # fmt: skip
             target_HT, reached_HT = layer_target(view, settings)
             assert torch.equal(target_HT, use_BHT[0]) and torch.equal(reached_HT, reached_BHT[0])

@@ -138,15 +138,15 @@ def full_disk(accelerator: Accelerator, folder: Path) -> dict[str, Any]:
         begin_(run, {}, {})
     accelerator.wait_for_everyone()
     save_checkpoint(accelerator, run, 1, synchroniser, {})
-    write = checkpoint.save_beside
+    write = checkpoint.save_new
 
     def full(path: Path, *_: Any) -> Path:
         assert accelerator.is_main_process
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
-    checkpoint.save_beside = full
+    checkpoint.save_new = full
     said = said_by(DiskError, lambda: save_checkpoint(accelerator, run, 2, synchroniser, {}))
-    checkpoint.save_beside = write
+    checkpoint.save_new = write
     return {"said": said, "latest": latest(run)}
 
 
@@ -183,11 +183,11 @@ def rewound(accelerator: Accelerator, folder: Path) -> dict[str, Any]:
         assert accelerator.is_main_process
         raise OSError(errno.ENOSPC, "no room")
 
-    write = checkpoint.write_beside
-    vars(checkpoint)["write_beside"] = full
+    write = checkpoint.write_new
+    vars(checkpoint)["write_new"] = full
     rewind = partial(rewind_log_, folder / "full_disk", 1)
     said = said_by(DiskError, lambda: on_main_process(accelerator, rewind))
-    vars(checkpoint)["write_beside"] = write
+    vars(checkpoint)["write_new"] = write
     return {"said": said}
 
 

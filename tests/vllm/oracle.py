@@ -153,7 +153,8 @@ def recompute_(model: Any, held: Any, prompt: Sequence[int], tokens: Sequence[in
     logits = model(input_ids=torch.tensor([[*prompt, *tokens]]), past_key_values=whole).logits
     # The last token's entries are not there yet.
     model(input_ids=torch.tensor([list(tokens[-1:])]), past_key_values=held)
-    for store, full in zip(held.state.stores, whole.state.stores, strict=True):
+    for mine_store, whole_store in zip(held.state.stores, whole.state.stores, strict=True):
+        store, full = mine_store.plain, whole_store.plain
         for row in range(len(store.lengths_R)):
             here, there = (
                 slice(int(one.offsets_R1[row]), int(one.offsets_R1[row]) + int(one.lengths_R[row]))
@@ -173,8 +174,7 @@ def kept_positions(held: Any, length: int) -> list[list[list[int]]]:
         if store is None:
             kept.append([list(range(length))])
             continue
-        spans = zip(store.offsets_R1.tolist(), store.lengths_R.tolist(), strict=False)
-        rows = [store.positions_C[first : first + count] for first, count in spans]
+        rows = [store.row(0, head)[2] for head in range(store.num_heads)]
         kept.append([sorted(row[row < length].tolist()) for row in rows])
     return kept
 

@@ -339,7 +339,7 @@ def test_models_of_other_shapes(oracle, engines, models, new_gates, shape, polic
             "speculative decoding was not tested",
         ),
         ({"policy": "gate", "gates": "llama-4 linear"}, {}, "another model .*model_type 'llama' -> 'qwen3'"),
-        ({"policy": "gate", "gates": "reference dms"}, {}, "'dms' look at stream"),
+        ({"policy": "gate", "gates": "reference dms"}, {}, "family 'dms' and vLLM's engine: .* shows"),
     ],
     ids=["unknown", "cannot", "no gates", "fp8", "pipeline", "speculative", "other gates", "stream"],
 )

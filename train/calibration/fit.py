@@ -17,11 +17,11 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from retain.budget.largest_remainder import exact
+from retain.budget.ranking import order_entries
 from retain.config import ProperShare
 from retain.evidence import Evidence
 from retain.gates import GateSet
 from retain.gates.base import UNITS
-from retain.ranking import order_entries
 from retain.train.calibration.isotonic import fit_shared
 from retain.train.objectives.case import keyed_generator
 from retain.train.settings import section
@@ -168,12 +168,10 @@ def report(
     order, so `head` is the same before and after."""
     found: dict[str, dict[str, dict[str, float]]] = {f"{ratio:g}": {} for ratio in keep_ratios}
     for scope in ("head", "layer", "model"):
-        shares = [
-            torch.cat([kept_shares(*pair, keep_ratios) for pair in zip(*rows, strict=True)]).mean(0)
-            for rows in (
-                (_rows(score, scope), _rows(target, scope)) for score, target in zip(scores, targets)
-            )
-        ]
+        shares = []
+        for score, target in zip(scores, targets, strict=True):
+            rows = zip(_rows(score, scope), _rows(target, scope), strict=True)
+            shares.append(torch.cat([kept_shares(*pair, keep_ratios) for pair in rows]).mean(0))
         for of_ratio, kept in zip(found.values(), torch.stack(shares).mean(0).tolist(), strict=True):
             of_ratio[scope] = {"kept": kept}
     return found

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from retain.registry import nearest, suggest
+from retain.process.registry import nearest, suggest
 from retain.train.data.chat import Chat, half_character, shown, tools_of, turns
 from retain.train.data.document import Document, Encode, fraction_of
 from retain.train.data.settings import FORMS, ROLES, DataSettings, template_fields

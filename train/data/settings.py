@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from retain.config import Count, Positive, ProperShare, Tokens, Whole
-from retain.registry import suggest
+from retain.process.registry import suggest
 from retain.train.settings import broken, refuse, section
 
 ROLES = ("text", "context", "question", "answer", "messages", "tools", "context_ids", "appendix_ids")

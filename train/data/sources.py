@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from retain.config import what_is_at
 from retain.process.extras import require
-from retain.registry import suggest
+from retain.process.registry import suggest
 
 ENDINGS: dict[str, tuple[str, ...]] = {
     "jsonl": (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz"),
@@ -292,11 +291,9 @@ def local_paths(path: str, kind: str) -> list[Path]:
         found = [Path(match) for match in matches if Path(match).is_file()]
     if not found:
         near = [file.name for file in place.parent.iterdir()] if place.parent.is_dir() else []
-        other = "" if place.is_dir() else what_is_at(place)
-        problem = f"data file {path} {other}" if other else f"no such data file: {path}"
         raise FileNotFoundError(
-            f"{problem}{suggest(place.name, near)}. Set data.path to a {ENDINGS[kind][0]} file, a folder of "
-            f"them, or a pattern; relative paths start at {str(Path.cwd())!r}."
+            f"no such data file: {path}{suggest(place.name, near)}. Set data.path to a {ENDINGS[kind][0]} "
+            f"file, a folder of them, or a pattern; relative paths start at {str(Path.cwd())!r}."
         )
     if empty := [str(file) for file in found if not file.stat().st_size]:
         raise ValueError(f"empty data set: {empty[0]!r} holds nothing. Remove it, or write it again.")

@@ -29,11 +29,8 @@ class TargetSettings:
     """Weight of each kind of query: `own` (the context's later tokens), `appendix` (question and answer),
     `repeat` (the context once more, after a prompt that asks for it), `continuation` (what the model writes
     greedily after the context)."""
-    aggregate: Literal["max", "mean", "block_max", "mass"] = "max"
-    """Of the queries' attention: `max`, `mean`, `block_max` (the largest of the means over blocks of queries)
-    or `mass` (the sum)."""
-    block: Count = 128
-    """Queries of a block, for `block_max`."""
+    aggregate: Literal["max", "mean"] = "max"
+    """Of the queries' attention."""
     weight: Literal["none", "value_norm", "value_norm_over_hidden"] = "value_norm"
     """Of the attention paid: `none`, `value_norm` (times the norm of the projected value), or
     `value_norm_over_hidden` (that over the norm of the query's attention input)."""
@@ -86,7 +83,6 @@ def future_target(view: View, settings: TargetSettings) -> tuple[Tensor, Tensor]
         aggregate=settings.aggregate,
         weight=settings.weight,
         horizon=settings.horizon,
-        block=settings.block,
         chunk=settings.chunk,
     )
     return use_BHT[0], reached_BHT[0]

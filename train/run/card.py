@@ -12,7 +12,7 @@ from typing import Any
 
 from retain.gates.artifact import read_metadata
 from retain.gates.card import BASELINES, CARD, card_of
-from retain.process.disk import write_beside
+from retain.process.disk import write_new
 from retain.process.extras import require
 from retain.train.run.checkpoint import read_log
 
@@ -33,7 +33,7 @@ def write_card(folder: Path | str, *, command: str = "") -> Path:
         pictures = {CURVES: TITLE}
     card = card_of(metadata, records, command=command, pictures=pictures, place=str(folder))
     path = folder / CARD
-    os.replace(write_beside(path, f"{card}\n".encode()), path)
+    os.replace(write_new(path, f"{card}\n".encode()), path)
     return path
 
 

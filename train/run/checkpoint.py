@@ -33,7 +33,7 @@ from safetensors.torch import load_file
 from retain.config import leaves, read_mapping
 from retain.gates.artifact import METADATA_FILE
 from retain.process import disk
-from retain.process.disk import save_beside, write_beside
+from retain.process.disk import save_new, write_new
 from retain.process.lock import take_lock
 from retain.train.data.corpus import AnyCorpus
 from retain.train.run.parallel import Accelerator, Synchroniser, check_alike, on_main_process
@@ -179,7 +179,7 @@ def finish_(folder: Path) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    os.replace(write_beside(path, text.encode()), path)
+    os.replace(write_new(path, text.encode()), path)
 
 
 def disk_errors(folder: Path) -> AbstractContextManager[None]:
@@ -228,7 +228,7 @@ def save_checkpoint(
     def write() -> None:
         metadata = {"state": json.dumps({**state, "extra": extra})}
         with disk_errors(folder):
-            os.replace(save_beside(path, synchroniser.tensors(), metadata), path)
+            os.replace(save_new(path, synchroniser.tensors(), metadata), path)
 
     on_main_process(accelerator, write)
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from retain.gates.base import INPUTS
 from retain.hf.intercept.forward_call import MASK_VALUES, shown
+from retain.process.registry import lookup
 from retain.protection import pinned_mask, spans_by_sequence
-from retain.registry import lookup
 
 # Most free entries per row that may be asked for: all of them are allocated.
 MOST_SLACK = 2**20

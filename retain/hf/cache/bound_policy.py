@@ -11,20 +11,19 @@ from typing import Any
 from torch import nn
 
 from retain import config
+from retain.budget.head_weights import check_weights
 from retain.budget.statement import Budget
-from retain.capability import BEFORE_ROPE, Use, refuse
+from retain.cache.precision import Precision
+from retain.capability import BEFORE_ROPE, Use, check_gates, refuse
 from retain.eviction import BoundPolicy, Scorer
-from retain.gate_fit import check_gates
-from retain.head_weights import check_weights
 from retain.hf.model.decoder import rotary_of
 from retain.hf.model.gates import gates_for, own_gates
 from retain.hf.model.layout import LayerSpec
 from retain.hf.warnings_at_caller import warn
 from retain.policy import check_budget
-from retain.precision import Precision
 from retain.presets import Policy, load_policy
+from retain.process.registry import lookup, suggest
 from retain.protection import spans_by_sequence
-from retain.registry import lookup, suggest
 from retain.scores.triattention import check_centres
 
 # Settings of `Cache` itself, near which a misspelt one may lie.

@@ -19,6 +19,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
+from retain.cache.precision import Precision
 from retain.cache.store import SLACK
 from retain.config import plain_numbers
 from retain.correction.merge import Merge
@@ -45,7 +46,6 @@ from retain.hf.intercept.lookahead_pass import look_ahead
 from retain.hf.model.decoder import base_model, layout_of, learned_prompt, refuse_prefix
 from retain.hf.model.identity import marks_of
 from retain.hf.version_names import CACHE
-from retain.precision import Precision
 
 
 class Cache(ReportingCache):
@@ -376,25 +376,22 @@ class Cache(ReportingCache):
             "write it with cache.save(path), and read it with retain.Cache.load(path, model)."
         )
 
-    def save(self, path: str | os.PathLike[str], *, bits: int | None = None) -> Path:
+    def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the conversation to one `.safetensors` file (`retain.hf.cache.saving`), beside an older one
         until it is whole.
 
         Args:
             path: of the file.
-            bits: 8, 4 or 2: keys and values that are held as they are become codes in the file, which `load`
-                decodes. None: the loaded cache goes on exactly.
 
         Returns:
             the path.
 
         Raises:
-            ValueError: nothing was read yet, or it is held densely (evict first), or there are no codes of
-                so many bits, or numbers reach beyond float16; nothing was written.
+            ValueError: nothing was read yet, or it is held densely (evict first); nothing was written.
         """
         self.state.check_whole()
         self.state.check_marks(marks_of(self.model))
-        return saving.save(self, path, bits)
+        return saving.save(self, path)
 
     @classmethod
     def load(
@@ -405,8 +402,7 @@ class Cache(ReportingCache):
         gates: Any = None,
         policy: Any = None,
     ) -> "Cache":
-        """Read a conversation back that `save` wrote, policy, budget and regime with it. It goes on exactly,
-        unless it was saved in few bits (`bits=`).
+        """Read a conversation back that `save` wrote, policy, budget and regime with it. It goes on exactly.
 
         Args:
             path: of the file.

@@ -9,15 +9,15 @@ from torch import Tensor
 
 from retain.cache.layer_store import Store, stacked
 from retain.cache.layout import normal_tensors
+from retain.cache.precision import Precision
 from retain.cache.store import LOG_WEIGHT
-from retain.correction.cuts import MERGED, cut_, forget_notes_
+from retain.correction.cuts import cut_
 from retain.correction.merge import Merge
 from retain.eviction import BoundPolicy
 from retain.hf.cache.layer import Recent
 from retain.hf.cache.regime import Regime
 from retain.hf.cache.state import History, State
 from retain.hf.model import pass_through_layers
-from retain.precision import Precision
 from retain.protection import spans_by_sequence
 
 
@@ -41,8 +41,6 @@ def cut_all(
         for layer, keep_BHT in zip(state.ragged, keep, strict=True):
             where = state.valid_BT, state.positions_BT
             layer.store = state.cut_dense(layer, keep_BHT, *where, correction=correction, precision=precision)
-            if not state.regime.again:  # nobody will ask again
-                layer.store.forget_beside_(MERGED)
     if state.history is not None:
         state.packed_at = state.num_seen
         count_eviction(state, sum(state.history.lengths_B) * state.layout.num_kv_heads)
@@ -62,7 +60,7 @@ def end_prompt(state: State) -> None:
         for layer in state.ragged:  # nobody will ask again
             layer.recent = Recent()
             if layer.store is not None:
-                forget_notes_(layer.store)
+                layer.store.drop_side_(*({*layer.store.side} - {LOG_WEIGHT}))
     for left in state.pass_through:
         pass_through_layers.trim_(left)
 
@@ -168,7 +166,7 @@ def _alike_(stores: list[Store]) -> list[Store]:
     counted = next((own.log_weight_C for own in stores if own.log_weight_C is not None), None)
     for store in stores if counted is not None else ():
         if store.log_weight_C is None:
-            store.write_beside_(LOG_WEIGHT, counted.new_zeros(store.entries_held))
+            store.write_side_(LOG_WEIGHT, counted.new_zeros(store.entries_held))
     return stores
 
 
@@ -183,7 +181,7 @@ def concat(parts: Sequence[State], slack: int | None) -> State:
         for layer in part.ragged:
             if layer.store is None:
                 layer.store = part.cut_dense(layer, None, part.valid_BT, part.positions_BT)
-            forget_notes_(layer.store)
+            layer.store.drop_side_(*({*layer.store.side} - {LOG_WEIGHT}))
     bound = BoundPolicy(" + ".join(sorted({part.bound_policy.name for part in parts})))
     whole = State(parts[0].layout, bound, Regime(), slack=parts[0].slack, seeds=None, pinned=None)
     whole.layers[:] = parts[0].layers

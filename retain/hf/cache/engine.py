@@ -214,7 +214,7 @@ class Engine(Interceptor):
     def _begin_quick(self, rows: list[StepRows], positions_B: Tensor) -> None:
         """Tell the layers of a step where its token stands."""
         wants, positions = self.state.bound_policy.wants, {}
-        looks = self._looks_again and (wants.queries != 0 or wants.running or wants.own_queries)
+        looks = self._looks_again and (wants.queries != 0 or wants.running or wants.entry_queries)
         for layer, spec, own in zip(self.state.ragged, self.state.specs, rows, strict=True):
             H = spec.num_kv_heads
             if H not in positions:
@@ -351,7 +351,7 @@ class Engine(Interceptor):
         )
         if self._looks_again:
             wants = state.bound_policy.wants
-            if wants.queries != 0 or wants.running or wants.own_queries:
+            if wants.queries != 0 or wants.running or wants.entry_queries:
                 layer.recent.queries.append(queries_BQSD.detach())
             if "hidden" in wants.inputs:
                 layer.recent.hidden.append(step.hidden_BSE.detach())
@@ -383,7 +383,7 @@ class Engine(Interceptor):
             stream_BTE=None if step.stream_BSE is None else step.stream_BSE.detach().to(device),
         )
         if self._looks_again:
-            evidence = state.bound_policy.noted(evidence)
+            evidence = state.bound_policy.with_metadata(evidence)
             evidence = state.bound_policy.counted(evidence)
             layer.recent.queries = [queries_BQSD.detach()]
             self._keep_queries(layer, self._after(call))
@@ -549,7 +549,7 @@ class Engine(Interceptor):
         spared = without_queries(history, first, state.bound_policy.wants.queries) if first > wanted else []
         try:
             arriving = state.arriving(history.valid_BT, stock)
-            step = state.bound_policy.begin(arriving, joint=True, spared=spared)
+            step = state.bound_policy.begin(arriving, joint=True, kept_rows=spared)
         except ValueError as error:
             # A short sequence, say, has grown too long to be held whole.
             self.refused = error

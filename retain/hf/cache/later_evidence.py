@@ -98,7 +98,7 @@ def evidence_of(
         shape = history.batch_size, spec.num_heads, 0, spec.head_dim
         queries_BQSD = torch.zeros(shape, dtype=store.dtype, device=device)
     ids = history.token_ids_BT
-    beside = {name: columns.gather(side_C) for name, side_C in store.beside.items()}
+    beside = {name: columns.gather(side_C) for name, side_C in store.side.items()}
     norms = beside.get(NORM)
     evidence = spec.evidence(
         scaling=layer.scaling,
@@ -163,9 +163,9 @@ def note_(
     device = store.device
     if wants.learned or wants.value_norm:
         valid_BS = history.valid_BT[:, -num_tokens:].to(device)
-        tail = bound.noted(_tail(layer, spec, bound, history, rotary, valid_BS))
+        tail = bound.with_metadata(_tail(layer, spec, bound, history, rotary, valid_BS))
         for name, side in beside_of(replace(tail, running=None)).items():
-            store.set_beside_(name, side, valid_BS)
+            store.set_side_(name, side, valid_BS)
     if wants.running:
         evidence, columns = evidence_of(
             layer, spec, history, rotary, num_queries=num_tokens, values=False, output_weight=False
@@ -173,7 +173,7 @@ def note_(
         running = bound.counted(evidence).running
         assert running is not None
         for name, side_BHT in _beside_of(running).items():
-            store.write_beside_(name, side_BHT.flatten(0, 1)[columns.entries])
+            store.write_side_(name, side_BHT.flatten(0, 1)[columns.entries])
     layer.recent.hidden, layer.recent.stream = [], []
 
 
@@ -195,7 +195,7 @@ def _tail(
         for side in (store.keys_CD, store.values_CD)
     )
     ids, recent = history.token_ids_BT, layer.recent
-    if bound.wants.own_queries:
+    if bound.wants.entry_queries:
         queries_BQSD = recent.last_queries(num_tokens).to(device)
     else:
         queries_BQSD = keys_BHTD.new_zeros(B, spec.num_heads, 0, spec.head_dim)

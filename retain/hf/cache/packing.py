@@ -1,11 +1,11 @@
-"""Packs entries (`retain.precision`): of a first prompt as its layers are cut, later ones after a read, or
-once enough were decoded.
+"""Packs entries (`retain.cache.precision`): of a first prompt as its layers are cut, later ones after a read,
+or once enough were decoded.
 """
 
+from retain.cache.precision import GROUP
 from retain.eviction import Eviction
 from retain.hf.cache.state import State
 from retain.hf.intercept.forward_call import Call
-from retain.precision import GROUP
 
 
 def packs_now(state: State, eviction: Eviction | None, call: Call) -> bool:

@@ -11,7 +11,7 @@ by `+`:
 
 from dataclasses import dataclass
 
-from retain.registry import suggest
+from retain.process.registry import suggest
 
 PARTS = ("prefill", "chunked", "decode")
 NAMES = ("prefill", "chunked", "decode", "prefill+decode", "chunked+decode")

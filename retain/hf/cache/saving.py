@@ -1,12 +1,10 @@
 """Saves a `retain.Cache` between two forwards, and loads it back to go on exactly.
 
-The file (`retain.cache.file_format`) holds the entries as they are held (no slack), what stands beside them,
-what the last tokens showed and no eviction has looked at yet, the states of layers that are left alone, and
-the history; its header says policy, budget, regime and counters. It has `bytes_held()` bytes of keys and
-values; with `bits=4` some third of that, and what is loaded is no longer exact. On top: 4 bytes an entry (its
-position) and what the policy keeps beside it, 4 bytes a row, 17 a token seen, 8 a sequence, the queries and
-attention inputs that the next eviction will look at (regimes that evict again), the states of layers left
-alone, and a header below 1 KiB a layer, plus 8 KiB.
+The file (`retain.cache.file_format`) holds the entries as they are held (no slack) with their side columns,
+the last tokens' queries and attention inputs that no eviction has looked at yet, the states of layers that
+are left alone, and the history; its header says policy, budget, regime and counters. It has `bytes_held()`
+bytes of keys and values, and on top 4 bytes an entry (its position), side columns, 4 bytes a row, 17 a token
+seen, 8 a sequence, and a header below 1 KiB a layer, plus 8 KiB.
 """
 
 import os
@@ -18,7 +16,6 @@ from torch import Tensor, nn
 
 from retain import config
 from retain.cache.file_format import (
-    CODED,
     COUNTERS,
     PRECISION,
     check_model,
@@ -36,10 +33,8 @@ from retain.hf.cache.state import History
 from retain.hf.model import pass_through_layers
 from retain.hf.model.decoder import base_model, describe
 from retain.hf.model.identity import identity_of, marks_of
-from retain.kernels.codes import BITS
 from retain.presets import Policy
 from retain.protection import spans_by_sequence
-from retain.registry import check_choice
 
 if TYPE_CHECKING:
     from retain.hf.cache.cache import Cache
@@ -49,7 +44,7 @@ if TYPE_CHECKING:
 NAMED, SCORER, FUNCTION, EVERYTHING = "named", "scorer", "function", "everything"
 
 
-def save(cache: "Cache", path: str | os.PathLike[str], bits: int | None = None) -> Path:
+def save(cache: "Cache", path: str | os.PathLike[str]) -> Path:
     """Write a conversation to one file; an older one survives until the new one is complete on disk.
 
     Needs memory on the host for one copy of what is written.
@@ -57,19 +52,16 @@ def save(cache: "Cache", path: str | os.PathLike[str], bits: int | None = None) 
     Args:
         cache: that has read something, between two forwards.
         path: of the file; its folder is made if missing.
-        bits: of a number of the entries that are held as they are; None: as they are.
 
     Returns:
         the path.
 
     Raises:
         ValueError: there is nothing to save yet, or a forward broke off, or the cache still holds a prefill
-            densely, or bits are none that there are, or numbers reach beyond float16; nothing was written.
+            densely; nothing was written.
         OSError: the disk takes no more; names the file.
     """
     state = cache.state
-    if bits is not None:
-        check_choice("bits", bits, BITS)
     if state.call is not None:
         raise ValueError("an earlier forward broke off and left this cache half-updated: it cannot be saved.")
     if state.history is None:
@@ -82,7 +74,7 @@ def save(cache: "Cache", path: str | os.PathLike[str], bits: int | None = None) 
             "prefill with a policy of None to keep everything), then save."
         )
     path = Path(path)
-    write_file(path, _header(cache, bits), _tensors(cache, bits))
+    write_file(path, _header(cache), _tensors(cache))
     return path
 
 
@@ -149,7 +141,7 @@ def _made(
     return cache
 
 
-def _tensors(cache: "Cache", bits: int | None = None) -> Iterator[tuple[str, Tensor]]:
+def _tensors(cache: "Cache") -> Iterator[tuple[str, Tensor]]:
     """Everything that is no setting, by the name that it has in the file."""
     state = cache.state
     history = state.history
@@ -164,7 +156,7 @@ def _tensors(cache: "Cache", bits: int | None = None) -> Iterator[tuple[str, Ten
     for spec, layer in zip(state.specs, state.ragged, strict=True):
         where = f"layer.{spec.layer_idx}"
         assert layer.store is not None
-        for name, tensor in layer_tensors(layer.store, bits).items():
+        for name, tensor in layer_tensors(layer.store).items():
             yield f"{where}.{name}", tensor
         recent = layer.recent
         if recent.num_queries:
@@ -177,7 +169,7 @@ def _tensors(cache: "Cache", bits: int | None = None) -> Iterator[tuple[str, Ten
             yield f"layer.{idx}.state.{name}", tensor
 
 
-def _header(cache: "Cache", bits: int | None = None) -> dict[str, Any]:
+def _header(cache: "Cache") -> dict[str, Any]:
     """Everything that is no tensor."""
     state = cache.state
     precision = next((store.precision for store in state.stores if store.precision is not None), None)
@@ -194,7 +186,6 @@ def _header(cache: "Cache", bits: int | None = None) -> dict[str, Any]:
         "pinned": _spans(state.pinned),
         PRECISION: None if precision is None else config.to_mapping(precision),
         **{name: getattr(state, name) for name in COUNTERS},
-        CODED: bits,
     }
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from retain.budget.statement import Stock
 from retain.cache.dense_view import last_tokens
 from retain.cache.layer_store import Store
+from retain.cache.precision import Precision
 from retain.cache.store import RaggedStore
 from retain.correction.cuts import correct_
 from retain.correction.merge import Merge
@@ -27,7 +28,6 @@ from retain.hf.cache.regime import Regime
 from retain.hf.intercept.forward_call import Call
 from retain.hf.model import pass_through_layers
 from retain.hf.model.layout import Layout
-from retain.precision import Precision
 from retain.protection import pinned_mask
 
 
@@ -381,7 +381,7 @@ class State:
         correction = None if keep_BHT is None else correction
         keep_BHT = exists_BHT if keep_BHT is None else keep_BHT.to(keys.device) & exists_BHT
         positions_BT = positions_BT.to(keys.device)
-        plain = RaggedStore.from_dense(keys, values, positions_BT, keep_BHT, self.slack, beside=beside)
+        plain = RaggedStore.from_dense(keys, values, positions_BT, keep_BHT, self.slack, side=beside)
         if correction is not None:
             correct_(plain, keys, values, exists_BHT, keep_BHT, correction)
         store = Store(plain, precision)

@@ -13,6 +13,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from retain.cache.layout import normal_tensors
+from retain.cache.precision import GROUP
 from retain.cache.static_rows import Pool, StaticRows, packed_of, pools_of, rounded
 from retain.cache.store import LOG_WEIGHT, RaggedStore
 from retain.hf.cache.layer import MOST_UNNOTED, Layer
@@ -20,7 +21,6 @@ from retain.hf.cache.state import State
 from retain.hf.model.families import SLIDING
 from retain.hf.model.layout import LayerSpec
 from retain.kernels.decode_step import build, path_of
-from retain.precision import GROUP
 
 # Tokens to come for which rows are given places at once, at most.
 MOST_ROOM = 1024
@@ -51,7 +51,7 @@ def _looked_at(state: State) -> list[str]:
     wants = state.bound_policy.wants
     if state.bound_policy.keeps_all or not state.regime.again:
         return []
-    asked = wants.queries != 0 or wants.running or wants.own_queries
+    asked = wants.queries != 0 or wants.running or wants.entry_queries
     return ["queries"] * asked + [name for name in ("hidden", "stream") if name in wants.inputs]
 
 

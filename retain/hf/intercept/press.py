@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from retain.evidence import UNITS, Evidence, Score, attention_probs, masked_score
 from retain.hf.model.decoder import base_model, layout_of
-from retain.registry import check_choice
+from retain.process.registry import check_choice
 
 
 def press_score(

@@ -20,7 +20,7 @@ from retain.hf.intercept.lookahead_pass import lookahead_gates
 from retain.hf.model.decoder import describe
 from retain.hf.model.identity import fingerprint
 from retain.models.shipped import FOLDER, match_of, published_for, shipped
-from retain.registry import lookup, suggest
+from retain.process.registry import lookup, suggest
 
 # The best training-free presets on a real model (eval/findings, 2026-11-29).
 TRAINING_FREE_UNKNOWN, TRAINING_FREE_KNOWN = "layer_defensivekv", "lava"

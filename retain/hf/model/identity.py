@@ -13,10 +13,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from retain.fingerprint import fingerprint_of, shape_and_sample
 from retain.hf.model.decoder import base_model, layout_of
 from retain.hf.model.layout import Layout
 from retain.hf.model.projection import packed_parts
+from retain.process.fingerprint import fingerprint_of, shape_and_sample
 
 # Where a module of peft keeps the module that it stands before.
 BASES = ("base_layer", "original_module")

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from retain.budget.largest_remainder import ratio_of
-from retain.ranking import order_entries, rank_entries
+from retain.budget.ranking import order_entries, rank_entries
 
 
 def stage_by_budget(

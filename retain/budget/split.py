@@ -65,7 +65,7 @@ class ByScore:
 @dataclass(frozen=True, config=STRICT)
 class ByHead:
     """The heads of all layers share what is not protected in proportion to a number for each, of a file
-    (`retain.head_weights`; DuoAttention, HeadKV)."""
+    (`retain.budget.head_weights`; DuoAttention, HeadKV)."""
 
     weights: str
 

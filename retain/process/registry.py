@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import TypeVar
 
-from retain.gone import hint_of
+from retain.process.removed import hint_of
 
 X = TypeVar("X")
 
@@ -56,8 +56,8 @@ def lookup(name: str, table: Mapping[str, X], *, what: str) -> X:
         return table[name]
     match = nearest(str(name), table)
     hint = "." if match is None else f": did you mean {match!r}?"
-    if gone := hint_of(str(name)):
-        hint = f"{gone}."
+    if removed := hint_of(str(name)):
+        hint = f"{removed}."
     raise ValueError(f"unknown {what} {name!r}{hint} Known: {', '.join(sorted(table)) or 'none'}.")
 
 

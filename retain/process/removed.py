@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 # The last words of a config's key, or a name of a registry -> what to use now. A variant, `policy:variant`,
 # is two words.
-GONE: Mapping[str, str] = {
+REMOVED: Mapping[str, str] = {
     **dict.fromkeys(("engine", "engine_settings", "served"), "question=[known], through retain.Cache"),
     "regimes": "when (prefill, chunk, decode) and question (known, unknown)",
     "context_only": "when=[prefill] question=[unknown]",
@@ -140,15 +140,15 @@ def hint_of(name: str) -> str:
 
     Examples:
         >>> hint_of("allocation.quotas")
-        ' (gone since 2026-11-29: use scope: model, where heads share a budget by score; CHANGELOG.md)'
+        ' (removed: use scope: model, where heads share a budget by score; CHANGELOG.md)'
         >>> hint_of("keep_ratio")
         ''
     """
-    if "/" in name and (group := name.partition("/")[0]) in GONE:  # a task, infinitebench/passkey
+    if "/" in name and (group := name.partition("/")[0]) in REMOVED:  # a task, infinitebench/passkey
         name = group
     parts = name.replace(":", ".").split(".")
     for first in range(len(parts)):
-        now = GONE.get(".".join(parts[first:]))
+        now = REMOVED.get(".".join(parts[first:]))
         if now is not None:
-            return f" (gone since 2026-11-29: use {now}; CHANGELOG.md)"
+            return f" (removed: use {now}; CHANGELOG.md)"
     return ""

@@ -9,7 +9,7 @@ import retain
 from retain.config import load
 from retain.eval import cli
 from retain.eval.config import CompareConfig
-from retain.gone import GONE, hint_of
+from retain.process.removed import REMOVED, hint_of
 from retain.train.recipe import DistillConfig
 from tests.tiny import tiny_model
 
@@ -19,28 +19,28 @@ COMPARE, DISTILL = ROOT / "configs/compare/demo.yaml", ROOT / "configs/distill/s
 
 # A name of each kind: preset, variant, score, setting of a score, key, value of a key, section, argument.
 CALLS = [
-    (lambda: retain.load_policy("quest"), "'quest' (gone since 2026-11-29: use the preset quest_evict"),
-    (lambda: retain.load_policy("think:layer"), "'think' (gone since 2026-11-29: use precision: {"),
-    (lambda: retain.load_policy("snapkv:released"), "'snapkv:released' (gone since 2026-11-29: use the"),
-    (lambda: retain.load_policy("snapkv", ["observed=arkv"]), "'arkv' (gone since 2026-11-29"),
+    (lambda: retain.load_policy("quest"), "'quest' (removed: use the preset quest_evict"),
+    (lambda: retain.load_policy("think:layer"), "'think' (removed: use precision: {"),
+    (lambda: retain.load_policy("snapkv:released"), "'snapkv:released' (removed: use the"),
+    (lambda: retain.load_policy("snapkv", ["observed=arkv"]), "'arkv' (removed"),
     (lambda: retain.load_policy("recency", ["observed_settings.sinks=4"]), "use protection.sinks"),
     (
         lambda: retain.load_policy("kivi", ["precision.keys=token"]),
-        "2026-11-29: use the one layout",
+        "removed: use the one layout",
     ),
-    (lambda: retain.load_policy("merge", ["correction.threshold=moving"]), "got 'moving' (str) (gone since"),
+    (lambda: retain.load_policy("merge", ["correction.threshold=moving"]), "got 'moving' (str) (removed"),
     (
         lambda: retain.load_policy("learned", ["fusion=veto"]),
-        "'veto' (str) (gone since 2026-11-29: use fusion",
+        "'veto' (str) (removed: use fusion",
     ),
     (lambda: retain.load_policy("snapkv", ["selection={shared: layer}"]), "use each head keeps"),
     (lambda: retain.Cache(tiny_model(), "snapkv", bytes_total=9999), "use bytes, of each sequence"),
     (lambda: retain.Cache(tiny_model(), "snapkv", keep_ratio=0.5, page=16), "use the budget alone,"),
     (
         lambda: load(COMPARE, CompareConfig, ["engine=vllm"]),
-        "'engine' (gone since 2026-11-29: use question",
+        "'engine' (removed: use question",
     ),
-    (lambda: load(DISTILL, DistillConfig, ["calibration.quotas=true"]), "'calibration.quotas' (gone since"),
+    (lambda: load(DISTILL, DistillConfig, ["calibration.quotas=true"]), "'calibration.quotas' (removed"),
 ]
 
 
@@ -53,10 +53,10 @@ def test_what_went_is_refused_with_what_to_use_now(call, said: str) -> None:
 def test_a_command_that_went_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["study", "--config", "x.yaml"]) == 2
     said = capsys.readouterr().err
-    assert "unknown command 'study' (gone since 2026-11-29" in said and said.count("\n") == 1
+    assert "unknown command 'study' (removed" in said and said.count("\n") == 1
 
 
 def test_every_name_that_went_stands_in_the_changelog() -> None:
     text = (ROOT / "CHANGELOG.md").read_text()
-    assert [name for name in GONE if name.rpartition(".")[2] not in text] == []
+    assert [name for name in REMOVED if name.rpartition(".")[2] not in text] == []
     assert hint_of("allocation.layers") == ""
