@@ -28,7 +28,6 @@ LARGE = (
     "{python} -m retain.eval.speed --model random --layers 32 --width 4096 --heads 32 --kv-heads 8 "
     "--intermediate 14336 --dtype bfloat16 --device cuda --gates random --rounds 3 --steps 32"
 )
-GRAPHED = LARGE.replace("eval.speed", "eval.compiled_steps")
 # Name -> seconds that it may take (on an H200 gated attention's cases took 190, most of it to compile), and
 # the command; in the order in which the first ten minutes tell most.
 STEPS = {
@@ -39,9 +38,12 @@ STEPS = {
     "generate": (300, "{python} -m pytest --all -q -p no:cacheprovider -m gpu tests/hf/test_kernels.py"),
     "speed-32k": (
         360,
-        f"{LARGE} --tokens 32768 --policies snapkv,merge --keep-ratios 0.2 --output {{out}}/speed-32k.json",
+        f"{LARGE} --tokens 32768 --policies snapkv,merge --keep-ratio 0.2 --output {{out}}/speed-32k.json",
     ),
-    "graphs-32k": (480, f"{GRAPHED} --tokens 32768 --batches 8 --policies snapkv,merge --keep-ratios 0.2"),
+    "graphs-32k": (
+        480,
+        f"{LARGE} --compiled --tokens 32768 --batch 8 --policies snapkv,merge --keep-ratio 0.2",
+    ),
     "tests": (600, "{python} -m pytest --all -q -p no:cacheprovider -W default -m gpu {tests}"),
     "ops-gated_attention": (
         480,
@@ -56,7 +58,7 @@ STEPS = {
     },
     "speed-128k": (
         560,
-        f"{LARGE} --tokens 131072 --policies merge --keep-ratios 0.2 --output {{out}}/speed-128k.json",
+        f"{LARGE} --tokens 131072 --policies merge --keep-ratio 0.2 --output {{out}}/speed-128k.json",
     ),
 }
 LOOK = """

@@ -15,7 +15,7 @@ from retain.presets import Policy
 from retain.scores import SCORES
 from retain.scores.trial import try_settings
 
-Use = Literal["chunks", "window", "again", "bytes", "bits", "merge", "unknown_rope", "vllm", "ranks"]
+Use = Literal["chunks", "window", "again", "bytes", "bits", "merge", "unknown_rope", "vllm"]
 USES: dict[Use, str] = {
     "chunks": "a prompt that is read in chunks",
     "window": "a prompt beyond the sliding window of the layers that evict",
@@ -25,12 +25,9 @@ USES: dict[Use, str] = {
     "merge": "merging",
     "unknown_rope": "a model whose rotary embedding is not understood",
     "vllm": "vLLM's engine",
-    "ranks": "tensor parallelism",
 }
 assert tuple(USES) == get_args(Use)
 
-# What a step of vLLM's engine shows of its own tokens.
-SHOWN_BY_VLLM = frozenset({"hidden", "queries", "keys", "values", "queries_before", "keys_before"})
 BEFORE_ROPE = frozenset({"queries_before", "keys_before"})
 
 
@@ -43,14 +40,12 @@ class Method:
         name: for messages.
         reads: evidence that a score needs, or inputs of gates.
         contextual: whether what it says of an entry depends on other entries.
-        by_age: whether it is calibrated by the age of entries, all heads at once.
     """
 
     kind: Literal["score", "gates", "scorer", "merge", "bits", "weights"]
     name: str
     reads: frozenset[str] = frozenset()
     contextual: bool = False
-    by_age: bool = False
 
 
 @dataclass(frozen=True)
@@ -130,37 +125,11 @@ TABLE = (
     _row("merge", "vllm", "packing does not change values yet: set correction=null"),
     _row("bits", "vllm", "the engine holds entries in its own types: set precision=null"),
     _row(
-        "weights",
-        "vllm ranks",
-        "they are stated for all heads of the model, of which a rank has some: take tensor_parallel_size 1",
-    ),
-    _row(
         "gates",
         "vllm",
-        "they look from one token at others, and a prompt comes in chunks: take 'linear', 'mlp', 'lowrank', "
-        "'qkv' or 'decay'",
-        lambda own: own.contextual,
-    ),
-    _row(
-        "gates",
-        "vllm",
-        f"the engine shows each token's {', '.join(sorted(SHOWN_BY_VLLM))}, and hidden states apart from the "
-        "others: take gates that look at hidden states alone, or at some of the others",
-        lambda own: bool(own.reads - SHOWN_BY_VLLM) or ("hidden" in own.reads and len(own.reads) > 1),
-    ),
-    _row(
-        "gates",
-        "vllm ranks",
-        "they look at all heads, of which a rank has some: take tensor_parallel_size 1, or gates that look "
-        "at hidden states",
-        lambda own: "hidden" not in own.reads,
-    ),
-    _row(
-        "gates",
-        "vllm ranks",
-        "they are calibrated by the age of entries, all heads at once: take tensor_parallel_size 1, or gates "
-        "without calibrators",
-        lambda own: own.by_age,
+        "the engine shows hidden states alone, of the tokens of a chunk: take 'linear', 'mlp', 'lowrank' or "
+        "'decay'",
+        lambda own: own.contextual or own.reads != {"hidden"},
     ),
 )
 
@@ -184,7 +153,6 @@ def methods_of(policy: Policy, gates: Any = None, scorer: Any = None) -> Iterato
             f"gates of family {getattr(gates, 'family', 'none')!r}",
             frozenset(getattr(gates, "inputs", ("hidden",))),
             getattr(gates, "contextual", False),
-            getattr(gates, "ages", False) and bool(getattr(gates, "calibrators", None)),
         )
     if policy.correction is not None:
         yield Method("merge", "its correction")

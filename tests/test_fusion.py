@@ -120,8 +120,8 @@ REFUSED = [
         {"fusion_weight": 1.5},
         "fusion_weight: input should be .* to 1, got 1.5",
     ),
-    ("keydiff", {"fusion": "sum"}, "fusion 'sum' adds numbers, and 'keydiff' is in 'rank'.*'risk' or 'mass'"),
-    ("lru", {"fusion": "sum"}, "fusion 'sum' adds numbers, and 'lru' is in 'rank'.*'risk' or 'mass'"),
+    ("keydiff", {"fusion": "sum"}, "fusion 'sum' wants numbers, and 'keydiff' is in 'rank'.*'mass'"),
+    ("lru", {"fusion": "sum"}, "fusion 'sum' wants numbers, and 'lru' is in 'rank'.*'risk' or 'mass'"),
 ]
 
 

@@ -165,7 +165,6 @@ def test_no_more_than_a_chunk_of_attention_exists(call):
 
 REFUSED = [
     ({"sources": ("own", "apendix")}, "unknown source of future queries 'apendix': did you mean 'appendix'"),
-    ({"sources": ("repeat",)}, "unknown source of future queries 'repeat'.*Known: appendix, own"),
     ({"document_tokens": T + 1}, r"document_tokens is 1..16.*got 17"),
     ({"horizon": -1}, "horizon is 0 or more.*got horizon -1"),
     ({"sources": {"own": 0.0}}, "the source 'own' has weight 0.0: pass a positive one"),

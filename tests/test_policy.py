@@ -74,20 +74,6 @@ def test_a_first_stage_by_mass_guarantees_every_head_what_the_fullest_needs():
     assert decisions[0].keep_BHT[0, 0].nonzero().flatten().tolist() == [1, 2, 3], "of equals the later ones"
 
 
-def test_kept_sets_need_not_nest_when_protection_is_a_fraction_of_the_budget():
-    """Counterexample: from 19 to 20 entries, prefix and suffix each grow by one, and a scored entry is "
-    "pushed out."""
-    evidence = random_evidence(pads=(0,), num_tokens=60, num_heads=1)
-    policy = policy_of("control", observed="recency", protection=Protection(0, 0.1, 0.1, 0, 0))
-    score = masked_score(-((torch.arange(60.0) - 30) ** 2)[None, None], evidence.valid_BT, "rank")
-    small, large = (
-        decide(policy, evidence, Budget(tokens_per_head=tokens), score=score).keep_BHT[0, 0]
-        for tokens in (19, 20)
-    )
-    assert small.sum() == 19 and large.sum() == 20
-    assert (small & ~large).sum() == 1
-
-
 def test_a_learned_policy_needs_a_gates_score():
     evidence = random_evidence(num_tokens=60)
     with pytest.raises(ValueError, match="policy 'gate' takes a gate's score and there is none: pass gates="):

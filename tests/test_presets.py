@@ -66,7 +66,7 @@ def test_presets_share_as_published():
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_says_what_its_score_really_is(name, heads_file):
     preset = {preset.name: preset for preset in policies()}[name]
-    assert preset.regime in REGIMES and preset.paper and preset.cost
+    assert preset.regime in REGIMES and preset.paper
     assert (preset.regime == "any") == (
         name in ("full", "learned", "gate", "kivi", "merge", "random", "recency")
     )
@@ -77,12 +77,6 @@ def test_a_preset_says_what_its_score_really_is(name, heads_file):
     assert preset.needs >= (SCORES[policy.observed].needs if policy.observed else set())
     assert ("gates" in preset.needs) == policy.learned
     assert ("weights" in preset.needs) == (name in ("duoattention", "headkv"))
-
-
-def test_a_regime_is_one_of_those_that_a_cache_or_a_paper_knows():
-    assert policy_of("both", regime="prefill+decode").regime == "prefill+decode"
-    with pytest.raises(ValueError, match="regime: input should be 'any', .*, got .sometimes."):
-        load_policy("full", ["regime=sometimes"])
 
 
 def test_presets_print_as_a_table():
@@ -134,13 +128,6 @@ def test_where_paper_and_released_code_differ_both_are_variants():
     refused("unknown variant 'snapkv:papper': did you mean 'snapkv:paper'", load_policy, "snapkv:papper")
 
 
-def test_every_variant_keeps_its_presets_protection():
-    for preset in policies():
-        for variant in preset.variants:
-            own = load_policy(f"{preset.name}:{variant}")
-            assert own.protection == load_policy(preset.name).protection, own.name
-
-
 REFUSED = [
     ({"settings": {"window": 3}}, "belong to no score: name observed"),
     *(
@@ -149,7 +136,7 @@ REFUSED = [
             ({"settings": {"pool": "median"}}, "'snapkv' does not take .*median"),
             (
                 {"first_stage": {}},
-                "first_stage want a score of two stages, and 'snapkv' has one: take observed 'critical'",
+                "want a score of two stages, and 'snapkv' has one: take observed 'critical'",
             ),
             (
                 {"allocation": {"layers": "cake"}},

@@ -13,14 +13,12 @@ from retain.policy import decide_layers, score_entries
 from retain.scores import SCORES, Score, masked_score
 from retain.scores.random import draw_keys
 from tests.evictions import (
-    FIXED,
     columns,
     learned_scores,
     made,
     make_evidence,
     own_part,
     ragged,
-    stock_of,
 )
 from tests.naive import random_evidence
 from tests.refused import refused
@@ -167,11 +165,8 @@ def test_it_is_drawn_by_what_was_observed_and_by_the_gate_where_nothing_was():
 CANNOT: list[tuple[str, dict[str, Any]]] = [
     ("draw: input should be null", {"scope": "head"}),
     ("one stage by score: take first_stage null", {"first_stage": {"by": "budget"}}),
-    (
-        "compete by what orders each of them: take allocation.compete_by 'score'",
-        {"allocation": {"compete_by": "first"}},
-    ),
-    ("proportion to numbers, and 'keydiff' is in 'rank'", {"observed": "keydiff"}),
+    ("orders each of them: take allocation.compete_by 'score'", {"allocation": {"compete_by": "first"}}),
+    ("draw wants numbers, and 'keydiff' is in 'rank'", {"observed": "keydiff"}),
     ("draw.share: input should be less than or equal to 1, got 1.5", {"draw": {"share": 1.5}}),
 ]
 
@@ -181,32 +176,3 @@ def test_policies_that_cannot_be_meant_are_refused(said, changes):
     drawn = {"scope": "model", "draw": {"share": 0.2}}
     assert made(**drawn) and ("draw" in changes or made(**{"scope": "model", **changes}))
     refused(said, made, **{**drawn, **changes})
-
-
-@pytest.mark.parametrize("scope", ["layer", "model"])
-def test_what_was_drawn_is_drawn_again_while_its_weight_lasts(scope):
-    """Evicting to a half and then, of what is left, to less, is evicting at once."""
-
-    def sets(layers, ratio, scores, **how):
-        decisions = decide_layers(policy, layers, Budget(keep_ratio=ratio), scores=scores, **how)
-        return torch.stack([one.keep_BHT for one in decisions])
-
-    policy = drawn(scope=scope, draw={"share": 0.5}, protection=replace(FIXED, sinks=0))
-    layers = make_evidence(3, 2, 40, (0, 6))
-    scores = [score_entries(policy, layer) for layer in layers]
-    half, less = sets(layers, 0.5, scores), sets(layers, 0.25, scores)
-    assert not (less & ~half).any() and less.sum() < half.sum()
-    later = [replace(layer, held_BHT=held) for layer, held in zip(layers, half, strict=True)]
-    left = []
-    for score, held in zip(scores, half, strict=True):
-        parts = (own.masked_fill(~held, float("-inf")) for own in (score.values_BHT, score.draw_BHT))
-        left.append(replace(score, **dict(zip(("values_BHT", "draw_BHT"), parts, strict=True))))
-    assert torch.equal(sets(later, 0.25, left, stock=stock_of(later)), less)
-    # The keys of what is left are those that it had.
-    for layer, score in zip(later, left, strict=True):
-        weight = masked_score(
-            SCORES["observed_risk"].function(replace(layer, held_BHT=None), window=4).values_BHT,
-            layer.exists_BHT,
-            "risk",
-        )
-        assert torch.equal(draw_keys(weight, layer), score.draw_BHT)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import pytest
 
-from retain.config import build, load, problems_of
+from retain.config import build, problems_of
 from retain.eval.config import CompareConfig
 from retain.presets import Policy
 from retain.protection import Protection
@@ -30,10 +30,10 @@ OUTSIDE = {
     "soft.hard_temperature": 0.0,
     **dict.fromkeys(("soft.keep_from", "soft.keep_to"), 1.5),
     **dict.fromkeys(("seed", "training.warmup_steps", "data.pack_tokens", "soft.sinks"), -1),
-    **dict.fromkeys(("training.steps", "training.micro_batch", "target.horizon", "chunk"), 0),
+    **dict.fromkeys(("training.steps", "training.micro_batch", "target.horizon"), 0),
     **dict.fromkeys(("data.shuffle_rows", "target.repeat_chunk"), 0),
     "soft.budget": 0,
-    **dict.fromkeys(("data.max_tokens", "data.max_appendix_tokens", "data.documents"), 10**12),
+    **dict.fromkeys(("data.max_tokens", "data.documents"), 10**12),
     "calibration.knots": 1,
     "data.held_out_share": 0.0,
     "training.betas": [1.5, 2],
@@ -41,7 +41,6 @@ OUTSIDE = {
     "loss.terms": {"mse": -1.0},
     "soft.terms": {"admitted": -1.0},
     "target.sources": {"own": -1.0},
-    "data.length_weights": [-1.0],
 }
 
 
@@ -104,12 +103,6 @@ def test_what_is_outside_is_refused_by_its_key(key: str) -> None:
     with pytest.raises(ValueError, match="problem") as caught:
         build(mapping, DistillConfig)
     assert f"- {key}" in str(caught.value)
-
-
-def test_a_report_cannot_fail_at_its_margin() -> None:
-    for value in (".nan", ".inf", "0", "-1"):
-        with pytest.raises(ValueError, match="margin_points: input should be"):
-            load(ROOT / "configs/compare/demo.yaml", CompareConfig, [f"margin_points={value}"])
 
 
 def test_what_is_made_in_code_is_asked_the_same() -> None:

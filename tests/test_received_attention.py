@@ -9,7 +9,7 @@ import torch
 
 from retain.attention.chunked import truncate
 from retain.attention.received import advance, advance_with_gaps, received_attention
-from retain.evidence import Evidence, RunningStatistics, visible
+from retain.evidence import Evidence, RunningStatistics
 from retain.kernels import backend
 from retain.scores import h2o, lru
 from tests.close import assert_close
@@ -198,11 +198,3 @@ def test_chunks_of_queries_fold_to_what_all_at_once_do(layer, parts, gaps):
     last = replace(evidence, queries_BQSD=evidence.queries_BQSD[:, :, -1:], running=running)
     assert_close(h2o(last).values_BHT[valid], h2o(evidence).values_BHT[valid])
     assert torch.equal(lru(last).values_BHT, lru(evidence).values_BHT)
-
-
-@pytest.mark.parametrize("layer", [None, *LAYERS])
-def test_what_a_query_sees_is_what_it_may_pay(layer):
-    for evidence in evidences(layer):
-        pays = (naive_held_attention(evidence) > 0).unflatten(1, (2, 2))[:, :, 0]
-        assert torch.equal(visible(evidence, 0, ASKED).expand_as(pays), pays)
-        assert torch.equal(visible(evidence, 2, 5).expand_as(pays[:, :, 2:5]), pays[:, :, 2:5])

@@ -15,7 +15,7 @@ from retain.train.local_stage import LayerLocal
 from retain.train.lookahead_stage import Lookahead
 from retain.train.loop import Lesson
 from retain.train.objectives.fit import check_unit
-from retain.train.recipe import DistillConfig, check_lockstep, document_check
+from retain.train.recipe import DistillConfig, check_reading, document_check
 from retain.train.run import parallel
 from retain.train.run.parallel import Accelerator, is_sharded
 from retain.train.soft_stage import EndToEnd
@@ -42,7 +42,7 @@ def frozen_of(config: DistillConfig, accelerator: Accelerator) -> Frozen:
     """The frozen model, whole, on the CPU or where `device_map` puts it."""
     placed: dict[str, Any] = {"device_map": config.device_map, "quantization": config.quantization}
     dtype = _dtype(config, accelerator)
-    return load_frozen(config.model, dtype=dtype, chunk=config.chunk, **_origin(config), **placed)
+    return load_frozen(config.model, dtype=dtype, **_origin(config), **placed)
 
 
 def fresh_gates(config: DistillConfig, model: nn.Module) -> GateSet:
@@ -76,8 +76,7 @@ def lesson_of(
     layers = describe(frozen.model)
     parallel.shard_frozen_(frozen.model, accelerator)
     sharded = is_sharded(frozen.model)
-    if sharded:
-        check_lockstep(config, frozen)
+    check_reading(config, frozen, sharded=sharded)
     for spec in layers:
         gates[spec.layer_idx].to(spec.device)
     objective = _objective(config, gates, frozen)

@@ -21,7 +21,6 @@ from retain.train.objectives.overlap import baselines_of
 from retain.train.objectives.targets import (
     Example,
     TargetSettings,
-    joined_for,
     layer_target,
 )
 from retain.train.stage import Stage, Tally, joined
@@ -51,7 +50,7 @@ def teacher_examples(
             examples.append(Example(view.layer_idx, view.row, view.key, inputs, target_HT, reached_HT, view))
         visit(examples)
 
-    walk(frozen, readings, see, wanted=gates.inputs, joined=joined_for(target))
+    walk(frozen, readings, see, wanted=gates.inputs)
 
 
 class LayerLocal(Stage):

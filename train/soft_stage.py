@@ -234,7 +234,7 @@ class EndToEnd(Stage):
         with torch.set_grad_enabled(scale is not None), _checkpointed(self.base) if again else nullcontext():
             with torch.no_grad():
                 full_BTE = self.base(**inputs).last_hidden_state
-            output, log_gates = self.gated(**inputs, ungated_BHT=valid_BT & (place_BT < self.soft.sinks))
+            output, log_gates = self.gated(**inputs, ungated_BT=valid_BT & (place_BT < self.soft.sinks))
             terms = self._fidelity(output.last_hidden_state, full_BTE, batch, counted_BT)
             terms |= self._cost(list(log_gates.values()), valid_BT, keep)
             weighted = [weight * terms[name] for name, weight in self.soft.terms.items() if weight]

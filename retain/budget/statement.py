@@ -75,8 +75,6 @@ class LayerShape:
     Args:
         num_heads: H, KV heads.
         entry_bytes: bytes of one key and value.
-        parts: processes that the layer's heads are spread over, of which this one has H each (tensor
-            parallelism): what a head has in the mean is that of the whole layer, so that all protect alike.
         metadata_bytes: bytes that attention reads with an entry once something went: a budget that is less
             than everything holds fewer entries for them.
         widths: channels of a key and of a value; None: half of the entry's numbers each.
@@ -87,7 +85,6 @@ class LayerShape:
 
     num_heads: int
     entry_bytes: int
-    parts: int = 1
     metadata_bytes: int = 0
     widths: tuple[int, int] | None = None
     element_size: int = 2
@@ -132,7 +129,7 @@ class Totals:
         equal_BL: entries of each layer under equal budgets, as stated: at most `length * H`, whether or not
             they are still there.
         held_BL: entries that are still there.
-        per_head_B: stated entries of a head in the mean over all parts of the layers, exact, to which
+        per_head_B: stated entries of a head in the mean over the layers, exact, to which
             fractions of a budget refer.
         whole_B: which sequences are short and held whole, since the stated budget is too little for them.
     """
@@ -218,11 +215,7 @@ def spread(
     equal_BL, per_head_B, short = [], [], []
     for row, (length, held) in enumerate(zip(lengths_B, held_BL, strict=True)):
         assert len(held) == len(layers), "one count for each layer that evicts, in order"
-        equal, mean = held, Fraction(sum(held), sum(heads_L))
-        if budget.threshold is None:
-            equal = _stated(budget, length, layers, heads_L)
-            whole_L = [layer.num_heads * layer.parts for layer in layers]
-            mean = Fraction(sum(_stated(budget, length, layers, whole_L)), sum(whole_L))
+        equal = held if budget.threshold is not None else _stated(budget, length, layers, heads_L)
         for idx, (own, layer) in enumerate(zip(equal, layers, strict=True)):
             if own < min(held[idx], layer.num_heads):
                 if length <= short_tokens:
@@ -237,7 +230,7 @@ def spread(
                     f"tokens_per_head {math.ceil(more)}, or {least} bytes a sequence)."
                 )
         equal_BL.append(equal)
-        per_head_B.append(mean)
+        per_head_B.append(Fraction(sum(equal), sum(heads_L)))
     rows = tuple(lengths_B), heads_L, tuple(equal_BL), held_BL, tuple(per_head_B)
     return Totals(*rows, (False,) * len(lengths_B)).hold_whole(short)
 

@@ -20,7 +20,6 @@ from retain.eval.config import (
     key_help,
     resolve_device,
 )
-from retain.eval.run import checks
 from retain.eval.run.checks import load_checked, stated_problems
 from retain.gates import GateSet
 from retain.gates.artifact import WEIGHTS_FILE
@@ -31,7 +30,7 @@ BARE = ("protection.sinks=0", "protection.prefix_fraction=0", "protection.suffix
 
 
 def refusal(config) -> str:
-    """What a comparison is refused with; nothing is written."""
+    """The message that refuses a comparison; nothing is written."""
     with pytest.raises(ValueError) as caught:
         compare(config)
     assert not config.folder.exists()
@@ -86,8 +85,6 @@ WRONG = {
             "policies": ("recency", "bad_kee"),
             "variants": {
                 "snapkv": ("snapkv", "protection.sinks=0"),
-                "empty": (),
-                "ungated": ("snapkv", "gates=there"),
                 "of_unknown": ("snapk", "protection.sinks=0"),
                 "bad_key": ("snapkv", "protection.sink=0"),
                 "bad_value": ("snapkv", "scope=heads"),
@@ -95,8 +92,6 @@ WRONG = {
             },
         },
         "variant 'snapkv' has the name of a policy that there is",
-        "variant 'empty' is empty: begin it with a preset",
-        "variant 'ungated' states gates, and its policy takes none",
         "variant 'of_unknown': ",
         "did you mean 'snapkv'?",
         "variant 'bad_key': ",
@@ -108,7 +103,7 @@ WRONG = {
     "the grid": (
         {
             "policies": ("cake", "cake"),
-            "tokens_per_head": (1, 50, 50, 200),
+            "tokens_per_head": (1, 50, 50),
             "protections": {
                 "own": ("protection.sinks=0",),
                 "else": ("floor=mean",),
@@ -117,7 +112,6 @@ WRONG = {
             "seeds": (),
         },
         "tokens_per_head[0]: input should be greater than or equal to 2, got 1",
-        "tokens_per_head lies below context_tokens (150); got 200",
         "`tokens_per_head` names something twice",
         "`policies` names something twice",
         "seeds: tuple should have at least 1 item",
@@ -146,14 +140,6 @@ def test_all_problems_come_in_one_message(tmp_path, what):
     changes, *parts = WRONG[what]
     text = refusal(small(tmp_path, **changes))
     assert [part for part in parts if part not in text] == []
-
-
-def test_broken_rows_of_a_file_are_found_before_a_model_is_loaded(tmp_path, monkeypatch):
-    monkeypatch.setattr(checks, "load_model", lambda *_: pytest.fail("loaded"))
-    (tmp_path / "mine.jsonl").write_text('{"context": null, "question": "q", "answers": ["a"]}\n')
-    text = refusal(small(tmp_path, tasks=(str(tmp_path / "mine.jsonl"), "reference/single")))
-    assert "mine.jsonl': row 0 of " in text
-    assert "context: input should be a valid string, got None" in text
 
 
 def test_gates_that_cannot_be_used_are_all_found_before_work_starts(tmp_path):
@@ -202,8 +188,9 @@ def test_a_context_that_is_too_short_is_refused_by_its_name(tmp_path):
 
 def test_devices_are_those_that_there_are(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert resolve_device("auto") == torch.device("cpu")
-    with pytest.raises(ValueError, match="torch sees no GPU here: take device=cpu, or auto"):
+    with pytest.raises(ValueError, match="torch sees 0 GPUs: take device=cpu, or auto"):
         resolve_device("cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

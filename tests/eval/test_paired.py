@@ -94,12 +94,12 @@ def test_holm_by_hand_and_as_statsmodels_has_it():
 
 def test_every_part_of_a_comparison_is_the_one_of_its_function():
     rng = np.random.default_rng(0)
-    policy, baseline = ([rng.uniform(0, 1, size) for size in (15, 25)] for _ in range(2))
-    made = judge({"it": (policy, baseline)}, margin=0.1, worst=1.0)["it"]
+    policy, baseline = ([rng.uniform(0, 100, size) for size in (15, 25)] for _ in range(2))
+    made = judge({"it": (policy, baseline)}, margin=10.0)["it"]
     strata = [np.sort(a - b) for a, b in zip(policy, baseline, strict=True)]
     assert made.interval == paired_interval(strata)
     assert made.p == made.holm_p == sign_flip(strata, resamples=5000)
-    assert made.p_within == made.holm_p_within == p_within(strata, 0.1, worst=1.0)
+    assert made.p_within == made.holm_p_within == p_within(strata, 10.0)
     # Macro: each task counts alike, policy minus baseline.
     (first, second), (other, another) = policy, baseline
     wanted = (first.mean() - other.mean() + second.mean() - another.mean()) / 2
@@ -130,14 +130,10 @@ def test_equal_scores_are_equivalent_where_items_are_many():
 
 
 def test_a_wider_margin_only_ever_adds_equivalence():
-    scores, near = np.random.default_rng(4).uniform(0, 1, (2, 200))
-    near = scores + 0.02 * (near - 0.5)
-    words = [judged(scores, near, margin=m, worst=1.0).verdict for m in (0.0005, 0.03, 0.9)]
+    scores, near = np.random.default_rng(4).uniform(0, 100, (2, 200))
+    near = scores + 0.02 * (near - 50)
+    words = [judged(scores, near, margin=m).verdict for m in (0.05, 3.0, 90.0)]
     assert words == ["inconclusive", "equivalent", "equivalent"]
-    # Scaling scores, margin and scale together changes nothing.
-    assert judged(scores * 4, near * 4, margin=0.12, worst=4.0).verdict == "equivalent"
-    # On a scale of points these items do not rule out a loss of everything.
-    assert judged(scores, near, margin=0.03).verdict == "inconclusive"
 
 
 @pytest.mark.parametrize(
@@ -208,7 +204,6 @@ def test_rare_losses_are_not_called_equivalent_but_by_t():
 def test_what_is_refused():
     two, ones = np.array([1.0, 2.0]), np.ones(2)
     refused("margin of equivalence must be positive, got 0", judged, two, ones, margin=0.0)
-    refused("1.0 where an item lost 3. Pass the width", judged, [1.0, 4.0], ones, worst=1.0)
     refused(r"finite numbers, and the strata at positions \[0\]", judged, [1.0, np.nan], ones)
     refused(r"the same items on both sides, got \[2\] and \[3\]", judged, two, np.ones(3))
     refused(r"sign_flip needs finite numbers, .* positions \[0\]", sign_flip, [np.array([1.0, np.nan])])

@@ -147,19 +147,10 @@ def test_a_run_that_has_grown_reports_what_its_newest_config_asks_for(tmp_path):
     refused("keydiff at .* has 10 of 40 answers", write_report, write(tmp_path / "c", [*rows(), *old]))
 
 
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        (100, "held the same bytes on every item, within 1.6 %."),
-        (640, "they are up to 10 % apart on an item."),
-    ],
-)
-def test_unequal_bytes_are_said(tmp_path, more, words):
-    lines = [
-        {**line, "bytes_held": line["bytes_held"] + more * (line["policy"] == "gate")} for line in rows()
-    ]
+def test_unequal_bytes_are_said(tmp_path):
+    lines = [{**line, "bytes_held": line["bytes_held"] + 100 * (line["policy"] == "gate")} for line in rows()]
     text = write_report(write(tmp_path, lines)).path.read_text()
-    assert words in text and ("| random, snapkv, learned, oracle" in text) == (more == 640)
+    assert "held the same bytes on every item, within 1.6 %." in text
 
 
 def test_where_the_full_cache_fails_nothing_can_be_lost(tmp_path):
@@ -199,11 +190,6 @@ def test_plain_text_survives_markdown(text, tmp_path):
     read = Reader(body)
     assert " ".join(text.split()) in read.text and read.tags.count("td") == 1
     assert not {"script", "b", "img", "a", "em", "strong"} & {*read.tags}
-
-
-def test_html_in_markdown_is_text(tmp_path):
-    read = Reader(page_of("<script>alert(1)</script>\n\n<b>x</b> y", "t", tmp_path))
-    assert not {"script", "b"} & {*read.tags} and "<script>alert(1)</script>" in read.text
 
 
 def test_the_picture(report, tmp_path):
@@ -251,11 +237,3 @@ def test_a_text_token_by_token():
     ]
     assert not {"script", "b", "i"} & {*read.tags}
     assert "<i>number" in read.text and "Which number?" in read.text and "0.5" in read.text
-    refused(
-        "learned has 1 counts for a text of 2 tokens",
-        page,
-        "t",
-        "q",
-        ["a", "b"],
-        [Shown("learned", "", 0, (1,), 2)],
-    )

@@ -80,7 +80,7 @@ def test_wrong_overrides_are_refused_at_construction_all_at_once():
         ({"observed_settings": {"windw": 3}}, "no setting 'windw' .did you mean 'window'"),
         ({"observed_settings": {"window": 0}}, "window is a whole number of at least 1, got 0"),
         ({"observed_settings": {"pool": "mean"}}, "pool is 'avg', 'max' or None; got 'mean'"),
-        ({"observed_settings": {"pool_size": 4}}, "pool_size is odd.* got 4"),
+        ({"observed_settings": {"pool_size": 4}}, "pool_size is an odd number.* got 4"),
         (
             {"protection": {"sinks": -1}},
             "protection.sinks: input should be greater .*, got -1",

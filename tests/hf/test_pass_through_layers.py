@@ -1,4 +1,4 @@
-"""Layers left alone: what a cache asks of them is what transformers' own cache would do."""
+"""Layers left alone: what a cache asks of them is what transformers' whole cache would do."""
 
 import pytest
 import torch
@@ -60,13 +60,13 @@ def test_sequences_are_selected_and_concatenated(family):
     cache, alone = filled(family)
     idx = torch.tensor([2, 0, 0])
     for layer in alone:
-        own = cache.layers[layer]
-        one, parts = fork(own), [fork(own) for _ in range(3)]
+        whole = cache.layers[layer]
+        one, parts = fork(whole), [fork(whole) for _ in range(3)]
         select_batch(one, idx)
-        assert equal(tensors(one), {name: tensor[idx] for name, tensor in tensors(own).items()})
+        assert equal(tensors(one), {name: tensor[idx] for name, tensor in tensors(whole).items()})
         for row, part in enumerate(parts):
             select_batch(part, torch.tensor([row]))
-        assert equal(tensors(concat(parts)), tensors(own))
+        assert equal(tensors(concat(parts)), tensors(whole))
         empty = empty_layer(alone[layer])
         select_batch(empty, idx)
         assert not tensors_of(empty)

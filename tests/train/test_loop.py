@@ -18,7 +18,7 @@ from retain.train.local_stage import LayerLocal
 from retain.train.loop import Lesson
 from retain.train.objectives.case import LossSettings
 from retain.train.objectives.targets import TargetSettings, layer_target
-from retain.train.recipe import check_lockstep
+from retain.train.recipe import check_reading
 from retain.train.stage import Stage
 from retain.train.teacher import Frozen, View, load_frozen, walk
 from tests.memory import Watch
@@ -174,16 +174,24 @@ def test_processes_in_lockstep_run_as_many_forwards(config: Any) -> None:
     assert sorted(counted) == sorted(document.key for document in documents)
 
 
-def test_what_cannot_be_read_in_lockstep_is_refused(make_config: Callable[..., Any]) -> None:
+def test_what_cannot_be_read_is_refused(make_config: Callable[..., Any]) -> None:
     recurrent, plain = (Frozen(tiny_model(family), None, 0) for family in ("qwen3_next", "llama"))
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     dynamic = Frozen(tiny_model("llama", rope_parameters=rope), None, 0)
-    check_lockstep(make_config(), plain)
+    chunks = {"sources": {"own": 1.0, "repeat": 1.0}, "horizon": 8, "repeat_chunk": 99}
+    both = {"sources": {"appendix": 1.0, "repeat": 1.0}, "horizon": 8}
+    for target in (chunks, both):
+        said = "recurrent layers, which read at most one branch behind a document"
+        refused(said, check_reading, make_config(target=target), recurrent, sharded=False)
+    check_reading(make_config(target=chunks | {"repeat_chunk": 100}), recurrent, sharded=False)
+    check_reading(make_config(target=chunks), plain, sharded=True)
     for frozen in (recurrent, dynamic):
-        refused("forwards of its own", check_lockstep, make_config(), frozen)
-    refused("forwards of its own", check_lockstep, make_config(stage="lookahead"), plain)
-    continued = make_config(target={"sources": {"continuation": 1.0}})
-    refused("generates at its own length", check_lockstep, continued, plain)
+        check_reading(make_config(), frozen, sharded=False)
+        refused("forwards of its own", check_reading, make_config(), frozen, sharded=True)
+    refused("forwards of its own", check_reading, make_config(stage="lookahead"), plain, sharded=True)
+    written = make_config(target={"sources": {"continuation": 1.0}})
+    refused("generates at its own length", check_reading, written, plain, sharded=True)
+    check_reading(written, plain, sharded=False)
 
 
 def test_a_layer_of_which_nothing_is_reached_is_refused() -> None:
@@ -219,7 +227,7 @@ def test_memory_of_training_is_linear_and_does_not_grow_with_the_layers(source: 
         model = tiny_model("llama", max_position_embeddings=32768, num_hidden_layers=layers, **size)
         gates = build_gates("linear", {layer: {"E": 32, "H": 1} for layer in range(layers)})
         ids = torch.randint(2, 97, (tokens,), generator=torch.Generator().manual_seed(0)).tolist()
-        objective = LayerLocal(gates, Frozen(model, None, 0, chunk=256), target, loss, seed=0)
+        objective = LayerLocal(gates, Frozen(model, None, 0), target, loss, seed=0)
         for parameter in gates.parameters():
             parameter.grad = torch.zeros_like(parameter)
         with Watch() as watch:

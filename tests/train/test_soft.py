@@ -59,7 +59,7 @@ def by_hand(frozen: Frozen, gates: GateSet, one: Document, soft: SoftSettings) -
     sinks = (torch.arange(n) < soft.sinks)[None]
     full = frozen.model(ids, use_cache=False, output_hidden_states=True)
     with SoftGated(frozen.model, gates, protected=soft.protected) as module:
-        gated, log_gates = module(ids, ungated_BHT=sinks, use_cache=False, output_hidden_states=True)
+        gated, log_gates = module(ids, ungated_BT=sinks, use_cache=False, output_hidden_states=True)
     first = soft.protected + soft.sinks
     logits = [x.logits[0, first:].double() for x in (full, gated)]
     log_p, log_q = (x.log_softmax(-1) for x in logits)

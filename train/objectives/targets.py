@@ -94,12 +94,6 @@ TARGETS: dict[str, Callable[[View, TargetSettings], tuple[Tensor, Tensor]]] = {
 }
 
 
-def joined_for(settings: TargetSettings) -> tuple[str, ...]:
-    """Returns the evidence of a branch that `layer_target` needs beside queries, keys, values (`joined` of
-    `walk`)."""
-    return ("hidden",) if settings.weight == "value_norm_over_hidden" else ()
-
-
 @dataclass(frozen=True)
 class Example:
     """Inputs and target of one layer's gate on one document.

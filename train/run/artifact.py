@@ -22,7 +22,7 @@ from tqdm import tqdm
 from retain.config import to_mapping
 from retain.evidence import Evidence
 from retain.gates import GateSet
-from retain.hf.intercept.observe import observe_ahead
+from retain.hf.intercept.observe import observe
 from retain.process.provenance import code_state, environment
 from retain.train.calibration.fit import LayerLook, Look, calibrate_, look_at
 from retain.train.data.branches import readings_of
@@ -89,7 +89,7 @@ def _look(config: DistillConfig, gates: GateSet, frozen: Frozen, document: Docum
     shown: dict[int, Evidence] = {}
     if gates.extension is not None:
         ids_BT = torch.tensor([document.context_ids], device=frozen.model.device)
-        shown = {layer.layer_idx: layer for layer in observe_ahead(frozen.model, gates, ids_BT)}
+        shown = {layer.layer_idx: layer for layer in observe(frozen.model, ids_BT, ahead=gates)}
 
     def see(views: list[View]) -> None:
         for view in views:

@@ -5,6 +5,7 @@ Everything that can be wrong about the request is found when the cache is made, 
 
 import dataclasses
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,9 +18,8 @@ from retain.cache.precision import Precision
 from retain.capability import BEFORE_ROPE, Use, check_gates, refuse
 from retain.eviction import BoundPolicy, Scorer
 from retain.hf.model.decoder import rotary_of
-from retain.hf.model.gates import gates_for, own_gates
+from retain.hf.model.gates import gates_for, shipped_gates
 from retain.hf.model.layout import LayerSpec
-from retain.hf.warnings_at_caller import warn
 from retain.policy import check_budget
 from retain.presets import Policy, load_policy
 from retain.process.registry import lookup, suggest
@@ -121,7 +121,7 @@ def bind_policy(
         return BoundPolicy(chosen.name, precision=chosen.precision)
     gates = _gates(model, chosen, gates)
     if chosen.learned and (caution := check_gates(chosen, keep, gates, scored_elsewhere=scorer is not None)):
-        warn(caution)
+        warnings.warn(caution, stacklevel=3)
     before = BEFORE_ROPE & set(getattr(gates, "inputs", ())) if chosen.learned else ()
     rope: tuple[Use, ...] = ("unknown_rope",) if before and rotary_of(model) is None else ()
     refuse(chosen, rope, gates=gates, scorer=scorer)
@@ -187,7 +187,7 @@ def _bind_function(policy: Any, extra: Sequence[str], **asked: Any) -> BoundPoli
 def _gates(model: nn.Module, policy: Policy, gates: Any) -> Any:
     """The gates, checked against the model, or those that ship for it; None without any."""
     if gates is None:
-        return own_gates(model, policy.name) if policy.learned else None
+        return shipped_gates(model, policy.name) if policy.learned else None
     return gates_for(model, gates)
 
 
