@@ -49,7 +49,7 @@ def test_a_record_has_every_policy_and_the_full_caches(tmp_path, capsys):
         ({"policies": "snapkv,recensy"}, "did you mean 'recency'"),
         ({"keep_ratio": "0.02"}, "policy 'snapkv': "),
         ({"gates": ""}, "policy 'merge': "),
-        ({"device": "cuda"}, "device is 'cuda', and torch sees no GPU here"),
+        ({"device": "cuda"}, "device is 'cuda', and torch sees 0 GPUs"),
         ({"dtype": "flaot32"}, "dtype is 'flaot32' (did you mean 'float32'?)"),
     ],
 )

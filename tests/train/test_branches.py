@@ -142,11 +142,11 @@ def test_a_document_without_any_source_is_refused() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_memory_of_writing_is_linear(family: str) -> None:
-    """No mask of all pairs, and feed-forward parts in pieces."""
+    """No mask of all pairs."""
     model = tiny_model(family, max_position_embeddings=16384)
     peaks = []
     for tokens in (1024, 2048, 4096, 8192):
-        frozen = Frozen(model, None, 0, chunk=512)
+        frozen = Frozen(model, None, 0)
         with Watch() as watch:
             continuation_of(frozen, Document(draw_ids(tokens, 0)), 2)
         peaks.append(watch.peak)

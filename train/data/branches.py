@@ -101,7 +101,6 @@ def continuation_of(frozen: Frozen, document: Document, tokens: int) -> tuple[in
             document.context_ids,
             tokens,
             ends=_ends(frozen.model),
-            chunk=frozen.chunk,
             layout=frozen.layout,
         )
         if len(frozen.written) < REMEMBERED:

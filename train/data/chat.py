@@ -3,17 +3,17 @@
 The context is what precedes the last assistant turn (with the template's generation prompt), the appendix is
 that turn. Each is encoded apart, as when the model is used: a prompt, then its own tokens.
 
-A template that writes today's date writes always the same one (`retain.hf.dated_template`).
+A template that takes the day as `date_string` (Llama 3's) writes always the same one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from reprlib import repr as shown
 from typing import Any
 
-from retain.hf.dated_template import dated_template
-
 # Messages -> (context ids, appendix ids).
 Chat = Callable[[Sequence[Mapping[str, Any]]], tuple[list[int], list[int]]]
+# The day that Llama 3's template writes where it is given none.
+DAY = "26 Jul 2024"
 
 
 def turns(messages: Any) -> list[dict[str, Any]]:
@@ -62,7 +62,7 @@ def chat_of(tokenizer: Any) -> Chat:
                     [{**message} for message in messages],
                     tokenize=False,
                     add_generation_prompt=prompt,
-                    chat_template=dated_template(tokenizer),
+                    date_string=DAY,
                 )
             )
         # Templates are programs: jinja's own errors, and TypeError, KeyError from inside them.
