@@ -15,9 +15,9 @@ ASKED = 8
 
 
 def held_evidence(
-    pads: tuple[int, ...] = (0, 4, 1), *, seed: int = 0, num_tokens: int = 20, own: bool = True, **settings
+    pads: tuple[int, ...] = (0, 4, 1), *, seed: int = 0, num_tokens: int = 20, recent: bool = True, **settings
 ) -> Evidence:
-    """Columns of which each head holds about half, and the last `ASKED` all heads; `own=False`: not those
+    """Columns of which each head holds about half, and the last `ASKED` all heads; `recent=False`: not those
     either, and the first head of the first sequence holds nothing. Places and positions have gaps."""
     draw = torch.Generator().manual_seed(seed + 1)
     evidence = random_evidence(
@@ -32,7 +32,7 @@ def held_evidence(
     B, H, T = evidence.keys_BHTD.shape[:3]
     valid_BT = evidence.valid_BT
     held_BHT = torch.rand(B, H, T, generator=draw) < 0.5
-    if own:
+    if recent:
         held_BHT[..., T - ASKED :] = True
     else:
         held_BHT[0, 0] = False
