@@ -18,12 +18,14 @@ def told(part: str, wrong: list[str]) -> str:
 @pytest.mark.always
 def test_policies_keep_the_golden_entries() -> None:
     cells = [cell.split("/") for cell in kept.cells()]
-    policies = [own for own in retain.policies() if own.name != "kivi"]  # which evicts nothing
-    names = {f"{own.name}{variant}" for own in policies for variant in ("", *(f":{v}" for v in own.variants))}
+    policies = [each for each in retain.policies() if each.name != "kivi"]  # which evicts nothing
+    names = {
+        f"{each.name}{variant}" for each in policies for variant in ("", *(f":{v}" for v in each.variants))
+    }
     families = {f"gate@{family}" for family in GATES if family != "mlp"}
     assert {policy for _, policy, _ in cells} == names | families
     for regime in kept.REGIMES:
-        assert {model for model, _, own in cells if own == regime} == {*kept.MODELS}
+        assert {model for model, _, each in cells if each == regime} == {*kept.MODELS}
     assert not (wrong := kept.check([*kept.cells()])), told("kept", wrong)
 
 
@@ -31,7 +33,7 @@ def test_policies_keep_the_golden_entries() -> None:
 def test_an_entry_that_is_kept_elsewhere_is_a_difference_or_a_tie(
     monkeypatch: pytest.MonkeyPatch, rounding: bool
 ) -> None:
-    cell, run, said = next(own for own in kept.cells() if "/snapkv/" in own), kept.run, list[str]()
+    cell, run, said = next(each for each in kept.cells() if "/snapkv/" in each), kept.run, list[str]()
 
     def moved(cell: str, jitter: int = 0) -> np.ndarray:
         bits = run(cell, jitter)

@@ -85,8 +85,8 @@ def test_every_number_states_its_range() -> None:
 @pytest.mark.parametrize("cls", CONFIGS)
 def test_what_is_no_number_is_refused_by_its_key(cls: type) -> None:
     """NaN, infinity and fractions of whole numbers, of every key: none waits for the end of a run."""
-    for own, path, kind in ALL:
-        if own is not cls:
+    for each, path, kind in ALL:
+        if each is not cls:
             continue
         beyond: tuple[Any, ...] = (math.nan, math.inf, -math.inf) if kind is float else (1.5,)
         for value in beyond:

@@ -21,7 +21,7 @@ pytestmark = [
 
 @pytest.fixture(scope="session")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `make docs` builds, in another folder, by a process of its own: mkdocs sets up logging."""
+    """The site of `make docs`, in another folder, by a process of its own: mkdocs sets up logging."""
     out = tmp_path_factory.mktemp("site")
     # Without `--quiet`, which hides warnings from `--strict`.
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(out)]

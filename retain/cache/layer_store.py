@@ -248,7 +248,7 @@ def stacked(stores: Sequence[Store], slack: int | None = None) -> Store:
 
 
 def _stacked(parts: Sequence[RaggedStore | None], stores: Sequence[Store], slack: int) -> RaggedStore:
-    """One part of stores, stacked; None holds nothing."""
+    """Stack a part of each store; None holds nothing."""
     lengths = [
         torch.zeros_like(store.plain.lengths_R) if part is None else part.lengths_R
         for part, store in zip(parts, stores, strict=True)

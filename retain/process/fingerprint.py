@@ -1,4 +1,4 @@
-"""Who a model is: its dimensions, and a hash over them and a sample of every weight of its decoder.
+"""Identifies a model: its dimensions, and a hash over them and a sample of every weight of its decoder.
 
 `retain.hf.model.identity.fingerprint` takes it of a model of transformers, `retain.vllm.models` of a
 checkpoint while an engine loads it: weights go by the names that checkpoints have for them, without the
@@ -33,7 +33,7 @@ def sample_of_weight(weight: Tensor) -> bytes:
 
 
 def shape_and_sample(weight: Tensor) -> bytes:
-    """What a fingerprint hashes of a weight."""
+    """Bytes of a weight that a fingerprint hashes."""
     return str(tuple(weight.shape)).encode() + sample_of_weight(weight)
 
 
