@@ -24,15 +24,13 @@ from typing import Any, Literal, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
+from accelerate import Accelerator as Accelerator  # other modules take both from here
+from accelerate.utils import DistributedType
+from accelerate.utils import gather_object as gather_object
 from torch import Tensor, nn
 
 from retain.hf.model.decoder import base_model
-from retain.process.extras import deferred, require
-
-with deferred("train", "accelerate", "accelerate.utils", what="training"):
-    from accelerate import Accelerator as Accelerator  # other modules take both from here
-    from accelerate.utils import DistributedType
-    from accelerate.utils import gather_object as gather_object
+from retain.process.extras import require
 
 X = TypeVar("X")
 # How frozen weights lie on several devices: whole on each, in parts (two ways), or spread by one process.
