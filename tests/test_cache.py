@@ -37,32 +37,17 @@ def make(slack=32, seed=0, T=T):
 
 
 def assert_holds(store, inputs, extra):
-    """Exactly the kept entries, and counted as what they are."""
-    assert_entries(store, inputs, extra)
-    assert_counts(store)
-
-
-def assert_entries(store, inputs, extra):
-    """Every row holds exactly the kept entries and their side columns, in order, bit for bit."""
+    """Every row holds exactly the kept entries and their side columns, in order, bit for bit, and counts them
+    as what they are."""
     keys, values, positions, keep = inputs
-    assert torch.equal(store.lengths_BH, keep.sum(-1))
-    assert store.num_heads == H
-    for b in range(B):
-        for h in range(H):
-            mine = keep[b, h]
-            for actual, wanted in zip(
-                Store(store).row(b, h),
-                (keys[b, h, mine], values[b, h, mine], positions[b, mine]),
-                strict=True,
-            ):
-                assert torch.equal(actual, wanted) and actual.dtype == wanted.dtype
-    index_N, rows_N = store.index_N(), store.rows_N()
-    flat = (*(x[keep] for x in (keys, values, positions[:, None].expand_as(keep))), rows_N)
+    assert torch.equal(store.lengths_BH, keep.sum(-1)) and store.num_heads == H
+    flat = (*(x[keep] for x in (keys, values, positions[:, None].expand_as(keep))), store.rows_N())
     for actual, wanted in zip(store.flat(), flat, strict=True):
         assert torch.equal(actual, wanted) and actual.dtype == wanted.dtype
     assert store.side.keys() == extra.keys()
     for name, column in extra.items():
-        assert torch.equal(store.side[name][index_N], column[keep])
+        assert torch.equal(store.side[name][store.index_N()], column[keep])
+    assert_counts(store)
 
 
 def assert_counts(store):
