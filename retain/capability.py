@@ -102,9 +102,8 @@ TABLE = (
     Row(
         "bits",
         ("again",),
-        "scales of keys that several entries share stay for those that are left, so that no number of bytes "
-        "can be held to: state keep_ratio or tokens_per_head, or take precision None",
-        along="bytes",
+        "entries that share scales are packed once, and none of them is evicted then: take regime 'prefill', "
+        "or precision None",
     ),
     Row(
         "score",

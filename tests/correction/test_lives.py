@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import retain
-from retain.cache.store import LOG_WEIGHT
 from retain.correction.merge import Merge
 from retain.hf.cache.cache import Cache
 from retain.hf.version_names import CACHE
@@ -99,18 +98,15 @@ def held(cache):
 @pytest.mark.parametrize("policy", ["snapkv", "adakv", "lava", "cake", "layer_defensivekv", "learned"])
 def test_to_evict_later_is_to_evict_at_once(policy):
     """Also where layers share: an entry is merged once, by the final sets, and not layer by layer."""
-    model, correction = attached("qwen3"), MERGE
+    model, (ids, mask) = attached("qwen3"), tiny_batch((0, 7), 60)
     gates = {"gates": gates_of(model)} if policy == "learned" else {}
-    ids, mask = tiny_batch((0, 7), 60)
     whole = Cache(model, "recency", keep_ratio=0.5).prefill(ids, mask, evict=False, hold_evidence=True)
-    later = whole.fork().evict(policy, correction=correction, **gates, **SETTINGS)
-    for each, other in zip(held(run(model, policy, correction=correction)), held(later), strict=True):
-        assert all(map(torch.equal, each, other))
-    assert all({*store.side} == {LOG_WEIGHT} for store in later.state.stores)
-    # The fork that shares its tensors was not written to.
-    again = whole.fork().evict(policy, **gates, **SETTINGS)
-    for each, other in zip(held(run(model, policy)), held(again), strict=True):
-        assert all(map(torch.equal, each, other))
+    for correction in (MERGE, None):  # the fork that shares its tensors was not written to
+        bound = Cache(model, policy, correction=correction, **gates, **SETTINGS).state.bound_policy
+        keep = bound.decide(whole.evidence).finish()
+        later = whole.fork().evict_with(keep, correction=bound.correction)
+        for one, other in zip(held(run(model, policy, correction=correction)), held(later), strict=True):
+            assert all(map(torch.equal, one, other))
 
 
 def test_weights_go_where_their_entries_go(tmp_path):
