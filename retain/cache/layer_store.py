@@ -202,11 +202,6 @@ class Store:
         before_N = before_B.to(self.device)[self.rows_N() // self.num_heads]
         self.evict_(self.positions_C[self.index_N()] < before_N)
 
-    def drop_(self, forgotten_BP: Bool[Tensor, "B P"]) -> None:
-        """Forget, in each sequence, the entries at these positions, and give their bytes back."""
-        positions_N = self.positions_C[self.index_N()].to(torch.int64)
-        self.evict_(~forgotten_BP.to(self.device)[self.rows_N() // self.num_heads, positions_N])
-
 
 @normal_tensors()
 def encoded(plain: RaggedStore, bits: int, which_N: Bool[Tensor, " N"]) -> RaggedStore:

@@ -143,9 +143,9 @@ def test_a_packed_store_is_what_plain_lists_say(name, seed):
     life = Life(name, seed)
     life.check()
     choice = torch.Generator().manual_seed(seed + 50)
-    actions = ["pack", "pack", "append", "evict", "select", "crop", "drop", "fork", "append", "pack"]
+    actions = ["pack", "pack", "append", "evict", "select", "crop", "fork", "append", "pack"]
     for number in range(14):
-        action = "pack" if number == 0 else actions[int(torch.randint(10, (1,), generator=choice))]
+        action = "pack" if number == 0 else actions[int(torch.randint(9, (1,), generator=choice))]
         aside = None
         if action == "pack":
             life.pack()
@@ -164,10 +164,6 @@ def test_a_packed_store_is_what_plain_lists_say(name, seed):
             life.store.crop_(torch.tensor(before))
             life.only(lambda row, position, before=before: position < before[row // H])
             life.seen = before
-        elif action == "drop":
-            removed = torch.rand(2, max(life.seen), generator=choice) < 0.2
-            life.store.drop_(removed)
-            life.only(lambda row, position, removed=removed: not removed[row // H, position])
         else:
             aside = life.store
             life.store = life.store.fork()
