@@ -116,7 +116,7 @@ def read():
     for document in DOCUMENTS:
         readings = diagnose(model, document, POLICIES, [0.7], steps=6, gates=gates)
         ids = torch.tensor([[*document.context_ids, *document.question_ids]])
-        (answer,) = respond(model, retain.Cache(model, None), ids, torch.ones_like(ids), new_tokens=6)
+        (answer,) = respond(model, retain.Cache(model, None), ids, new_tokens=6)
         found.append(((*document.question_ids, *answer[:-1]), answer, {one.policy: one for one in readings}))
     return model, gates, found
 
@@ -145,7 +145,7 @@ def test_each_policy_keeps_its_budget_as_a_cache_does(read):
             how = {"gates": gates} if name == "learned" else {}
             cache = retain.Cache(model, name, keep_ratio=0.7, short="raise", **how)
             cache.prefill(torch.tensor([document.context_ids]))
-            heads = [positions for layer in positions_held(cache, 0) for positions in layer]
+            heads = positions_held(cache)
             for keep_T, positions in zip(by_name[name].keep_NT, heads, strict=True):
                 assert keep_T.nonzero().flatten().tolist() == positions.tolist()
 
