@@ -166,7 +166,6 @@ def measure_all(config: CompareConfig, loaded: Loaded, units: Sequence[Unit], pr
     done = read_table(config.folder)
     processes.wait()  # nobody writes before all have read
     left = [unit for unit in units if not unit.identities.keys() <= done.keys()]
-    policies = {(one.policy, one.protection): policy for one, policy in loaded.policies.items()}
     mine = left[processes.rank :: processes.count]
     with tqdm(mine, config.run, unit="unit", smoothing=0.05, disable=processes.rank > 0) as bar:
         for unit in bar:
@@ -174,7 +173,7 @@ def measure_all(config: CompareConfig, loaded: Loaded, units: Sequence[Unit], pr
             with naming(unit):
                 lines = measure(config, loaded, unit, done.keys())
                 done |= {key_of(asdict(line)): asdict(line) for line in lines}
-                check_equal_bytes([done[key] for key in unit.identities], policies)
+                check_equal_bytes([done[key] for key in unit.identities], loaded.policies)
             append_lines(config.folder, lines)
     processes.wait()
 
