@@ -244,7 +244,7 @@ def resolve_device(name: str, local_rank: int = 0) -> torch.device:
     if device.type == "cuda":
         if (device.index or 0) >= (count := torch.cuda.device_count()):
             raise ValueError(f"device is {name!r}, and torch sees {count} GPUs: take device=cpu, or auto.")
-        if device.index is None:
+        if ":" not in kind:
             device = torch.device("cuda", local_rank % count)
     return device
 

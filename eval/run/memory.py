@@ -24,7 +24,7 @@ PACKED = 0.1
 
 def held_of(
     cache: Cache, candidate: Candidate, budget: Budget, policies: Mapping[Candidate, Policy]
-) -> dict[str, int]:
+) -> dict[str, Any]:
     """Counts entries and bytes that the cache of one sequence holds and has seen, over all layers that evict
     and their KV heads.
 
