@@ -6,7 +6,6 @@ on the config alone, so that units run in any order, in any process, and again.
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -187,22 +186,3 @@ def units_of(
                         key = line_key(row, candidate, budget, when, question)
                         identities[key] = digest([of_policy[which], read])
             yield Unit(when, context, identities)
-
-
-@contextmanager
-def naming(unit: Unit) -> Iterator[None]:
-    """Says in which unit something went wrong. Nothing of the unit is written then: a crash is neither an
-    answer nor a score; the same command goes on here once it is mended.
-
-    Raises:
-        ValueError: Out of memory, or a refusal of a policy.
-    """
-    try:
-        yield
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        raise ValueError(
-            f"out of memory in {unit.name}: nothing of it was scored. Lower max_sequences, and start the run "
-            f"again: it goes on here ({str(error).partition('.')[0]})."
-        ) from error
-    except ValueError as error:
-        raise ValueError(f"in {unit.name}: {error}") from error
