@@ -1,6 +1,6 @@
 """Shows a text as each policy keeps it: every token shaded by the share of heads that hold it.
 
-`retain try` and `retain diagnose` write such a page.
+`retain try` writes such a page.
 """
 
 from collections.abc import Sequence

@@ -32,7 +32,7 @@ from retain.eval.run.plan import Context, Loaded, load_contexts, load_model
 from retain.eval.run.prefill import open_cache
 from retain.eval.tasks.sources import SOURCES, task_names
 from retain.gates import GateSet
-from retain.hf.model.gates import load_gates, own_gates
+from retain.hf.model.gates import load_gates, shipped_gates
 from retain.models.named import dtype_of
 from retain.policy import Policy
 from retain.presets import policies
@@ -66,7 +66,7 @@ def load_checked(config: CompareConfig, local_rank: int = 0) -> tuple[Loaded, di
     for name, place in users.items():
         try:
             if place == SHIPPED:
-                gates.setdefault(place, own_gates(model, name))
+                gates.setdefault(place, shipped_gates(model, name))
             elif place not in gates:
                 gates[place] = load_gates(place, model, allow_other_weights=config.allow_other_weights)
         except (ValueError, OSError) as error:
