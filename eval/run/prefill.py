@@ -148,7 +148,8 @@ def scores_of(
         how = (policy.observed, policy.learned, policy.fusion, policy.fusion_weight, policy.draw is not None)
         key = json.dumps([id(by_gates), *how, policy.observed_settings], sort_keys=True, default=str)
         if key not in made:
-            pairs = zip(observed, by_gates or [None] * len(observed), strict=True)
+            handed: Sequence[Score | None] = by_gates or [None] * len(observed)
+            pairs = zip(observed, handed, strict=True)
             seeds = [reader.unit.context.random_seed]
             layers = [score_entries(policy, seen, learned=score, seeds_B=seeds) for seen, score in pairs]
             made[key] = [first_entries(score, count) for score in layers]
