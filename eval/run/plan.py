@@ -107,11 +107,7 @@ class Unit:
 
 
 def load_model(config: CompareConfig, local_rank: int = 0) -> tuple[Any, Any]:
-    """Loads the model, attached and on its device, and its tokenizer.
-
-    Raises:
-        ValueError: It cannot be loaded, or has no tokenizer.
-    """
+    """Loads the model, attached and on its device, and its tokenizer; a ValueError if it cannot be loaded."""
     origin: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
     tokenizer = load_named_tokenizer(config.model, **origin)
     if tokenizer is None:
@@ -131,11 +127,7 @@ def task_settings(config: CompareConfig, task: str) -> dict[str, Any]:
 
 def load_contexts(config: CompareConfig, task: str, model: Any, tokenizer: Any) -> list[Context]:
     """Makes and encodes the rows of a task, of all seeds, and joins those of one context. A data set has the
-    same rows for every seed; they are asked once.
-
-    Raises:
-        ValueError: Rows that cannot be made or encoded, or that the task lacks.
-    """
+    same rows for every seed; they are asked once. ValueError: rows that cannot be made or encoded."""
     rows: dict[tuple[int, int], Row] = {}
     for seed in config.seeds:
         how = {"context_tokens": config.context_tokens, "seed": seed, "first_item": config.first_item}

@@ -129,8 +129,7 @@ def open_run(folder: Path, manifest: Mapping[str, Any], expected: Mapping[Key, s
 
     Args:
         folder: Of the run.
-        manifest: Of this run; `identity` holds what decides a value, `rows` what is asked (task -> seed ->
-            items).
+        manifest: Of this run; `identity` holds what decides a value.
         expected: Key -> identity of every line of this run.
 
     Returns:
