@@ -194,7 +194,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(
     ("overrides", "message"),
     [
         (["gate.family=mpl", "data.lengths=[9]"], "(?s)did you mean 'mlp'.*data.lengths has 9"),
-        (["target.horizon=0", "training.lr=.nan"], "(?s)training.lr: input .*target.horizon: input"),
+        (["target.horizon=0", "training.lr=.nan"], "(?s)target.horizon: input .*training.lr: input"),
         (["target.horizon=99"], "too short: .* more than 99 are needed"),
         (["target.horizon=500"], "data.max_tokens=100 and target.horizon=500: no context would be longer"),
         (["model=no/such-model"], "model='no/such-model' cannot be loaded"),
@@ -340,7 +340,7 @@ def test_help_lists_every_key_with_type_default_and_meaning(capsys: pytest.Captu
         main(["--help"])
     said = capsys.readouterr().out
     lines = [line for line in said.partition("keys (")[2].splitlines()[1:] if line]
-    assert len(lines) > 80 and all(re.match(r"  [\w.]+ \(.+; .+\): \S.*\.$", line) for line in lines)
+    assert len(lines) > 60 and all(re.match(r"  [\w.]+ \(.+; .+\): \S.*\.$", line) for line in lines)
     assert "  training.lr (float >= 1e-30; 0.005): Peak learning rate of AdamW." in lines
 
 
