@@ -90,8 +90,6 @@ class DistillConfig:
     """`none`, `wandb` or `tensorboard`."""
     overwrite: bool = False
     """Replace whatever run the folder holds."""
-    resume: bool = True
-    """Go on with an unfinished run of the same config, model and documents."""
 
 
 def check(config: DistillConfig, num_processes: int) -> None:

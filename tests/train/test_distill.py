@@ -315,7 +315,11 @@ def test_processes_that_would_train_alone_are_refused(
 @pytest.mark.parametrize(
     ("words", "path", "changes"),
     [
-        (["m", "d.jsonl", "seed=3", "--dry-run", "resume=false"], "laptop.yaml", ["seed=3", "resume=false"]),
+        (
+            ["m", "d.jsonl", "seed=3", "--dry-run", "overwrite=true"],
+            "laptop.yaml",
+            ["seed=3", "overwrite=true"],
+        ),
         (["o/m", "o/data"], "laptop.yaml", ["data.source=hub"]),
         (["o/m", "folder"], "laptop.yaml", ["data.source=parquet", "data.streaming=false"]),
         (["reference:0", "reference"], None, ['model="reference:0"', 'output="runs/reference-0"']),
