@@ -156,7 +156,7 @@ faults: $(INSTALLED)
 	$(BIN)/python -m tests.faults table
 
 # Everything that waits for a GPU, in the order in which the first ten minutes tell most, with the interpreter that is there: nothing is installed.
-# `make gpu OUT=results/gpu MINUTES=14`; the same command goes on with the steps that have not passed. `make gpu GPU="--only ops-*"`, `GPU=--list`.
+# `make gpu OUT=results/gpu MINUTES=14`; the same command goes on with the steps that have not passed. `make gpu GPU="--only bench-*"`.
 # `make gpu-wheels` downloads what such a machine may lack; they travel along in wheels/.
 GPU :=
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
@@ -169,13 +169,13 @@ gpu-wheels: $(INSTALLED)
 
 # The ops beside the machine's ceilings, on its GPU if it has one; `make bench OUT=FILE` keeps the report.
 bench: $(INSTALLED)
-	$(BIN)/python -m retain.kernels.bench $(if $(OUT),--out $(OUT))
+	$(BIN)/python -m retain.kernels.bench $(if $(OUT),> $(OUT))
 
 # Memory accesses and races of every kernel, on a GPU with CUDA's compute-sanitizer.
 SANITIZE := PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 1
 sanitize: $(INSTALLED)
-	$(SANITIZE) --tool memcheck $(BIN)/python -m retain.kernels.bench --check --device cuda
-	$(SANITIZE) --tool racecheck $(BIN)/python -m retain.kernels.bench --check --device cuda
+	$(SANITIZE) --tool memcheck $(BIN)/python -m pytest -q --all -m gpu tests/kernels
+	$(SANITIZE) --tool racecheck $(BIN)/python -m pytest -q --all -m gpu tests/kernels
 
 # Every kernel, compiled for GPUs that need not be here: shared memory, registers, spills.
 builds: $(INSTALLED)

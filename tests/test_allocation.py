@@ -74,18 +74,6 @@ def naive_classes(weights, total, least, capacity):
     return held
 
 
-@settings(deadline=None, max_examples=80)
-@given(st.lists(st.sampled_from([0, 1]), min_size=1, max_size=12), st.integers(0, 5), st.data())
-def test_budgets_of_classes_are_the_naive_ones(classes, protected, data):
-    size = len(classes)
-    capacity = data.draw(st.lists(st.integers(protected, 9), min_size=size, max_size=size))
-    least = [min(max(1, protected), own) for own in capacity]
-    total = data.draw(st.integers(sum(least), sum(capacity)))
-    weights, inside = [Fraction(own) for own in classes], [min(protected, own) for own in capacity]
-    budgets = largest_remainder(total, weights, capacity, protected=inside, least=least)
-    assert budgets == naive_classes(classes, total, max(1, protected), capacity)
-
-
 # Heads of a layer.
 
 

@@ -97,7 +97,7 @@ def test_all_else_runs(method: str) -> None:
 
 def test_rows_name_uses_that_there_are_and_say_what_to_do_instead() -> None:
     for row in TABLE:
-        assert row.uses and row.uses <= set(USES)
+        assert row.uses and {*row.uses} <= set(USES)
         assert any(word in row.why for word in ("take", "state", "set", "read")), row
 
 

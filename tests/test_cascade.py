@@ -93,16 +93,6 @@ def many_layers(num_layers: int, asks: int):
     return layers, scores
 
 
-def test_lower_layers_are_not_cut_for_every_layer_that_comes():
-    layers, scores = many_layers(16, asks=0)
-    plan = plan_for(made(scope="model"), layers, Budget(keep_ratio=0.2), None)
-    _, held, cuts = run_cascade(plan, scores)
-    most = sum(plan.totals.total_B) + LEFT_OVER * int(layers[0].exists_BHT.sum())
-    assert max(map(sum, held)) <= most
-    assert cuts[-1] >= 13, "nearly all are exact only at the end"
-    assert 0 < sum(cuts[:-1]) < 0.6 * sum(range(15))
-
-
 @pytest.mark.parametrize("num_layers", [9, 10, 11])
 @pytest.mark.parametrize("name", ["model", "entropy", "cake"])
 def test_layers_that_ask_for_nothing(heads_file, name, num_layers):

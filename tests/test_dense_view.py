@@ -137,20 +137,6 @@ def test_there_and_back(seed, B, H, seen):
     assert torch.equal(columns.of_tokens(valid_BT), columns.valid_BT)
 
 
-def test_a_store_of_nothing_has_the_columns_of_its_queries():
-    valid_BT = torch.tensor([[False, True, True], [False, False, True]])
-    positions_BT = (valid_BT.cumsum(-1) - 1).clamp_min(0)
-    nothing = torch.zeros(2, 2, 3, dtype=torch.bool)
-    store = make_store(positions_BT, nothing, 0, slack=0)
-    columns = store.columns(positions_BT, valid_BT, 1)
-    assert columns.token_BT.tolist() == [[1, 2], [0, 2]]
-    assert columns.valid_BT.tolist() == columns.queried_BT.tolist() == [[True, True], [False, True]]
-    assert not columns.held_BHT.any()
-    assert columns.gather(torch.zeros(0, 3)).shape == (2, 2, 2, 3)
-    assert nothing[..., :2].flatten(0, 1)[columns.entries].shape == (0,)
-    assert store.columns(positions_BT, valid_BT, 3).held_BHT.shape == (2, 2, 0)
-
-
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 10**6), B=st.integers(1, 4), n=st.integers(1, 9), num=st.integers(0, 10))
 def test_the_last_tokens_are_brought_to_the_right(seed, B, n, num):

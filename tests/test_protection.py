@@ -89,17 +89,6 @@ def test_what_some_head_has_lost_is_not_protected_and_takes_nothing_of_the_budge
             protected_mask(fixed, valid, [counts[0], counts[1] - 1], **settings, intact_BT=intact)
 
 
-def test_without_a_budget_a_fraction_is_its_minimum_and_nothing_is_too_much():
-    valid = _valid(30, 12)
-    for protection, fixed in (
-        (Protection(3, 0.5, 0.25, 5, 4), Protection(5, 0.0, 0.0, 0, 5)),
-        (Protection(3, 0.0, 0.0, 2, 40), Protection(3, 0.0, 0.0, 0, 40)),
-    ):
-        want = protected_mask(fixed, valid, [30, 30])
-        assert torch.equal(protected_mask(protection, valid, None), want)
-    assert protected_mask(Protection(recent=40), valid, None).sum(-1).tolist() == [30, 12]
-
-
 @settings(deadline=None, max_examples=80)
 @given(st.data())
 def test_pinned_spans_are_counted_in_a_sequences_own_tokens(data):

@@ -9,12 +9,10 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import pytest
 
-from retain.config import build, problems_of
+from retain.config import build
 from retain.eval.config import CompareConfig
 from retain.presets import Policy
-from retain.protection import Protection
 from retain.train.recipe import DistillConfig
-from tests.refused import refused
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = {
@@ -103,8 +101,3 @@ def test_what_is_outside_is_refused_by_its_key(key: str) -> None:
     with pytest.raises(ValueError, match="problem") as caught:
         build(mapping, DistillConfig)
     assert f"- {key}" in str(caught.value)
-
-
-def test_what_is_made_in_code_is_asked_the_same() -> None:
-    assert problems_of(Protection()) == []
-    refused("recent\n  Input should be greater than or equal to 0", Protection, recent=-1)

@@ -258,10 +258,10 @@ class RetainLM(HFLM):
             **{CACHE: cache},
             **generation_kwargs,
         )
-        total, table = cache.report().total, cache.budgets()
-        whole_B = table.seen_B * sum(spec.num_kv_heads for spec in cache.state.specs)
+        total, seen_B = cache.report().total, cache.state.valid_BT.sum(-1).cpu()
+        whole_B = seen_B * sum(spec.num_kv_heads for spec in cache.state.specs)
         self.evicted["sequences"] += len(rows)
-        self.evicted["sequences_evicted"] += int((table.held_BLH.sum((1, 2)) < whole_B).sum())
+        self.evicted["sequences_evicted"] += int((cache.entries_by_head().sum((1, 2)) < whole_B).sum())
         for name in COUNTED:
             self.evicted[name] += getattr(total, name)
         return torch.cat([context, output[:, ids_BT.shape[1] :]], dim=1)

@@ -4,9 +4,9 @@ A file is believed whole or not at all. Its header carries a sha256 over everyth
 before a byte of it is used, and it is written in full beside an older one before it is renamed over it. So a
 full disk, a kill, a cut copy and a flipped bit are noticed, and leave what there was. Nothing in it is code.
 
-Header: the model's `fingerprint` and `dtype`; the counters of `COUNTERS`; `seeds`; the `precision` by which
+Header: the model's `fingerprint` and `dtype`; counters; `seeds`; the `precision` by which
 layers are packed; whatever else the engine needs to go on. Tensors: `history.valid`, `.positions`, `.last`,
-`.ids`, `.announced`; of each layer that evicts `layer.N.store.NAME` of its plain entries and
+`.ids`; of each layer that evicts `layer.N.store.NAME` of its plain entries and
 `layer.N.packed.NAME` of the packed ones (`tensors_of`; nothing is encoded anew), and `layer.N.recent.NAME`,
 its last tokens' queries and hidden states; of other layers `layer.N.state.NAME`.
 """
@@ -34,8 +34,6 @@ SCHEMA_VERSION = 5
 FORMAT = "retain.cache"
 BESIDE = "beside."
 CORRUPT = "{} is truncated or corrupt ({}): copy it again, or read the context again."
-# Counters of a conversation, in the header as they are.
-COUNTERS = ("width", "prompt_B", "moments", "noted", "evictions", "evicted_at", "packed_at")
 # Key of the header: how layers are packed.
 PRECISION = "precision"
 # The scales that keys of a store of codes share.

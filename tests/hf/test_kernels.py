@@ -34,10 +34,9 @@ PADS, TOKENS, NEW, EVERY = (0, 7), 45, 9, 4
 # name -> what is changed of the preset, so that all stages are on: protection is in every preset, and these
 # share their budget between heads or layers.
 POLICIES = {"learned": {"scope": "model"}, "defensivekv": {}, "layer_defensivekv": {}, "lava": {}}
-# Whose observed score takes no value norm, and those that run on a device only, where a run is cheap.
-NO_NORM = ("adakv", "lava", "snapkv")
 # All their statistics of attention are of pooled windows, which are plain PyTorch.
 POOLED = ("defensivekv", "layer_defensivekv", "snapkv", "adakv", "criticalkv")
+# Run on a device only, where a run is cheap.
 ON_A_GPU = ("snapkv", "adakv", "criticalkv")
 BUDGET = {"keep_ratio": 0.4}
 # Evicting while decoding goes through all that a prefill's eviction does; sinks and sliding windows.
@@ -167,8 +166,7 @@ def launched() -> Iterator[set[str]]:
 
 def expected_ops(policy: Policy) -> set[str]:
     """All that such a generation goes through."""
-    names = {"ragged_attention"} | (set() if policy.name in POOLED else {"attention_stats"})
-    return names | (set() if policy.name in NO_NORM else {"value_norm"})
+    return {"ragged_attention"} | (set() if policy.name in POOLED else {"attention_stats"})
 
 
 def agree(model, policy: Policy, regime: str, kernels: str | None) -> None:

@@ -161,19 +161,6 @@ def test_a_full_disk_leaves_nothing(registry, monkeypatch):
     assert left() == []
 
 
-def test_a_file_that_is_no_gguf_is_said(registry, monkeypatch, tmp_path):
-    path = packaged.home() / "wheels" / "tiny_part0-1.0-py3-none-any.whl"
-    path.parent.mkdir(parents=True)
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr(MEMBERS[0], b"GGUF, but not really")
-    sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
-    model = CATALOGUE[NAME]
-    broken = replace(model, wheels=(replace(model.wheels[0], sha256=sha256),))
-    monkeypatch.setitem(CATALOGUE, NAME, broken)
-    refused("its GGUF file could not be read .* gguf and transformers are whole", retain.load, NAME)
-    assert left() == ["wheels"]
-
-
 def test_a_name_near_one_of_the_catalogue_is_shown(monkeypatch):
     refused(
         r"Did you mean 'smollm2-135m'\? Pass a local folder, .* gemma3-270m", retain.load, "./smollm2_135m"

@@ -39,7 +39,7 @@ def test_a_cache_finds_the_gates_of_its_model_and_says_so(shipping):
         ).prefill(ids, mask)
     assert found.report().gates == "tiny (they ship with retain)"
     assert "gates: tiny (they ship with retain)" in str(found.report())
-    assert found.budgets().held_BLH.equal(given.budgets().held_BLH)
+    assert found.entries_by_head().equal(given.entries_by_head())
 
 
 def test_other_weights_of_the_same_sizes_are_told_what_to_write(shipping):
