@@ -139,9 +139,8 @@ class LayerLocal(Stage):
                     loss = total_loss(terms, self.loss)
                     if scale is not None:
                         (loss * (scale / layers)).backward()
-                found: dict[str, Any] = {
-                    name: value.detach() for name, value in {"loss": loss, **terms}.items()
-                }
+                terms = {"loss": loss, **terms}
+                found: dict[str, Any] = {name: value.detach() for name, value in terms.items()}
                 found |= baselines_of(example, self.seed) if baselines else {}
                 place, compared = (example.row, example.layer_idx), (example.target_HT, example.reached_HT)
                 tally.add_(*place, found, output_HT, *compared)

@@ -63,8 +63,8 @@ def head_of(model: Any) -> Head:
     if not off <= tolerance * max(1.0, float(wanted_TV.abs().max())):
         raise ValueError(
             f"the logits of {type(model).__name__} are not what its output embeddings give (they differ by "
-            f"{off:.3g}). Train these gates with stage `local`, or with soft.terms of `hidden` and a capacity "
-            "alone."
+            f"{off:.3g}). Train these gates with stage `local`, or with soft.terms of `hidden` and a "
+            "capacity alone."
         )
     return head
 
@@ -254,8 +254,8 @@ def capacity_term(
 def closed_term(log_gates: LogGates, valid_BT: Valid, keep: float) -> Float[Tensor, " B"]:
     """`max(0, (1 - keep) - closed)`, with `closed` the share of all entries of all layers and heads that is:
     one-sided, so that more may be closed (DMS, arXiv 2506.05345).
-    DMS takes the share over the whole batch; here it is each document's, so that a document's loss is the same
-    in any batch and on any number of processes."""
+    DMS takes the share over the whole batch; here it is each document's, so that a document's loss is the
+    same in any batch and on any number of processes."""
     return ((1.0 - keep) - (1.0 - open_share(log_gates, valid_BT))).relu()
 
 

@@ -41,7 +41,8 @@ CONFIG_FILE = "config.yaml"
 RUN_FILE = "run.json"
 LOG_FILE = "log.jsonl"
 CHECKPOINT_FILE = "checkpoint.safetensors"
-# Keys and sections that say how to start and where to write, not what is trained (`plan` and `resume`: of earlier runs).
+# Keys and sections that say how to start and where to write, not what is trained (`plan` and `resume`: of
+# earlier runs).
 START_KEYS = ("overwrite", "resume", "plan", "output", "tracker", "training.checkpoint_every")
 # Fitted after the last step: free to change until then.
 AFTER_KEYS = ("calibration",)
