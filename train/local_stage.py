@@ -15,7 +15,6 @@ from retain.gates import GateInputs, GateSet, inputs_of
 from retain.train.data.branches import readings_of
 from retain.train.data.document import Document
 from retain.train.objectives.case import LossSettings
-from retain.train.objectives.fit import check_reach
 from retain.train.objectives.losses import local_losses, total_loss
 from retain.train.objectives.overlap import baselines_of
 from retain.train.objectives.targets import (
@@ -54,11 +53,7 @@ def teacher_examples(
 
 
 class LayerLocal(Stage):
-    """Objective of the layer-local stage: this target, by these terms, with pairs drawn from this seed.
-
-    Raises:
-        ValueError: a target of which some layer shows nothing.
-    """
+    """Objective of the layer-local stage: this target, by these terms, with pairs drawn from this seed."""
 
     def __init__(
         self, gates: GateSet, frozen: Frozen, target: TargetSettings, loss: LossSettings, *, seed: int
@@ -66,7 +61,6 @@ class LayerLocal(Stage):
         super().__init__(gates, ("loss", *loss.terms, "overlap"))
         self.target, self.loss, self.seed = target, loss, seed
         self.examples = partial(teacher_examples, gates, frozen, target)
-        check_reach(frozen, target)
 
     @torch.no_grad()
     def prepare_(self, documents: Sequence[Document]) -> None:
