@@ -373,7 +373,9 @@ def _layer_weights(
         weight_B = score.layer_weight_B
     else:
         if score.unit == "rank":
-            raise ValueError(f"policy {policy.name!r} wants the entropy of scores, and its score is in 'rank'.")
+            raise ValueError(
+                f"policy {policy.name!r} takes the entropy of scores, and its score is in 'rank', an order."
+            )
         weight_B = entropy_weight(score.values_BHT, exists_BHT & ~protected_BHT)
     weights = weight_B.where(exists_BHT.flatten(1).any(-1).to(weight_B.device), 0.0).tolist()
     if not all(math.isfinite(weight) and weight >= 0 for weight in weights):
