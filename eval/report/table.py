@@ -41,11 +41,7 @@ class Table:
 
 
 def read(folder: Path) -> Table:
-    """Read the folder of a run.
-
-    Raises:
-        ValueError: The folder holds no run, or a damaged one.
-    """
+    """Reads the folder of a run; a ValueError if it holds none, or a damaged one."""
     manifest = read_manifest(folder)
     frame = asked_for(DataFrame(list(read_table(folder).values())), manifest)
     return Table(with_lines(frame, manifest["identity"]), manifest)
