@@ -15,7 +15,7 @@ import torch
 from retain.config import Whole
 from retain.gates import GATES, LookaheadGate, build_gates, dims_for
 from retain.hf.intercept.lookahead_pass import lookahead_gates
-from retain.models.unloaded import Precision
+from retain.models.named import Precision
 from retain.process.registry import lookup, suggest
 from retain.process.removed import hint_of
 from retain.train.calibration.fit import CalibrationSettings

@@ -16,8 +16,7 @@ from retain.gates.base import INPUTS
 from retain.hf.model.decoder import layout_of, rotary_of
 from retain.hf.model.layout import Layout
 from retain.hf.training.block_reader import Shown, Text, forward_of, read_texts
-from retain.models.named import load, load_named_tokenizer
-from retain.models.unloaded import named_config
+from retain.models.named import load, load_named_tokenizer, named_config
 from retain.train.data.chat import Chat, chat_of
 from retain.train.data.document import Encode, Reading
 from retain.train.run.parallel import loaded_whole
