@@ -29,11 +29,9 @@ LARGE = (
 )
 # Time to the first token, over transformers' own cache, that is allowed (issue 45).
 PREFILL = 1.15
-# What is printed of the machine; without a device an error.
-LOOK = """
-import torch, transformers, triton
-print(torch.cuda.get_device_name(), *(one.__version__ for one in (torch, triton, transformers)))
-"""
+# Printed of the machine; without a device an error.
+LOOK = """import torch, transformers, triton
+print(torch.cuda.get_device_name(), *(one.__version__ for one in (torch, triton, transformers)))"""
 
 
 def steps(out: Path) -> dict[str, tuple[float, str]]:
@@ -89,8 +87,7 @@ def summary(about: str, ends: dict[str, str], out: Path) -> str:
     lines = [line for line in lines if line.startswith(("held: ", "**NOT held**: "))]
     if (record := out / "speed-32k.json").exists():
         for row in json.loads(record.read_text())["rows"]:
-            ratio = row.get("ttft_over_plain")
-            if ratio and row["policy"] not in ("full", "dense"):
+            if (ratio := row.get("ttft_over_plain")) and row["policy"] not in ("full", "dense"):
                 held = "held" if ratio["median"] <= PREFILL else "**NOT held**"
                 lines.append(f"{held}: prefill, {row['policy']}: {ratio['median']:.3f}, at most {PREFILL:g}")
     head = ["# What needs a GPU", "", about, "", "| step | how it ended | last line |", "| --- | --- | --- |"]
@@ -116,7 +113,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     about = (out / "environment.log").read_text(errors="replace").strip()
     print(about)
     if not found.startswith("passed"):
-        print(f"environment: {found}")
         return 1
     ends: dict[str, str] = {}
     for name in wanted:

@@ -72,14 +72,14 @@ def tables(
     """
     programs = PROGRAMS * backend.multiprocessors(device, INTERPRETED)
     works = []
-    for own in rooms:
-        rooms_KR = torch.tensor(own)
+    for layer in rooms:
+        rooms_KR = torch.tensor(layer)
         fits = (entries for entries in ENTRIES if int((-(-rooms_KR // entries)).sum()) <= ITEMS * programs)
         entries = next(fits, ENTRIES[-1])
         works.append((entries, items_of(rooms_KR, entries)))
     most = rounded(max(items_3I.shape[1] for _, items_3I in works))
     parts = torch.empty(most * group * (width + 2), dtype=torch.float32, device=device)
-    arrived_R = torch.zeros(max(len(own[0]) for own in rooms), dtype=torch.int32, device=device)
+    arrived_R = torch.zeros(max(len(layer[0]) for layer in rooms), dtype=torch.int32, device=device)
     made = []
     for entries, items_3I in works:
         whole_3I = torch.zeros(3, most, dtype=torch.int32)

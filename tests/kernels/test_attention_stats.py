@@ -36,10 +36,10 @@ def dense(
         logits = soft_cap * torch.tanh(logits / soft_cap)
     if log_weight_BHT is not None:
         logits = logits + log_weight_BHT.double().repeat_interleave(G, 1)[:, :, None]
-    own = torch.arange(T - S, T)[:, None]
+    query = torch.arange(T - S, T)[:, None]
     entry = torch.arange(T)[None]
     place = (torch.arange(T).expand(B, T) if place_BT is None else place_BT)[:, None]
-    sees = (entry <= own).expand(B, Q, S, T).clone()
+    sees = (entry <= query).expand(B, Q, S, T).clone()
     if window is not None:
         sees &= (place > place[..., T - S :].mT - window)[:, None]
     exists = torch.ones((B, H, T), dtype=torch.bool) if exists_BHT is None else exists_BHT.expand(B, H, T)
@@ -56,7 +56,7 @@ def dense(
     if pool is not None:
         before = probs
         probs = pooled(probs, exists, place[:, 0], pool)
-    probs = torch.where(own - entry >= distance, probs, 0.0) if distance else probs
+    probs = torch.where(query - entry >= distance, probs, 0.0) if distance else probs
     (q0, q1), (k0, k1) = queries or (0, S), keys or (0, T)
     before = (before if pool is not None else probs)[:, :, q0:q1, k0:k1]
     probs, sees = probs[:, :, q0:q1, k0:k1], sees[:, :, q0:q1, k0:k1]
@@ -97,16 +97,16 @@ def assert_right(found, kwargs, ops=4):
     kwargs = moved(kwargs, "cpu")
     exact = dense(**kwargs)
     for name in kwargs["wanted"]:
-        own = getattr(found, name).cpu()
+        actual = getattr(found, name).cpu()
         if name == "last":
-            assert own.dtype == torch.int64
-            assert not wrong_last(own, kwargs)
+            assert actual.dtype == torch.int64
+            assert not wrong_last(actual, kwargs)
             continue
         # The entropy of a certainty is nothing, but its rounding is that of the probability, 1.
         least = exact["sum"] if name == "entropy" else 0.0
         kind = torch.promote_types(kwargs["keys_BHTD"].dtype, torch.float32)
-        assert own.dtype == kind, name
-        assert_close(own + least, exact[name] + least, dtype=kind, ops=ops)
+        assert actual.dtype == kind, name
+        assert_close(actual + least, exact[name] + least, dtype=kind, ops=ops)
     for name in {*WANTED} - {*kwargs["wanted"]}:
         assert getattr(found, name) is None
 
@@ -142,13 +142,13 @@ def test_reference_is_the_formula(name, dtype, chunk):
 @pytest.mark.parametrize("name", CASES)
 def test_log_weights_are_added_to_logits(name):
     kwargs = inputs(CASES[name], torch.float64, DEVICE)
-    kwargs = {key: own for key, own in kwargs.items() if key != "lse_BQS"}
+    kwargs = {key: actual for key, actual in kwargs.items() if key != "lse_BQS"}
     (B, H, T, _), draw = kwargs["keys_BHTD"].shape, torch.Generator(device=DEVICE).manual_seed(3)
     plain = attention_stats(**kwargs)
     weights = torch.randint(1, 30, (B, H, T), generator=draw, device=DEVICE).float().log()
     found = attention_stats(**kwargs, log_weight_BHT=weights)
     assert_right(found, {**kwargs, "log_weight_BHT": weights})
-    assert any(not torch.equal(getattr(found, own), getattr(plain, own)) for own in kwargs["wanted"])
+    assert any(not torch.equal(getattr(found, actual), getattr(plain, actual)) for actual in kwargs["wanted"])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)

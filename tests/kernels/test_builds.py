@@ -50,6 +50,7 @@ def tiles_of(op, arch):
             yield from (("attend", tile_for(rows, dtype, block, arch)) for rows in (4, 64, 512))
 
 
+@pytest.mark.slow  # minutes of compiling
 @pytest.mark.parametrize("arch", SHARED_LIMIT)
 @pytest.mark.parametrize("op", OPS)
 def test_every_call_compiles_and_fits(op, arch, tmp_path):
