@@ -20,7 +20,7 @@ __all__ = ["COMMANDS", "main"]
 # name -> meaning, in a line; `module:function` that it calls with the arguments behind it.
 COMMANDS: dict[str, tuple[str, str]] = {
     "policies": ("list the policies that ship, and what each needs", "retain.eval.cli:list_policies"),
-    "doctor": ("report versions, devices, kernels, free memory and the hub", "retain.eval.describe:doctor"),
+    "doctor": ("report versions, devices and kernels", "retain.eval.describe:doctor"),
     "describe": (
         "say what a model would evict and keep, from its config alone",
         "retain.eval.describe:main",

@@ -196,15 +196,14 @@ def diagnose(
     continuation = document.continuation_ids
     if continuation is None:
         ids_1T = ids_on(model, (*context, *asked))
-        how: dict[str, Any] = {"new_tokens": steps, "end_ids": document.end_ids}
-        (answer,) = respond(model, base.fork(), ids_1T, torch.ones_like(ids_1T), **how)
+        (answer,) = respond(model, base.fork(), ids_1T, new_tokens=steps, end_ids=document.end_ids)
         continuation = answer + document.end_ids[:1]
     target_S = torch.tensor(continuation[:steps])
     tail, count = (*asked, *continuation[: len(target_S) - 1]), len(target_S)
     whole_1T = ids_on(model, (*context, *tail))
     teacher = Cache(model, policy=None).prefill(whole_1T, evict=False, hold_evidence=True).evidence
     assert teacher is not None and base.evidence is not None
-    risks = oracle(teacher, len(context))
+    risks = oracle([teacher], len(context))
     full_SV = model(input_ids=whole_1T, use_cache=False, logits_to_keep=count).logits[0].float().cpu()
     loss_full_S = cross_entropy(full_SV.double(), target_S, reduction="none")
     made = []
@@ -218,9 +217,10 @@ def diagnose(
             decided = decide_layers(chosen[name], base.evidence, budget, scores=scores)
             cache = base.fork().evict_with([layer.keep_BHT for layer in decided])
         else:
-            how = {"gates": gates if chosen[name].learned else None, "short": "raise"}
+            how: dict[str, Any] = {"gates": gates if chosen[name].learned else None, "short": "raise"}
             cache = Cache(model, chosen[name], keep_ratio=ratio, **how).prefill(ids_on(model, context))
-        keeps = [kept(layer, len(context)) for layer in positions_held(cache, 0)]
+        keep_NT = kept(positions_held(cache), len(context))
+        keeps = [keep_HT[None] for keep_HT in keep_NT.split([layer.num_heads for layer in teacher])]
         held = cache.report().total.bytes_held
         output = model(input_ids=ids_on(model, tail), use_cache=True, **{CACHE: cache})
         logits_SV = output.logits[0, -count:].float().cpu()
@@ -231,7 +231,7 @@ def diagnose(
             Reading(
                 policy=name,
                 keep_ratio=ratio,
-                keep_NT=torch.cat([keep[0] for keep in keeps]),
+                keep_NT=keep_NT,
                 bytes_held=held,
                 coverage_NS=coverage_of(teacher, keeps, count),
                 overlap_N=torch.cat(overlap),
@@ -244,12 +244,12 @@ def diagnose(
     return made
 
 
-def kept(heads: Sequence[Tensor], tokens: int) -> Bool[Tensor, "1 H T"]:
-    """The keep mask of one layer, by the positions that each head holds."""
-    keep_1HT = torch.zeros(1, len(heads), tokens, dtype=torch.bool)
-    for head, positions in enumerate(heads):
-        keep_1HT[0, head, positions.cpu()] = True
-    return keep_1HT
+def kept(heads: Sequence[Tensor], tokens: int) -> Bool[Tensor, "N T"]:
+    """The keep mask of a context, by the positions that each head of each layer holds."""
+    keep_NT = torch.zeros(len(heads), tokens, dtype=torch.bool)
+    for keep_T, positions in zip(keep_NT, heads, strict=True):
+        keep_T[positions.cpu()] = True
+    return keep_NT
 
 
 def coverage_of(

@@ -7,7 +7,7 @@ whose budget holds all that it has is neither scored nor checked for what a scor
 decides for each sequence what a run of its own would.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -244,19 +244,16 @@ class BoundPolicy:
                 )
         return plan.hold_whole(short, call.valid_BT) if short else plan
 
-    def begin(
-        self, call: Arriving, *, joint: bool = False, kept_rows: Collection[int] = ()
-    ) -> "Eviction | None":
+    def begin(self, call: Arriving, *, joint: bool = False) -> "Eviction | None":
         """Start an eviction, and refuse what cannot be; None keeps everything.
 
         Args:
             call: padding of all tokens seen, what there is to choose from, seeds and pins.
             joint: decide on all layers in the end, rather than on each as it comes.
-            kept_rows: sequences from which nothing goes this time.
         """
         if self.function is not None:
             return ByFunction(self.function, joint)
-        return None if self.policy is None else ByPolicy(self, call, joint=joint, kept_rows=kept_rows)
+        return None if self.policy is None else ByPolicy(self, call, joint=joint)
 
     @without_autocast
     def decide(
@@ -318,15 +315,8 @@ class ByPolicy:
             sequences; None for one that keeps them all.
     """
 
-    def __init__(
-        self,
-        bound: BoundPolicy,
-        call: Arriving,
-        *,
-        joint: bool = False,
-        kept_rows: Collection[int] = (),
-    ):
-        self.bound, self.asked_jointly, self.kept_rows = bound, joint, kept_rows
+    def __init__(self, bound: BoundPolicy, call: Arriving, *, joint: bool = False):
+        self.bound, self.asked_jointly = bound, joint
         self.lower: Sequence[Tensor | None] = ()
         self.candidates: list[Candidates] = []
         self.whole: list[Keep] = []
@@ -335,7 +325,7 @@ class ByPolicy:
     def _plan(self, call: Arriving) -> None:
         self.call, self.plan, self.num_looked = call, self.bound.plan(call), 0
         covers_B, correction = self.plan.covers_B, self.bound.correction
-        self.rows = [row for row, covered in enumerate(covers_B) if not covered and row not in self.kept_rows]
+        self.rows = [row for row, covered in enumerate(covers_B) if not covered]
         self.part = self.plan if len(self.rows) == len(covers_B) else self.plan.select_batch(self.rows)
         self.cascade = Cascade(self.part)
         # A correction wants the final sets: cut again and again while layers come, an entry would be merged

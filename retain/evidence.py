@@ -48,7 +48,7 @@ class RunningStatistics:
 
 @dataclass(frozen=True)
 class Evidence:
-    """One attention layer at one moment.
+    """Tensors of an attention layer at an eviction.
 
     Args:
         layer_idx: index of the layer in the model.
@@ -83,8 +83,6 @@ class Evidence:
         stream_BTE: as `hidden_BTE`, before the layer norm: the residual stream; None if not requested.
         lookahead_BQSD: queries of a gate's lookahead tokens, which follow all entries and are not cached.
         lookahead_keys_BHSD: keys of the lookahead tokens.
-        first_head: number of the first KV head shown; not 0 where a process has some of them (tensor
-            parallelism).
     """
 
     layer_idx: int
@@ -111,7 +109,6 @@ class Evidence:
     stream_BTE: Float[Tensor, "B T E"] | None = None
     lookahead_BQSD: Float[Tensor, "B Q lookahead D"] | None = None
     lookahead_keys_BHSD: Float[Tensor, "B H lookahead D"] | None = None
-    first_head: int = 0
 
     @property
     def num_seen(self) -> int:

@@ -20,21 +20,6 @@ from tests.refused import refused
 # Contents of the files.
 
 
-def test_every_preset_is_a_file_that_opens_with_what_it_does_needs_and_is_run_by():
-    assert len(PRESETS) >= 32
-    for name in PRESETS:
-        lines = (FOLDER / f"{name}.yaml").read_text().splitlines()
-        assert all(line.startswith("# ") for line in lines[:3]) and not lines[3].startswith("#")
-        assert lines[1].startswith("# Needs: ")
-        # A comparison of that name has the folder to itself.
-        run = f"{name}-preset" if (FOLDER.parent / "compare" / f"{name}.yaml").exists() else name
-        start = f"# python eval/compare.py --config configs/compare/reference.yaml run={run} 'policies=["
-        assert lines[2].startswith(start)
-        assert name == "full" or lines[2].partition(" 'keep_ratios")[0] == f"{start}{name}]'"
-        assert load_policy(name).name == name
-    assert tuple(preset.name for preset in policies()) == PRESETS
-
-
 def test_the_old_name_of_a_preset_is_read_with_a_warning():
     with pytest.warns(FutureWarning, match="preset 'fused' is called 'learned'; the next release"):
         assert load_policy("fused", ["draw=null"]) == load_policy("learned", ["draw=null"])
@@ -43,7 +28,7 @@ def test_the_old_name_of_a_preset_is_read_with_a_warning():
 def test_presets_protect_alike_so_that_a_comparison_compares_scores():
     """But for StreamingLLM, whose protection is the method, and for `learned` and `merge`, whose protection
     was chosen with them: comparisons measure their rivals under it too (`configs/compare/smollm2.yaml`)."""
-    own = {
+    each = {
         "streaming_llm": (Protection(4, 0.0, 0.0, 4, 32), "not that of the other presets"),
         **dict.fromkeys(
             ("learned", "merge"), (Protection(4, 0.0, 0.0, 0, 8), "the least that structure needs")
@@ -52,7 +37,7 @@ def test_presets_protect_alike_so_that_a_comparison_compares_scores():
     for name in PRESETS:
         if name not in ("full", "kivi"):  # which keep everything
             same = Protection(4, 0.1, 0.1, 4, 32), "the same in every preset but learned and merge"
-            protection, said = own.get(name, same)
+            protection, said = each.get(name, same)
             assert load_policy(name).protection == protection, name
             text = (FOLDER / f"{name}.yaml").read_text()
             assert f"protection:           # {said}" in text
@@ -60,7 +45,7 @@ def test_presets_protect_alike_so_that_a_comparison_compares_scores():
 
 def test_presets_share_as_published():
     table = {preset.name: (preset.scope, preset.layers) for preset in policies()}
-    assert {name: own for name, own in table.items() if own != ("head", "uniform")} == SHARED
+    assert {name: each for name, each in table.items() if each != ("head", "uniform")} == SHARED
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -89,8 +74,8 @@ def test_presets_print_as_a_table():
     lava = lines[1 + PRESETS.index("lava")]
     cells = [lava[a:b].strip() for a, b in zip(starts, [*starts[1:], None], strict=True)]
     assert cells == ["lava", "mass", "layer", "entropy", "question known", "window"]
-    own = policies()[PRESETS.index("lava")]
-    assert [*own.variants] == ["paper"] and own.paper.endswith("arXiv 2509.09754")
+    each = policies()[PRESETS.index("lava")]
+    assert [*each.variants] == ["paper"] and each.paper.endswith("arXiv 2509.09754")
 
 
 @pytest.mark.parametrize("name", ["adakv", "ada_criticalkv"])
@@ -102,30 +87,11 @@ def test_the_safeguard_of_a_preset_guards(name):
     budget = Budget(keep_ratio=0.4)
     free = replace(policy, allocation=replace(policy.allocation, safeguard=None))
     held = [
-        decide_layers(own, layers, budget, scores=scores)[0].keep_BHT.sum(-1).tolist()
-        for own in (policy, free)
+        decide_layers(each, layers, budget, scores=scores)[0].keep_BHT.sum(-1).tolist()
+        for each in (policy, free)
     ]
     # 160 a head in the mean: 16 first and 32 last are protected, and 32 are guaranteed beside them.
     assert held == [[[320 - 80, 80]], [[320 - 48, 48]]]
-
-
-VARIED = ("criticalkv", "expected_attention", "h2o", "snapkv", "vatp")
-
-
-def test_where_paper_and_released_code_differ_both_are_variants():
-    """At equal memory: under the preset's own protection and exact budget."""
-    assert tuple(preset.name for preset in policies() if {"paper", "code"} <= {*preset.variants}) == VARIED
-    for name in VARIED:
-        default = load_policy(name)
-        paper, code = (load_policy(f"{name}:{variant}") for variant in ("paper", "code"))
-        assert (paper.name, code.name) == (f"{name}:paper", f"{name}:code")
-        same = [replace(one, name=name, variants={}) for one in (default, paper, code)]
-        assert paper.protection == code.protection == default.protection
-        if name == "vatp":  # its default is how LAVa compares it
-            assert same[1] == same[2] != same[0]
-            continue
-        assert same[1] != same[2] and same[0] in same[1:], name
-    refused("unknown variant 'snapkv:papper': did you mean 'snapkv:paper'", load_policy, "snapkv:papper")
 
 
 REFUSED = [
@@ -194,11 +160,3 @@ def test_a_policy_made_in_code_is_one_of_three_kinds():
     assert pickle.loads(pickle.dumps(made)) == copy.deepcopy(made) == replace(made, draw=made.draw)
     refused("draw", presets.HeadPolicy, "mine", observed="snapkv", draw=Draw(0.5))
     refused("allocation", presets.ModelPolicy, "mine", observed="snapkv", allocation=Pyramid("pyramid"))
-
-
-def test_a_package_without_its_presets_says_so(tmp_path, monkeypatch):
-    """Rather than that there are none, which a report would take for an answer."""
-    monkeypatch.setattr(presets, "__file__", str(tmp_path / "retain" / "presets.py"))
-    for ask in (presets.policies, lambda: presets.load_policy("snapkv")):
-        with pytest.raises(FileNotFoundError, match=r"not where they should be: .*configs/policy"):
-            ask()

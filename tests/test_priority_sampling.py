@@ -10,15 +10,12 @@ import torch
 from retain.budget.joint import allocate_joint, make_bids
 from retain.budget.statement import Budget
 from retain.policy import decide_layers, score_entries
-from retain.scores import SCORES, Score, masked_score
+from retain.scores import SCORES, masked_score
 from retain.scores.random import draw_keys
 from tests.evictions import (
-    columns,
     learned_scores,
     made,
     make_evidence,
-    own_part,
-    ragged,
 )
 from tests.naive import random_evidence
 from tests.refused import refused
@@ -30,13 +27,6 @@ def drawn(**settings):
     """A policy of which a share is drawn."""
     risk = {"observed": "observed_risk", "observed_settings": {"window": 4}}
     return made(**{"scope": "model", "draw": {"share": 0.3}, **risk, **settings})
-
-
-def _weight(layer) -> Score:
-    """Of a token's place and head alone, whatever columns stand before it."""
-    h_H1 = torch.arange(layer.num_heads)[:, None]
-    own = (layer.places_BT[:, None] * 7 + h_H1 * 3) % 11
-    return masked_score(own.float(), layer.exists_BHT, "risk")
 
 
 def test_keys_are_weights_over_numbers_drawn():
@@ -58,40 +48,6 @@ def test_keys_are_weights_over_numbers_drawn():
     assert draw_keys(nothing, layer).unique().tolist() == [float("-inf"), 0.0]
 
 
-def test_an_entry_draws_the_same_alone_in_a_batch_under_padding_and_later():
-    layers = make_evidence(1, 1, 18, (0, 5, 2), num_layers=2)
-    later = ragged(layers, 1)
-    for layer, after in zip(layers, later, strict=True):
-        for seeds in (None, [3, 4, 5]):
-            keys = draw_keys(_weight(layer), layer, seeds)
-            again = draw_keys(_weight(after), after, seeds)
-            assert torch.equal(again, keys.masked_fill(~after.exists_BHT, float("-inf")))
-            assert (~after.exists_BHT & layer.exists_BHT).any()
-            for b, pad in enumerate((0, 5, 2)):
-                one = own_part(layer, b)
-                alone = draw_keys(_weight(one), one, None if seeds is None else seeds[b : b + 1])
-                assert torch.equal(alone[0], keys[b, :, pad:])
-            # A cache shows columns of what some head still holds.
-            token_BT, valid_BT = columns(after, [0, 1, 2], pad=2)
-            index_BHT = token_BT[:, None].expand(-1, after.num_heads, -1)
-            shown = replace(
-                after,
-                keys_BHTD=after.keys_BHTD[:, :, : token_BT.shape[1]],
-                values_BHTD=after.values_BHTD[:, :, : token_BT.shape[1]],
-                positions_BT=torch.zeros_like(token_BT),
-                valid_BT=valid_BT,
-                place_BT=after.places_BT.gather(-1, token_BT),
-                held_BHT=after.exists_BHT.gather(-1, index_BHT) & valid_BT[:, None],
-            )
-            got, want = draw_keys(_weight(shown), shown, seeds), again.gather(-1, index_BHT)
-            assert torch.equal(got, want.masked_fill(~valid_BT[:, None], float("-inf")))
-    # Another layer, head, place or seed is another lot.
-    ones = [masked_score(torch.ones(3, 2, 18), layer.valid_BT, "risk") for layer in layers]
-    keys = torch.stack([draw_keys(one, layer) for one, layer in zip(ones, layers, strict=True)])
-    assert len(keys[:, 0].unique()) == 2 * 2 * 18
-    assert not torch.equal(draw_keys(ones[0], layers[0], [1, 2, 3]), keys[0])
-
-
 def test_sums_over_what_was_drawn_are_right_in_the_mean():
     """Priority sampling: with tau the largest key that went, `max(w, tau)` over the drawn ones of any subset
     has the subset's sum as its mean. 4,000 draws of 8 of 30, from weights of which one has a fifth of all."""
@@ -101,8 +57,8 @@ def test_sums_over_what_was_drawn_are_right_in_the_mean():
     weight = masked_score(w_HT.expand(num, -1, -1), layer.valid_BT, "mass")
     estimates = []
     for layer_idx in (0, 1):
-        own = replace(layer, layer_idx=layer_idx)
-        keys = draw_keys(weight, own, list(range(num)))
+        each = replace(layer, layer_idx=layer_idx)
+        keys = draw_keys(weight, each, list(range(num)))
         flat_BHT = torch.zeros_like(keys)
         bids, _ = make_bids(
             flat_BHT, layer.exists_BHT, torch.zeros_like(layer.exists_BHT), [0] * num, None, keys
@@ -140,13 +96,13 @@ def test_weights_of_which_no_share_can_be_drawn_are_refused():
 def test_it_is_drawn_by_what_was_observed_and_by_the_gate_where_nothing_was():
     layers = make_evidence(0, 2, 12, (0, 2))
     seen, learned = learned_scores(layers, 0), learned_scores(layers, 1)
-    for layer, own, gate in zip(layers, seen, learned, strict=True):
+    for layer, each, gate in zip(layers, seen, learned, strict=True):
         for fusion in ("max", "sum", "learned", "rank_blend"):
             policy = drawn(learned=True, fusion=fusion)
-            score = score_entries(policy, layer, observed=own, learned=gate, seeds_B=[7, 8])
-            assert torch.equal(score.draw_BHT, draw_keys(own, layer, [7, 8]))
+            score = score_entries(policy, layer, observed=each, learned=gate, seeds_B=[7, 8])
+            assert torch.equal(score.draw_BHT, draw_keys(each, layer, [7, 8]))
             plain = made(scope="model", learned=True, fusion=fusion)
-            plain_score = score_entries(plain, layer, observed=own, learned=gate)
+            plain_score = score_entries(plain, layer, observed=each, learned=gate)
             assert torch.equal(score.values_BHT, plain_score.values_BHT) and plain_score.draw_BHT is None
         alone = drawn(observed=None, learned=True, observed_settings={})
         assert torch.equal(score_entries(alone, layer, learned=gate).draw_BHT, draw_keys(gate, layer))

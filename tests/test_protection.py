@@ -54,13 +54,13 @@ def test_the_mask_is_its_formula_with_every_field(data):
         first = max(p.sinks, _count(p.prefix_fraction, p.minimum, budget))
         suffix = _count(p.suffix_fraction, p.minimum, budget)
         start = valid.shape[1] - length
-        own = []
+        each = []
         for i in range(valid.shape[1]):
             place = i - start
             ends = place < first or place >= length - p.recent or place >= length - suffix
-            own.append(place >= 0 and (ends or (pinned is not None and bool(pinned[row, i]))))
-        wanted.append(own)
-    over = [sum(own) - budget for own, budget in zip(wanted, budgets, strict=True)]
+            each.append(place >= 0 and (ends or (pinned is not None and bool(pinned[row, i]))))
+        wanted.append(each)
+    over = [sum(each) - budget for each, budget in zip(wanted, budgets, strict=True)]
     if max(over) > 0:
         said = "fewer than the .* protected"
         refused(said, protected_mask, protection, valid, budgets, pinned_BT=pinned)
@@ -89,20 +89,9 @@ def test_what_some_head_has_lost_is_not_protected_and_takes_nothing_of_the_budge
             protected_mask(fixed, valid, [counts[0], counts[1] - 1], **settings, intact_BT=intact)
 
 
-def test_without_a_budget_a_fraction_is_its_minimum_and_nothing_is_too_much():
-    valid = _valid(30, 12)
-    for protection, fixed in (
-        (Protection(3, 0.5, 0.25, 5, 4), Protection(5, 0.0, 0.0, 0, 5)),
-        (Protection(3, 0.0, 0.0, 2, 40), Protection(3, 0.0, 0.0, 0, 40)),
-    ):
-        want = protected_mask(fixed, valid, [30, 30])
-        assert torch.equal(protected_mask(protection, valid, None), want)
-    assert protected_mask(Protection(recent=40), valid, None).sum(-1).tolist() == [30, 12]
-
-
 @settings(deadline=None, max_examples=80)
 @given(st.data())
-def test_pinned_spans_are_counted_in_a_sequences_own_tokens(data):
+def test_pinned_spans_are_counted_in_the_tokens_of_a_sequence(data):
     lengths = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=3))
     shared = data.draw(st.booleans())
     tops = [min(lengths)] if shared else lengths

@@ -2,16 +2,13 @@
 
 import itertools
 from dataclasses import fields, is_dataclass, replace
-from functools import partial
 
 import pytest
 import torch
 
-from retain.attention.chunked import truncate
 from retain.attention.received import advance, advance_with_gaps, received_attention
-from retain.evidence import Evidence, RunningStatistics
+from retain.evidence import Evidence
 from retain.kernels import backend
-from retain.scores import h2o, lru
 from tests.close import assert_close
 from tests.held import ASKED, filled, held_evidence, naive_held_attention, single
 from tests.kernels.device import DEVICE
@@ -28,10 +25,10 @@ FEWER = torch.arange(ASKED) >= torch.tensor([[0], [5], [8]])
 
 
 def evidences(layer: str | None) -> list[Evidence]:
-    """Of everything, padded; of what heads hold; of that with fewer queries in some sequences."""
+    """All entries, padded; those that heads hold; the same with fewer queries in some sequences."""
     shown = [
         random_evidence((0, 3, 5), num_queries=ASKED),
-        filled(held_evidence(own=False), float("nan")),
+        filled(held_evidence(latest=False), float("nan")),
         replace(filled(held_evidence(seed=4), float("inf")), queried_BS=FEWER),
     ]
     return [single(special_layer(one, layer)) for one in shown]
@@ -118,11 +115,11 @@ def naive_running(evidence, share):
 
 
 @pytest.mark.parametrize("layer", [None, *LAYERS])
-@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("latest", [True, False])
 @pytest.mark.parametrize("share", [0.0, 1.0, 2.5])
-def test_statistics_are_their_formula(layer, own, share):
+def test_statistics_are_their_formula(layer, latest, share):
     """Own entries not held, and heads that hold nothing, among them."""
-    evidence = special_layer(held_evidence(own=own), layer)
+    evidence = special_layer(held_evidence(latest=latest), layer)
     mass, last = naive_running(evidence, share)
     exists, before = evidence.exists_BHT, [x.clone() for x in vars(evidence.running).values()]
     for chunk in (1, 3, 128):
@@ -150,10 +147,10 @@ def naive_gaps(evidence, alpha, before):
 
 
 @pytest.mark.parametrize("layer", [None, *LAYERS])
-@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("latest", [True, False])
 @pytest.mark.parametrize("alpha", [1e-4, 0.1, 0.4])
-def test_gaps_are_their_formula(layer, own, alpha):
-    evidence = special_layer(held_evidence(own=own), layer)
+def test_gaps_are_their_formula(layer, latest, alpha):
+    evidence = special_layer(held_evidence(latest=latest), layer)
     # A cache has never seen an access that is later than the queries before these.
     first_B11 = evidence.places_BT[:, None, -evidence.num_queries, None]
     past = replace(evidence.running, last_access_BHT=evidence.running.last_access_BHT.minimum(first_B11 - 1))
@@ -166,35 +163,3 @@ def test_gaps_are_their_formula(layer, own, alpha):
             assert torch.equal(got.last_access_BHT[exists], last[exists])
             assert torch.equal(got.longest_gap_BHT[exists], gap[exists])
             assert_close(got.mass_BHT[exists], advance(evidence, before).mass_BHT[exists])
-
-
-@pytest.mark.parametrize("layer", [None, *LAYERS])
-@pytest.mark.parametrize("parts", [(14,), (7, 7), (1, 12, 1), (3, 4, 2, 5)])
-@pytest.mark.parametrize("gaps", [False, True])
-def test_chunks_of_queries_fold_to_what_all_at_once_do(layer, parts, gaps):
-    evidence = special_layer(random_evidence((0, 3), num_tokens=14), layer)
-    fold = partial(advance_with_gaps, alpha=0.05) if gaps else advance
-    whole, running, stop = fold(evidence), None, 0
-    for part in parts:
-        start, stop = stop, stop + part
-        shown = truncate(evidence, stop)
-        shown = replace(shown, queries_BQSD=shown.queries_BQSD[:, :, start:])
-        if running is not None:
-            # Entries that came since begin at nothing, as in a side column.
-            old = running
-            empty = torch.zeros(2, 2, stop, dtype=torch.int32)
-            running = RunningStatistics(torch.zeros(2, 2, stop), empty, empty.clone() if gaps else None)
-            for name, side_BHT in vars(old).items():
-                if side_BHT is not None:
-                    getattr(running, name)[..., :start] = side_BHT
-        running = fold(shown, running, 2)
-    assert_close(running.mass_BHT, whole.mass_BHT)
-    valid = evidence.valid_BT[:, None].expand(2, 2, 14)
-    assert torch.equal(running.last_access_BHT[valid], whole.last_access_BHT[valid])
-    if gaps:
-        assert torch.equal(running.longest_gap_BHT[valid], whole.longest_gap_BHT[valid])
-        return
-    # And these are the numbers that scores make of every query.
-    last = replace(evidence, queries_BQSD=evidence.queries_BQSD[:, :, -1:], running=running)
-    assert_close(h2o(last).values_BHT[valid], h2o(evidence).values_BHT[valid])
-    assert torch.equal(lru(last).values_BHT, lru(evidence).values_BHT)

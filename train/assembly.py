@@ -15,10 +15,10 @@ from retain.train.local_stage import LayerLocal
 from retain.train.lookahead_stage import Lookahead
 from retain.train.loop import Lesson
 from retain.train.objectives.fit import check_unit
-from retain.train.recipe import DistillConfig, check_reading, document_check, one_by_one
+from retain.train.recipe import DistillConfig, check_reading, document_check
 from retain.train.run import parallel
 from retain.train.run.parallel import Accelerator, is_sharded
-from retain.train.soft_stage import EndToEnd, alignment_of
+from retain.train.soft_stage import EndToEnd
 from retain.train.stage import Stage
 from retain.train.teacher import Frozen, load_frozen, load_unread
 
@@ -58,9 +58,14 @@ def fresh_gates(config: DistillConfig, model: nn.Module) -> GateSet:
             f"{earlier[earlier.layers[0]].dims()}, and gate asks for {family!r} with "
             f"{gates[gates.layers[0]].dims()}: state the same family and settings."
         )
+    stage = earlier.metadata.get("stage", config.stage)
+    if stage != config.stage:
+        raise ValueError(
+            f"initial={config.initial} holds gates of stage {stage!r}, which say another thing than those of "
+            f"stage {config.stage!r}: begin with fresh ones (initial=null), or set stage={stage}."
+        )
     earlier.calibrators = nn.ModuleDict()  # of scores that will not be these any more
-    read = earlier.metadata
-    earlier.metadata = {"initial_stage": read.get("stage"), "initial_sha256": read["sha256"]}
+    earlier.metadata = {"initial_sha256": earlier.metadata["sha256"]}
     return earlier.requires_grad_(True)
 
 
@@ -75,8 +80,6 @@ def lesson_of(
     for spec in layers:
         gates[spec.layer_idx].to(spec.device)
     objective = _objective(config, gates, frozen)
-    initial = config.initial
-    ready = objective.prepare_ if initial is None else alignment_of(initial, objective, accelerator)
     return Lesson(
         objective,
         corpus,
@@ -84,8 +87,7 @@ def lesson_of(
         config.data.pack_tokens,
         lambda document: row_tokens(document, config.target),
         lockstep=sharded,
-        alone=sharded and one_by_one(config, frozen),
-        ready=ready,
+        ready=objective.prepare_ if config.initial is None else None,
     )
 
 

@@ -128,10 +128,9 @@ def _check_stage(config: DistillConfig) -> None:
             "`lookahead` and the family `lookahead` go together, and with nothing else.",
         ),
         (
-            config.calibration.wanted and config.data.held_out == 1,
+            config.calibration.kind != "none" and config.data.held_out == 1,
             "data.held_out=1: calibration fits on one half of the held-out documents and reports on the "
-            "other. Hold out two at least, none (then nothing is calibrated), or set calibration.kind=none "
-            "and calibration.curve=false.",
+            "other. Hold out two at least, none (then nothing is calibrated), or set calibration.kind=none.",
         ),
         (
             config.device_map is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1,
@@ -182,34 +181,32 @@ def _check_settings(gate: GateSettings) -> None:
         raise ValueError(f"gate.settings={gate.settings}: {str(error).splitlines()[0]}") from error
 
 
-def one_by_one(config: DistillConfig, frozen: Frozen) -> bool:
-    """Whether every document is forwards of its own, however many are in a pack."""
-    return frozen.forward_of != "row" or config.stage == "lookahead"
-
-
 def check_reading(config: DistillConfig, frozen: Frozen, *, sharded: bool) -> None:
-    """Raises ValueError for sources that the model cannot be read with: those with a number of forwards that
-    depends on the document, where every process must run the same number (`sharded`), or with several
-    branches behind recurrent layers."""
+    """Raises ValueError for sources that the model cannot be read with: several branches behind recurrent
+    layers; and, where the model is `sharded` and every process must run the same number of forwards, a number
+    that depends on the documents."""
     sources = config.target.sources
     one_branch = len({*sources} - {"own"}) <= 1
     if "repeat" in sources:
         one_branch &= config.data.max_tokens <= config.target.repeat_chunk
+    instead = "a sharded model must be read in lockstep: launch with configs/accelerate/ddp.yaml"
     refuse(
         (
             sharded and "continuation" in sources,
-            "target.sources has `continuation`, which each process generates at its own length, and a "
-            "sharded model must be read in lockstep: launch with configs/accelerate/ddp.yaml, or write the "
-            "continuations into the data as answers (context, question, answer).",
+            "target.sources has `continuation`, which each process generates at its own length, and "
+            f"{instead}, or write the continuations into the data as answers (context, question, answer)",
+        ),
+        (
+            sharded and (config.stage == "lookahead" or frozen.forward_of != "row"),
+            "the stage `lookahead`, recurrent layers and rotary embeddings that change with the length read "
+            f"each document in forwards of its own, and {instead}",
         ),
         (
             frozen.forward_of == "branch" and not one_branch,
             f"target.sources=[{', '.join(sources)}]: this model has recurrent layers, which read at most one "
             "branch behind a document. Take own and one other source (repeat: with target.repeat_chunk at "
-            "data.max_tokens or more).",
+            "data.max_tokens or more)",
         ),
-        separator=" ",
-        end="",
     )
 
 

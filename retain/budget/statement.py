@@ -64,7 +64,7 @@ class Budget:
 
     @property
     def in_bytes(self) -> bool:
-        """Whether bytes are stated."""
+        """True where bytes are stated."""
         return self.bytes is not None or self.byte_ratio is not None
 
 
@@ -129,8 +129,6 @@ class Totals:
         equal_BL: entries of each layer under equal budgets, as stated: at most `length * H`, whether or not
             they are still there.
         held_BL: entries that are still there.
-        per_head_B: stated entries of a head in the mean over the layers, exact, to which
-            fractions of a budget refer.
         whole_B: which sequences are short and held whole, since the stated budget is too little for them.
     """
 
@@ -138,8 +136,12 @@ class Totals:
     heads_L: tuple[int, ...]
     equal_BL: tuple[tuple[int, ...], ...]
     held_BL: tuple[tuple[int, ...], ...]
-    per_head_B: tuple[Fraction, ...]
     whole_B: tuple[bool, ...]
+
+    @property
+    def per_head_B(self) -> tuple[Fraction, ...]:
+        """Stated entries of a head in the mean over the layers, exact; fractions of a budget refer to it."""
+        return tuple(Fraction(stated, sum(self.heads_L)) for stated in self.stated_B)
 
     @property
     def stated_B(self) -> list[int]:
@@ -158,13 +160,11 @@ class Totals:
 
     def hold_whole(self, rows: Sequence[int]) -> "Totals":
         """Hold these sequences whole too."""
-        equal_BL, per_head_B, whole_B = [*self.equal_BL], [*self.per_head_B], [*self.whole_B]
+        equal_BL, whole_B = [*self.equal_BL], [*self.whole_B]
         for row in rows:
-            length = self.lengths_B[row]
-            equal_BL[row] = tuple(length * heads for heads in self.heads_L)
-            per_head_B[row], whole_B[row] = Fraction(length), True
-        changed = tuple(equal_BL), tuple(per_head_B), tuple(whole_B)
-        return replace(self, equal_BL=changed[0], per_head_B=changed[1], whole_B=changed[2])
+            equal_BL[row] = tuple(self.lengths_B[row] * heads for heads in self.heads_L)
+            whole_B[row] = True
+        return replace(self, equal_BL=tuple(equal_BL), whole_B=tuple(whole_B))
 
 
 def select_rows(record: Record, rows: Sequence[int]) -> Record:
@@ -172,7 +172,7 @@ def select_rows(record: Record, rows: Sequence[int]) -> Record:
     `_BT`."""
     plain: Any = record
     changes: dict[str, Any] = {}
-    for name in (own.name for own in fields(plain)):
+    for name in (each.name for each in fields(plain)):
         value = getattr(plain, name)
         if value is not None and name.rpartition("_")[2] in ("B", "BL", "BT"):
             tensor = isinstance(value, Tensor)
@@ -212,45 +212,43 @@ def spread(
     heads_L = tuple(layer.num_heads for layer in layers)
     all_BL = tuple(tuple(length * heads for heads in heads_L) for length in lengths_B)
     held_BL = all_BL if held_BL is None else tuple(map(tuple, held_BL))
-    equal_BL, per_head_B, short = [], [], []
+    equal_BL, short = [], []
     for row, (length, held) in enumerate(zip(lengths_B, held_BL, strict=True)):
         assert len(held) == len(layers), "one count for each layer that evicts, in order"
-        equal = held if budget.threshold is not None else _stated(budget, length, layers, heads_L)
-        for idx, (own, layer) in enumerate(zip(equal, layers, strict=True)):
-            if own < min(held[idx], layer.num_heads):
+        equal = held if budget.threshold is not None else _stated(budget, length, layers)
+        for idx, (entries, layer) in enumerate(zip(equal, layers, strict=True)):
+            if entries < min(held[idx], layer.num_heads):
                 if length <= short_tokens:
                     short.append(row)
                     break
                 least = math.ceil(sum(layer.bytes_of(layer.num_heads) for layer in layers))
                 more = max(1 + Fraction(other.metadata_bytes, other.entry_bytes) for other in layers)
                 raise ValueError(
-                    f"sequence {row} of {length} tokens gets {own} entries for the {layer.num_heads} KV "
+                    f"sequence {row} of {length} tokens gets {entries} entries for the {layer.num_heads} KV "
                     f"heads of layer {idx}, and no head may be empty: state more than is protected, and at "
                     f"the very least one entry a head (keep_ratio {float(more) / max(1, length):.3g}, "
                     f"tokens_per_head {math.ceil(more)}, or {least} bytes a sequence)."
                 )
         equal_BL.append(equal)
-        per_head_B.append(Fraction(sum(equal), sum(heads_L)))
-    rows = tuple(lengths_B), heads_L, tuple(equal_BL), held_BL, tuple(per_head_B)
-    return Totals(*rows, (False,) * len(lengths_B)).hold_whole(short)
+    whole_B = (False,) * len(lengths_B)
+    return Totals(tuple(lengths_B), heads_L, tuple(equal_BL), held_BL, whole_B).hold_whole(short)
 
 
-def _stated(
-    budget: Budget, length: int, layers: Sequence[LayerShape], heads_L: Sequence[int]
-) -> tuple[int, ...]:
-    """Entries of each layer of a sequence, of so many heads, at most those that there were."""
+def _stated(budget: Budget, length: int, layers: Sequence[LayerShape]) -> tuple[int, ...]:
+    """Entries of each layer of a sequence, at most those that there were."""
+    heads_L = [layer.num_heads for layer in layers]
     most_L = [length * heads for heads in heads_L]
     if budget.keep_ratio is not None or budget.tokens_per_head is not None:
         tokens = int(budget.tokens_per_head or 0)
         entries_L = [tokens * heads for heads in heads_L]
         if budget.keep_ratio is not None:
             entries_L = [math.floor(exact(budget.keep_ratio) * most + Fraction(1, 2)) for most in most_L]
-        fits = all(own >= most for own, most in zip(entries_L, most_L, strict=True))
+        fits = all(entries >= most for entries, most in zip(entries_L, most_L, strict=True))
         if not fits and any(entries_L) and any(layer.metadata_bytes for layer in layers):
             # As many as fit into the bytes of these, with what attention reads with each.
             shares = [
-                Fraction(own * layer.entry_bytes, layer.entry_bytes + layer.metadata_bytes)
-                for own, layer in zip(entries_L, layers, strict=True)
+                Fraction(entries * layer.entry_bytes, layer.entry_bytes + layer.metadata_bytes)
+                for entries, layer in zip(entries_L, layers, strict=True)
             ]
             entries_L = largest_remainder(math.floor(sum(shares)), shares)
         return tuple(map(min, entries_L, most_L))
@@ -259,15 +257,16 @@ def _stated(
         all_bytes = sum(layer.num_heads * layer.entry_bytes for layer in layers) * length
         size = math.floor(exact(budget.byte_ratio) * all_bytes)
     paid_L = [layer.paid_bytes for layer in layers]
-    pairs = [*zip(heads_L, layers, strict=True)]
-    once = sum(heads * layer.head_bytes for heads, layer in pairs)
     # Nothing is read with entries where all are kept.
-    if size >= once + sum(length * heads * (own.paid_bytes - own.metadata_bytes) for heads, own in pairs):
+    whole = sum(
+        layer.bytes_of(most) - most * layer.metadata_bytes for most, layer in zip(most_L, layers, strict=True)
+    )
+    if size >= whole:
         return tuple(most_L)
-    left = max(Fraction(0), size - once)
+    left = max(Fraction(0), size - sum(layer.num_heads * layer.head_bytes for layer in layers))
     if len({*paid_L}) == 1:
         entries_L = largest_remainder(int(left // paid_L[0]), [Fraction(heads) for heads in heads_L])
     else:
-        total = sum(heads * own for heads, own in zip(heads_L, paid_L, strict=True))
+        total = sum(heads * paid for heads, paid in zip(heads_L, paid_L, strict=True))
         entries_L = [int(left * heads // total) for heads in heads_L]
     return tuple(map(min, entries_L, most_L))

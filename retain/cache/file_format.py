@@ -4,9 +4,9 @@ A file is believed whole or not at all. Its header carries a sha256 over everyth
 before a byte of it is used, and it is written in full beside an older one before it is renamed over it. So a
 full disk, a kill, a cut copy and a flipped bit are noticed, and leave what there was. Nothing in it is code.
 
-Header: the model's `fingerprint` and `dtype`; the counters of `COUNTERS`; `seeds`; the `precision` by which
+Header: the model's `fingerprint` and `dtype`; counters; `seeds`; the `precision` by which
 layers are packed; whatever else the engine needs to go on. Tensors: `history.valid`, `.positions`, `.last`,
-`.ids`, `.announced`; of each layer that evicts `layer.N.store.NAME` of its plain entries and
+`.ids`; of each layer that evicts `layer.N.store.NAME` of its plain entries and
 `layer.N.packed.NAME` of the packed ones (`tensors_of`; nothing is encoded anew), and `layer.N.recent.NAME`,
 its last tokens' queries and hidden states; of other layers `layer.N.state.NAME`.
 """
@@ -32,10 +32,8 @@ from retain.process.disk import save_new
 # Others are refused.
 SCHEMA_VERSION = 5
 FORMAT = "retain.cache"
-BESIDE = "beside."
+SIDE = "side."
 CORRUPT = "{} is truncated or corrupt ({}): copy it again, or read the context again."
-# Counters of a conversation, in the header as they are.
-COUNTERS = ("width", "prompt_B", "moments", "noted", "evictions", "evicted_at", "packed_at")
 # Key of the header: how layers are packed.
 PRECISION = "precision"
 # The scales that keys of a store of codes share.
@@ -127,11 +125,11 @@ def tensors_of(store: RaggedStore) -> dict[str, Tensor]:
     """Tensors of a store: exactly the entries held, row after row, and the rows' lengths.
 
     Returns:
-        "keys" and "values" `[N, ...]`, "positions" `[N]`, "lengths" `[R]`, "beside.NAME" `[N, ...]`, and of
+        "keys" and "values" `[N, ...]`, "positions" `[N]`, "lengths" `[R]`, "side.NAME" `[N, ...]`, and of
         codes "value_scales", "groups" and "key_scales".
     """
     index_N = store.index_N()
-    columns = {name if name in ENTRY else BESIDE + name: column for name, column in store.columns.items()}
+    columns = {name if name in ENTRY else SIDE + name: column for name, column in store.columns.items()}
     found = {name: column[index_N] for name, column in columns.items()}
     table = {} if store.key_scales_G2D is None else {KEY_SCALES: store.key_scales_G2D}
     return {**found, "lengths": store.lengths_R.clone(), **table}
@@ -153,7 +151,7 @@ def store_of(
         ValueError: lengths and entries do not fit together.
     """
     columns = {name: tensors[name] for name in ENTRY[: 3 if codec is None else 5]}
-    columns |= within(tensors, BESIDE)
+    columns |= within(tensors, SIDE)
     lengths_R, sizes = tensors["lengths"], {name: len(column) for name, column in columns.items()}
     R, N = len(lengths_R), int(lengths_R.sum())
     if {*sizes.values()} != {N} or R % num_heads:

@@ -270,7 +270,8 @@ def check_fingerprint(
         ValueError: it is another model, by dimensions, or by weights where these may not differ; names the
             fields that differ.
     """
-    trained = metadata.get("fingerprint") or {}
+    trained = metadata.get("fingerprint")
+    trained = trained if isinstance(trained, Mapping) else {}
     known = fingerprint() if callable(fingerprint) else fingerprint
     at_hand = json.loads(json.dumps(dict(known)))
     differ = [key for key in sorted(trained.keys() | at_hand.keys()) if trained.get(key) != at_hand.get(key)]

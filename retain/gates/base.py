@@ -356,7 +356,7 @@ class GateSet(nn.Module, ModelHubMixin):
         curve = (self.metadata.get("calibration") or {}).get("curve")
         if not curve:
             raise ValueError(
-                "these gates know no threshold for a keep_ratio: train them with calibration.curve true "
+                "these gates know no threshold for a keep_ratio: train them with calibration.kind shared "
                 "(train/distill.py), or state a budget (keep_ratio=...)."
             )
         return threshold_at(curve["keep_ratio"], curve["threshold"], keep_ratio)

@@ -5,6 +5,7 @@ them alike.
 """
 
 import inspect
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -108,5 +109,5 @@ def _fits(value: Any, default: Any) -> bool:
     if isinstance(default, bool) or isinstance(value, bool):
         return isinstance(default, bool) and isinstance(value, bool)
     if isinstance(default, float):
-        return isinstance(value, int | float)
+        return isinstance(value, int | float) and math.isfinite(value)
     return default is None or isinstance(value, type(default))

@@ -19,8 +19,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
 
+from retain.attention.received import received_attention
+from retain.evidence import Evidence, attention_probs
 from retain.gates.base import Gate, GateInputs
-from retain.kernels.attention_stats import attention_stats
 
 # The pass of this context (threads differ) whose hooks add adapters; None: the model runs as it is.
 _ACTIVE: ContextVar[object | None] = ContextVar("retain_lookahead", default=None)
@@ -162,50 +163,29 @@ def lookahead_attention(inputs: GateInputs) -> Float[Tensor, "B Q T"]:
     """
     queries, keys, behind = inputs.lookahead_BQSD, inputs.keys_BHTD, inputs.lookahead_keys_BHSD
     assert queries is not None and keys is not None and behind is not None and inputs.scaling is not None
-    T, S = keys.shape[2], behind.shape[2]
-    keys_BHAD, exists_BA = torch.cat([keys, behind], dim=2), inputs.valid_BT
-    if exists_BA is not None:
-        exists_BA = torch.cat([exists_BA, exists_BA.new_ones(len(behind), S)], dim=1)
-    if torch.is_grad_enabled() and (queries.requires_grad or keys_BHAD.requires_grad):
-        return _rows(inputs, queries, keys_BHAD, exists_BA)[..., :T].sum(2) / S
-    # Without padding, no places are passed to the op.
-    stats = attention_stats(
-        queries,
-        keys_BHAD,
+    (B, Q, S, D), T = queries.shape, keys.shape[2]
+    exists_BA = torch.ones(B, T + S, dtype=torch.bool, device=keys.device)
+    if inputs.valid_BT is not None:
+        exists_BA[:, :T] = inputs.valid_BT
+    both_BHAD, place_BA = torch.cat([keys, behind], dim=2), exists_BA.cumsum(-1) - 1
+    layer = Evidence(
+        layer_idx=0,
+        queries_BQSD=queries,
+        keys_BHTD=both_BHAD,
+        values_BHTD=both_BHAD,
+        output_weight_QDE=keys.new_zeros(1).expand(Q, D, 1),
         scaling=inputs.scaling,
-        wanted=("sum",),
-        first_query=T,
-        keys=(0, T),
-        window=inputs.window,
-        exists_BHT=None if exists_BA is None else exists_BA[:, None],
-        place_BT=None if exists_BA is None or inputs.window is None else exists_BA.cumsum(-1) - 1,
+        positions_BT=place_BA,
+        valid_BT=exists_BA,
         soft_cap=inputs.soft_cap,
+        window=inputs.window,
         sinks_Q=inputs.sinks_Q,
+        place_BT=None if inputs.valid_BT is None else place_BA,
     )
-    assert stats.sum is not None
-    return stats.sum / S
-
-
-def _rows(how: GateInputs, queries_BQSD: Tensor, keys_BHAD: Tensor, exists_BA: Tensor | None) -> Tensor:
-    """The tokens' rows of attention, `[B, Q, S, A = T + S]` (and one column for a sink), with gradients."""
-    assert how.scaling is not None
-    (B, H, A, D), (Q, S) = keys_BHAD.shape, queries_BQSD.shape[1:3]
-    dtype = torch.promote_types(keys_BHAD.dtype, torch.float32)
-    queries = queries_BQSD.to(dtype).reshape(B, H, -1, D)
-    logits = (queries @ keys_BHAD.to(dtype).transpose(-1, -2)).view(B, Q, S, A) * how.scaling
-    if how.soft_cap is not None:
-        logits = how.soft_cap * torch.tanh(logits / how.soft_cap)
-    place_A = torch.arange(A, device=keys_BHAD.device)
-    seen_BSA = (place_A <= place_A[A - S :, None]).expand(B, S, A)
-    if exists_BA is not None:
-        seen_BSA = seen_BSA & exists_BA[:, None]
-    if how.window is not None:
-        place_BA = place_A.expand(B, A) if exists_BA is None else exists_BA.cumsum(-1)
-        seen_BSA = seen_BSA & (place_BA[:, None] > place_BA[:, A - S :, None] - how.window)
-    logits = logits.masked_fill(~seen_BSA[:, None], float("-inf"))
-    if how.sinks_Q is not None:
-        logits = torch.cat([logits, how.sinks_Q.to(dtype).view(1, Q, 1, 1).expand(B, Q, S, 1)], dim=-1)
-    return torch.softmax(logits, dim=-1)
+    if torch.is_grad_enabled() and (queries.requires_grad or both_BHAD.requires_grad):
+        return attention_probs(layer, 0, S)[..., :T].sum(2) / S
+    (paid_BQT,) = received_attention(layer, "sum", entries=T)
+    return paid_BQT / S
 
 
 def _key(name: str) -> str:

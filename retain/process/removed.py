@@ -14,7 +14,9 @@ regimes -> when (prefill, chunk, decode) and question (known, unknown)
 context_only -> when=[prefill] question=[unknown]
 query_aware -> when=[prefill] question=[known]
 suite suites -> tasks alone, e.g. tasks=[reference] or tasks=[ruler]
-text -> task_settings for its changes, and chat, template, dtype, revision, device_map as keys
+text -> task_settings for its changes, and chat, dtype, revision, device_map as keys
+batch_items -> max_sequences: a context is read alone, and its candidates are decoded together
+template -> chat alone, with the template's defaults
 unit_items workers -> accelerate launch --num_processes N
 preset_protection under -> protections, which every policy is measured under too
 gate_sets uses -> a variant that names its gates: [learned, gates=FOLDER]
@@ -38,6 +40,7 @@ defensivekv.code layer_defensivekv.code -> observed_settings.norm=head_share, th
 head_classes head_importance -> allocation.weights, JSON of a number a head
 query_centres -> a .pt file of statistics from TriAttention's own code
 head_threshold -> python -m retain.eval.head_weights, by which half of the heads retrieve
+h2o.chunk lru.chunk vatp.chunk keyformer.chunk lazy_eviction.chunk -> leave it out: it changed no result
 cake.variance -> leave it out: the paper's, over queries
 snapkv.order cake.order vatp.order snapkv.aggregate defensive.aggregate defensive.value_norm_place
     critical.norm vatp.pool vatp.pool_size observed_risk.pool observed_risk.pool_size keydiff.anchor

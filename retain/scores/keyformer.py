@@ -100,7 +100,7 @@ def _noise(evidence: Evidence, start: int, seen: int, seed: int) -> Float[Tensor
     """`exp(-z)`, with z the Gumbel noise of the pairs of the queries at entries `start..seen` and the entries
     `0..seen`."""
     Q, place_BK = evidence.queries_BQSD.shape[1], evidence.places_BT[:, :seen]
-    heads_Q = evidence.first_head * evidence.group + torch.arange(Q, device=place_BK.device)
+    heads_Q = torch.arange(Q, device=place_BK.device)
     seed_ = torch.tensor(seed, device=place_BK.device)
     state_Q = hashed(hashed(hashed(seed_) + evidence.layer_idx) + heads_Q)
     state_BQs = hashed(state_Q[:, None] + place_BK[:, None, start:])

@@ -44,7 +44,7 @@ def random(evidence: Evidence, *, seeds_B: Sequence[int] | Int[Tensor, " B"] | N
     device = evidence.valid_BT.device
     state_B = hashed(torch.tensor([_signed(seed) for seed in seeds], dtype=torch.int64, device=device))
     state_B = hashed(state_B + evidence.layer_idx)
-    heads_H = evidence.first_head + torch.arange(evidence.num_heads, device=device)
+    heads_H = torch.arange(evidence.num_heads, device=device)
     state_BH = hashed(state_B[:, None] + heads_H)
     values_BHT = uniform_of(state_BH[:, :, None] + evidence.places_BT[:, None, :])
     return masked_score(values_BHT, evidence.exists_BHT, "rank")

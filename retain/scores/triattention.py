@@ -134,14 +134,13 @@ def _standardised(values_BHGT: Tensor, exists_BH1T: Tensor) -> Tensor:
 
 def _stored(path: str, evidence: Evidence) -> tuple[Tensor, Tensor]:
     """Centre `[1, Q, D]` and lengths `[1, Q, F]` of the heads shown, of a file."""
-    Q, first = evidence.queries_BQSD.shape[1], evidence.first_head * evidence.group
-    D, idx = evidence.keys_BHTD.shape[-1], evidence.layer_idx
+    Q, D, idx = evidence.queries_BQSD.shape[1], evidence.keys_BHTD.shape[-1], evidence.layer_idx
     stored_Q3F = _read(path).get(idx)
     assert evidence.rotary is not None
-    fits = stored_Q3F is not None and len(stored_Q3F) >= first + Q and 2 * stored_Q3F.shape[-1] == D
+    fits = stored_Q3F is not None and len(stored_Q3F) >= Q and 2 * stored_Q3F.shape[-1] == D
     if stored_Q3F is None or not fits or 2 * len(evidence.rotary.inverse_frequencies_F) != D:
-        raise ValueError(_another(path, idx, stored_Q3F, f"{first + Q} query heads of {D} turned numbers"))
-    real_1QF, imaginary_1QF, length_1QF = stored_Q3F[None, first : first + Q].unbind(2)
+        raise ValueError(_another(path, idx, stored_Q3F, f"{Q} query heads of {D} turned numbers"))
+    real_1QF, imaginary_1QF, length_1QF = stored_Q3F[None, :Q].unbind(2)
     return torch.cat([real_1QF, imaginary_1QF], dim=-1), length_1QF
 
 

@@ -2,15 +2,11 @@
 every family, every regime. And what else is done with a cache.
 """
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 import retain
-from retain.cache.store import LOG_WEIGHT
 from retain.correction.merge import Merge
-from retain.evidence import attention_probs
 from retain.hf.cache.cache import Cache
 from retain.hf.version_names import CACHE
 from tests.close import assert_close
@@ -102,18 +98,15 @@ def held(cache):
 @pytest.mark.parametrize("policy", ["snapkv", "adakv", "lava", "cake", "layer_defensivekv", "learned"])
 def test_to_evict_later_is_to_evict_at_once(policy):
     """Also where layers share: an entry is merged once, by the final sets, and not layer by layer."""
-    model, correction = attached("qwen3"), MERGE
+    model, (ids, mask) = attached("qwen3"), tiny_batch((0, 7), 60)
     gates = {"gates": gates_of(model)} if policy == "learned" else {}
-    ids, mask = tiny_batch((0, 7), 60)
     whole = Cache(model, "recency", keep_ratio=0.5).prefill(ids, mask, evict=False, hold_evidence=True)
-    later = whole.fork().evict(policy, correction=correction, **gates, **SETTINGS)
-    for own, other in zip(held(run(model, policy, correction=correction)), held(later), strict=True):
-        assert all(map(torch.equal, own, other))
-    assert all({*store.side} == {LOG_WEIGHT} for store in later.state.stores)
-    # The fork that shares its tensors was not written to.
-    again = whole.fork().evict(policy, **gates, **SETTINGS)
-    for own, other in zip(held(run(model, policy)), held(again), strict=True):
-        assert all(map(torch.equal, own, other))
+    for correction in (MERGE, None):  # the fork that shares its tensors was not written to
+        bound = Cache(model, policy, correction=correction, **gates, **SETTINGS).state.bound_policy
+        keep = bound.decide(whole.evidence).finish()
+        later = whole.fork().evict_with(keep, correction=bound.correction)
+        for one, other in zip(held(run(model, policy, correction=correction)), held(later), strict=True):
+            assert all(map(torch.equal, one, other))
 
 
 def test_weights_go_where_their_entries_go(tmp_path):
@@ -121,17 +114,17 @@ def test_weights_go_where_their_entries_go(tmp_path):
     model = attached("qwen3")
     cache = run(model, "snapkv", correction=MERGE, regime="prefill+decode", every=3)
     weights = [store.log_weight_C[store.index_N()].exp() for store in cache.state.stores]
-    assert sum(int((own_N - 1).sum()) for own_N in weights) > 10
+    assert sum(int((before_N - 1).sum()) for before_N in weights) > 10
     cache.save(tmp_path / "cache.safetensors")
     others = [cache.fork(), Cache.load(tmp_path / "cache.safetensors", model), cache.fork()]
     others[2].batch_select_indices(torch.tensor([1, 0]))
     others[2].batch_select_indices(torch.tensor([1, 0]))
     mask = torch.cat([tiny_batch((0, 7), 60)[1], torch.ones(2, 9, dtype=torch.long)], dim=1)
 
-    def go_on(own):
+    def go_on(each):
         logits = []
         for step in range(8):
-            given = {"attention_mask": mask[:, : 61 + step], CACHE: own}
+            given = {"attention_mask": mask[:, : 61 + step], CACHE: each}
             where = positions_of(mask[:, : 61 + step])[:, -1:]
             out = model(input_ids=torch.tensor([[5 + step], [9 + step]]), position_ids=where, **given)
             logits.append(out.logits)
@@ -151,15 +144,17 @@ def test_counts_last_while_a_cache_is_decoded_from_and_stacked():
     plain, counted = run(model, "snapkv"), run(model, "snapkv", correction=MERGE)
     before = [store.log_weight_C[store.index_N()] for store in counted.state.stores]
     both = Cache.concat([plain.fork(), counted.fork()])
-    for store, own_N in zip(both.state.stores, before, strict=True):
+    for store, before_N in zip(both.state.stores, before, strict=True):
         weight_N = store.log_weight_C[store.index_N()]
-        assert not bool(weight_N[: -len(own_N)].any()) and torch.equal(weight_N[-len(own_N) :], own_N)
+        assert not bool(weight_N[: -len(before_N)].any()) and torch.equal(
+            weight_N[-len(before_N) :], before_N
+        )
     mask = torch.cat([tiny_batch((0, 7), 60)[1], torch.ones(2, 3, dtype=torch.long)], dim=1)
     ids = torch.randint(5, 90, (2, 3), generator=torch.Generator().manual_seed(1))
 
-    def asked(own, times):
+    def asked(each, times):
         where = positions_of(mask)[:, -3:].repeat(times, 1)
-        given = {"attention_mask": mask.repeat(times, 1), CACHE: own, "position_ids": where}
+        given = {"attention_mask": mask.repeat(times, 1), CACHE: each, "position_ids": where}
         with torch.no_grad():
             return model(input_ids=ids.repeat(times, 1), **given).logits
 
@@ -167,37 +162,5 @@ def test_counts_last_while_a_cache_is_decoded_from_and_stacked():
     assert_close(asked(both, 2), apart, dtype=torch.float32, ops=8)
     assert float((apart[:2] - apart[2:]).abs().max()) > 1e-3
     counted.crop(60)
-    for store, own_N in zip(counted.state.stores, before, strict=True):
-        assert torch.equal(store.log_weight_C[store.index_N()], own_N)
-
-
-def test_scores_of_a_later_eviction_see_what_attention_sees():
-    """What stands for several is paid for several, and the evidence says so."""
-    model = attached("qwen3")
-    shown = []
-    settings = {**SETTINGS, "correction": MERGE, "regime": "prefill+decode", "every": 3}
-    cache = run(model, "snapkv", **settings)
-    request = cache.state.bound_policy
-    scored = type(request).score
-
-    def score(self, evidence, batch):
-        shown.append(evidence)
-        return scored(self, evidence, batch)
-
-    mask = torch.cat([tiny_batch((0, 7), 60)[1], torch.ones(2, 3, dtype=torch.long)], dim=1)
-    columns = [store.log_weight_C[store.index_N()].sort().values for store in cache.state.stores]
-    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr(type(request), "score", score)
-        for step in range(3):
-            given = {"attention_mask": mask[:, : 61 + step], CACHE: cache}
-            where = positions_of(mask[:, : 61 + step])[:, -1:]
-            model(input_ids=torch.tensor([[5 + step], [9 + step]]), position_ids=where, **given)
-    assert cache.evictions == 2 and len(shown) == 3
-    for evidence, before_N in zip(shown, columns, strict=True):
-        known = evidence.log_weight_BHT[evidence.exists_BHT]
-        assert torch.equal(known[known > 0].sort().values, before_N[before_N > 0])
-        seen = evidence.queries_BQSD.shape[2]
-        paid = attention_probs(evidence, 0, seen)
-        plain = attention_probs(replace(evidence, log_weight_BHT=None), 0, seen)
-        heavy = evidence.log_weight_BHT.repeat_interleave(evidence.group, 1)[:, :, None] > 0
-        assert float((paid * heavy).sum()) > float((plain * heavy).sum())
+    for store, before_N in zip(counted.state.stores, before, strict=True):
+        assert torch.equal(store.log_weight_C[store.index_N()], before_N)

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 
-import retain
 from retain.eval import cli
 from retain.presets import policies
 
@@ -28,15 +27,6 @@ def test_help_lists_every_command(capsys):
     assert cli.main([]) == 2
 
 
-def test_the_version_and_the_command_without_its_script(capsys):
-    assert cli.main(["--version"]) == 0
-    assert capsys.readouterr().out == f"retain {retain.__version__}\n"
-    done = subprocess.run(
-        [sys.executable, "-m", "retain", "--version"], cwd=ROOT, capture_output=True, text=True
-    )
-    assert (done.returncode, done.stdout) == (0, f"retain {retain.__version__}\n")
-
-
 def test_help_imports_neither_torch_nor_an_extra():
     code = (
         "import sys, retain.eval.cli as cli; cli.main(['--help']); "
@@ -45,24 +35,6 @@ def test_help_imports_neither_torch_nor_an_extra():
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize(
-    ("typed", "usage", "heavy"),
-    [
-        (["train/distill.py"], "retain train", ""),
-        (["eval/compare.py"], "eval/compare.py", "transformers scipy datasets"),
-        (["-m", "retain", "compare"], "retain compare", "transformers scipy datasets"),
-        (["-m", "retain", "describe"], "retain describe", ""),
-        (["-m", "retain", "try"], "retain try", "torch transformers"),
-    ],
-)
-def test_help_calls_a_command_as_it_was_typed_and_imports_little(typed, usage, heavy):
-    command = [sys.executable, *(["-X", "importtime"] if heavy else []), *typed, "--help"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.startswith(f"usage: {usage} "), done.stdout
-    imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
-    assert not imported & {*heavy.split()} and ("argparse" in imported or not heavy)
 
 
 def test_a_reader_that_goes_away_ends_the_command_without_a_word():

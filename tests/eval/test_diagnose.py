@@ -31,6 +31,7 @@ from retain.evidence import attention_probs
 from retain.future import future_risk
 from retain.hf.intercept.attach import attach
 from retain.hf.intercept.observe import observe
+from retain.hf.version_names import CACHE
 from retain.reference import load_model, load_tokenizer
 from retain.reference.corpus import stream
 from tests.close import MODEL, assert_close
@@ -115,7 +116,7 @@ def read():
     for document in DOCUMENTS:
         readings = diagnose(model, document, POLICIES, [0.7], steps=6, gates=gates)
         ids = torch.tensor([[*document.context_ids, *document.question_ids]])
-        (answer,) = respond(model, retain.Cache(model, None), ids, torch.ones_like(ids), new_tokens=6)
+        (answer,) = respond(model, retain.Cache(model, None), ids, new_tokens=6)
         found.append(((*document.question_ids, *answer[:-1]), answer, {one.policy: one for one in readings}))
     return model, gates, found
 
@@ -144,7 +145,7 @@ def test_each_policy_keeps_its_budget_as_a_cache_does(read):
             how = {"gates": gates} if name == "learned" else {}
             cache = retain.Cache(model, name, keep_ratio=0.7, short="raise", **how)
             cache.prefill(torch.tensor([document.context_ids]))
-            heads = [positions for layer in positions_held(cache, 0) for positions in layer]
+            heads = positions_held(cache)
             for keep_T, positions in zip(by_name[name].keep_NT, heads, strict=True):
                 assert keep_T.nonzero().flatten().tolist() == positions.tolist()
 
@@ -182,25 +183,14 @@ def test_chunks_of_steps_change_nothing():
     assert_close(coverage_of(teacher, keeps, 20), whole, ops=50)
 
 
-def test_logits_of_evicted_caches_are_those_of_a_model_that_never_held_the_entries(read):
-    """Heads of a layer may differ, so every layer's mask goes into an eager forward as its bias."""
+def test_steps_are_compared_with_the_model_without_a_cache(read):
     model, _, found = read
     tail, answer, by_name = found[0]
-    got, seen = by_name["random"], len(DOCUMENTS[0].context_ids)
-    eager = tiny_model("qwen3", seed=0, attn="eager")
-    ids = torch.tensor([[*DOCUMENTS[0].context_ids, *tail]])
-    total, heads = ids.shape[1], eager.config.num_attention_heads
-    causal = torch.ones(total, total).tril().bool()
-    for layer, keep_HT in zip(eager.model.layers, layers_of(eager, got.keep_NT), strict=True):
-        held = torch.nn.functional.pad(keep_HT, (0, len(tail)), value=True)
-        held = held.repeat_interleave(heads // len(keep_HT), 0)[:, None]
-        # Before the eviction nothing was missing.
-        seen_by = causal & (held | (torch.arange(total)[:, None] < seen))
-        bias = torch.zeros(1, heads, total, total).masked_fill(~seen_by, torch.finfo(torch.float32).min)
-        layer.self_attn.register_forward_pre_hook(
-            lambda _m, args, kwargs, bias=bias: (args, {**kwargs, "attention_mask": bias}), with_kwargs=True
-        )
-    full, logits = (m(input_ids=ids, use_cache=False).logits[0, -6:] for m in (model, eager))
+    context, got = DOCUMENTS[0].context_ids, by_name["snapkv"]
+    cache = retain.Cache(model, "snapkv", keep_ratio=0.7, short="raise").prefill(torch.tensor([context]))
+    with torch.no_grad():
+        full = model(input_ids=torch.tensor([[*context, *tail]]), use_cache=False).logits[0, -6:]
+        logits = model(input_ids=torch.tensor([tail]), use_cache=True, **{CACHE: cache}).logits[0, -6:]
     p, q = (x.double().log_softmax(-1) for x in (full, logits))
     for measured, wanted in (
         (got.kl_S, (p.exp() * (p - q)).sum(-1)),
@@ -209,6 +199,7 @@ def test_logits_of_evicted_caches_are_those_of_a_model_that_never_held_the_entri
     ):
         assert_close(measured, wanted, dtype=torch.float32, ops=10 * MODEL)
     assert torch.equal(got.agree_S, logits.argmax(-1) == full.argmax(-1))
+    assert got.kl_S.max() > 1e-4
 
 
 def reading(coverage_NS, kl, loss, full, kept=3):
@@ -244,18 +235,22 @@ def test_a_given_continuation_is_scored_against_the_model():
     attach(model)
     pieces = cut(ids, [1], context_tokens=96, behind=13, documents=2)
     assert [list(piece) for piece in pieces] == [[1, *ids[start : start + 108]] for start in (0, 1000)]
-    for piece in pieces:
-        document = Document(piece[:96], piece[96:97], piece[97:])
-        readings = diagnose(model, document, ("snapkv", "random"), (0.5, 1.0), steps=20)
-        budgets = [(one.policy, one.keep_ratio) for one in readings]
-        assert budgets == [(FULL, 1.0), *itertools.product(("snapkv", "random"), (0.5, 1.0))]
-        with torch.inference_mode():
-            logits = model(torch.tensor([piece])).logits[0].double().log_softmax(-1)
-        losses = [-float(logits[place - 1, piece[place]]) for place in range(97, 109)]
-        for one in readings:
-            assert one.loss_full_S.tolist() == pytest.approx(losses, rel=1e-3, abs=1e-4)
-            whole = one.keep_ratio == 1.0
-            assert bool(one.keep_NT.all()) == whole and (float(one.kl_S.mean()) < 1e-8) == whole
+    piece = pieces[1]
+    readings = diagnose(
+        model, Document(piece[:96], piece[96:97], piece[97:]), ("random",), (0.5, 1.0), steps=20
+    )
+    assert [(one.policy, one.keep_ratio) for one in readings] == [
+        (FULL, 1.0),
+        ("random", 0.5),
+        ("random", 1.0),
+    ]
+    with torch.inference_mode():
+        logits = model(torch.tensor([piece])).logits[0].double().log_softmax(-1)
+    losses = [-float(logits[place - 1, piece[place]]) for place in range(97, 109)]
+    for one in readings:
+        assert one.loss_full_S.tolist() == pytest.approx(losses, rel=1e-3, abs=1e-4)
+        whole = one.keep_ratio == 1.0
+        assert bool(one.keep_NT.all()) == whole and (float(one.kl_S.mean()) < 1e-8) == whole
 
 
 @pytest.fixture(scope="module")
@@ -305,29 +300,19 @@ def test_documents_of_a_text(local):
     assert documents_of(given, None, tokenizer) == wanted
 
 
-class _Spelled:
-    """A tokenizer of letters."""
-
-    def __init__(self, before=(), behind=(), first=None):
-        self.before, self.behind, self.bos_token_id = before, behind, first
-
-    def __call__(self, text, add_special_tokens=True):
-        plain = [100 + ord(letter) for letter in text]
-        return {"input_ids": [*self.before, *plain, *self.behind] if add_special_tokens else plain}
-
-
 @pytest.mark.parametrize(
-    ("tokenizer", "opening"),
-    [
-        (_Spelled(before=(1, 2), first=1), (1, 2)),
-        (_Spelled(before=(1,), behind=(3,), first=1), (1,)),
-        (_Spelled(first=1), (1,)),  # knows a first token, and leaves it out
-        (_Spelled(behind=(3,), first=0), (0,)),
-        (_Spelled(), ()),
-    ],
+    ("whole", "bos", "opening"),
+    [([1, 2], 1, (1, 2)), ([1, 3], 1, (1,)), ([], 1, (1,)), ([3], 0, (0,)), ([3], 3, (3,)), ([], None, ())],
+    ids=["two", "and an end", "left out", "an end alone", "both", "none"],
 )
-def test_what_stands_before_a_text(tokenizer, opening):
-    assert opening_of(tokenizer) == opening
+def test_special_tokens_before_a_text(whole, bos, opening):
+    class Tokenizer:
+        bos_token_id, eos_token_id = bos, 3
+
+        def __call__(self, text):
+            return {"input_ids": whole}
+
+    assert opening_of(Tokenizer()) == opening
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 
 from retain.budget.statement import Budget
 from retain.eval.config import Candidate, find_policy
-from retain.eval.run import memory, scores
+from retain.eval.run import memory
 from retain.eval.run.answers import respond
 from retain.eval.run.checks import load_checked
 from retain.eval.run.memory import check_equal_bytes, positions_held
@@ -192,7 +192,7 @@ def test_policies_of_one_budget_hold_equally_much(tmp_path, changes, name, equal
     }
     config = small(tmp_path, variants=variants)
     names = ("recency", "snapkv", *variants)
-    policies = {(one, "own"): find_policy(config, Candidate(one)) for one in names}
+    policies = {one: find_policy(config, one) for one in map(Candidate, names)}
     place = {"budget": "keep_ratio=0.5", "when": "prefill", "question": "known", "task": "t", "seed": 0}
     held = {"entries_held": 100, "entries_seen": 200, "bytes_held": 1000, "bytes_seen": 2000}
     line = {**place, **held, "protection": "own", "item": 0, "keep_ratio": 0.5, "policy": "recency"}
@@ -204,31 +204,6 @@ def test_policies_of_one_budget_hold_equally_much(tmp_path, changes, name, equal
     for order in (lines, lines[::-1]):
         with pytest.raises(RuntimeError, match="unequal memory at keep_ratio=0.5, prefill, item 0 of t"):
             check_equal_bytes(order, policies)
-
-
-def test_how_many_decode_together_changes_nothing(gated, shared):
-    config = small(gated, policies=("random", "recency", "snapkv"), tasks=(shared,), items_per_task=6)
-    alone, few, many = ({*lines_of(replace(config, max_sequences=count))} for count in (1, 5, 128))
-    assert alone == few == many and len(alone) == 6 * 4
-
-
-def test_policies_with_one_score_score_once(gated, shared, monkeypatch):
-    made = []
-
-    def count(policy, layer, **options):
-        made.append(policy.name)
-        return score_entries(policy, layer, **options)
-
-    monkeypatch.setattr(scores, "score_entries", count)
-    variants = {
-        "bare": ("snapkv", "protection.sinks=0"),
-        "other": ("snapkv", "observed_settings.pool=max"),
-        "gate_bare": ("gate", "protection.sinks=0"),
-    }
-    plain = ("snapkv", "adakv", "pyramidkv", "gate", "oracle", "learned", "random")
-    config = small(gated, policies=(*plain, *variants), variants=variants, tasks=(shared,), items_per_task=1)
-    lines_of(replace(config, keep_ratios=(0.5, 0.6)))
-    assert sorted(made) == sorted(["snapkv", "other", "gate", "oracle", "learned", "random"] * 4)
 
 
 @pytest.mark.parametrize("known", [False, True])

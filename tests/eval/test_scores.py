@@ -26,15 +26,6 @@ def test_a_score_is_the_mean_over_strata_of_the_mean_over_items():
     assert found.loc["snapkv", "keep_ratio=0.1"].error == pytest.approx(by_hand)
 
 
-def test_strata_count_alike_whatever_their_size():
-    lines = [
-        line
-        for line in rows()
-        if line["policy"] == "full" and (line["task"] == "niah_grid" or line["item"] > 17)
-    ]
-    assert scores(table(lines)).score.iloc[0] == pytest.approx((90 + 0) / 2)
-
-
 def test_rows_of_one_context_are_one_item():
     """Four questions on each of five contexts are five items, each the mean of its four."""
     lines = [{**line, "context_id": f"{line['item'] // 4}"} for line in rows()]
@@ -119,11 +110,6 @@ def test_weights_of_heads_are_training_too():
     plain = {"random": {"policy": {"allocation": {"weights": None}}, "gates": None}}
     frame = with_lines(DataFrame(lines), {"policies": by_head | plain})
     assert {*frame["line"][frame["trained"]]} == {"gate", "learned", "mine"}
-
-
-def test_a_protection_is_a_line_of_its_own():
-    lines = rows() + [{**line, "protection": "none"} for line in rows() if line["policy"] == "random"]
-    assert "random, protection none" in set(scores(table(lines))["line"])
 
 
 def test_an_unfinished_or_damaged_table_is_refused():

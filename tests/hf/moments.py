@@ -54,7 +54,6 @@ def oracle(
     *,
     regime: str = "prefill",
     every: int = 32,
-    width: int | None = None,
     rule: Callable[..., Tensor] = keeps,
 ) -> Iterator[FullCache]:
     """Inside, forwards on the cache that is yielded evict as `retain.Cache` does in that regime.
@@ -64,7 +63,6 @@ def oracle(
         attention_mask: 2D, over all tokens that will ever be seen.
         regime: when.
         every: tokens between evictions while decoding.
-        width: tokens of the first prompt, where it is read in chunks.
         rule: what is kept.
     """
     full, parts = FullCache(model), regime.split("+")
@@ -74,7 +72,7 @@ def oracle(
         nonlocal ended, moment_at
         seen, S = full.get_seq_length(), output.last_hidden_state.shape[1]
         read = S > 1 or not ended
-        ends = not ended and seen >= (width or 0)
+        ends = not ended
         due = ("prefill" in parts and ends) or ("chunked" in parts and read)
         due |= "decode" in parts and ended and seen - moment_at >= every
         if due:

@@ -89,7 +89,8 @@ def stepwise(
     """Logits of each forward, and what each layer held after it, `[B, H, T]` over all tokens seen."""
     seen = 0
     if life.prompt > 1:
-        cache.state.announce(sum(ids.shape[1] for ids in life.chunks[: life.prompt]))
+        width = sum(ids.shape[1] for ids in life.chunks[: life.prompt])
+        cache.state.prompt_mask_BT = life.mask[:, :width].bool()
     for number, ids in enumerate(life.chunks):
         mask = life.mask[:, : seen + ids.shape[1]]
         watch(number)

@@ -32,7 +32,7 @@ def test_autocast_decides_nothing(policy):
             cache = retain.Cache(model, policy=policy, keep_ratio=0.6, protection=LEAST)
             cache.prefill(ids, mask, evict=False, hold_evidence=True)
         with torch.autocast("cpu", dtype=HALF, enabled=on):
-            cache.evict()
+            cache.evict_with(cache.state.bound_policy.decide(cache.evidence).finish())
         kept.append([layer.store.positions_C for layer in cache.layers])
     assert all(torch.equal(one, other) for one, other in zip(*kept, strict=True))
 

@@ -1,9 +1,13 @@
+import inspect
+
+import numpy as np
 import pytest
 import torch
 
 import retain
 from retain.gates import build_gates
 from retain.gates.artifact import save_gates
+from retain.hf.cache.bound_policy import MOST_SLACK, seeds_from
 from retain.hf.cache.cache import Cache
 from retain.hf.model.gates import load_gates
 from retain.hf.model.identity import fingerprint
@@ -114,37 +118,46 @@ def test_seeds_are_of_prompts_where_generate_repeats_them(how):
         cache.reorder_cache(torch.tensor([3, 0, 1, 2]))
         assert cache.state.seeds == [4, 3, 3, 4]
         cache.reset()
-        assert cache.state.seeds == (3, 4) and cache.prefill(ids, mask).state.seeds == (3, 4)
+        assert cache.state.seeds == [3, 4] and cache.prefill(ids, mask).state.seeds == [3, 4]
         with pytest.raises(ValueError, match="got 3 seeds for 2 sequences: pass one per sequence"):
             Cache(model, "random", keep_ratio=0.5, seeds=SEEDS).prefill(ids, mask)
 
 
-def test_an_eviction_that_fails_leaves_the_cache_as_it_was():
+def test_a_mask_that_does_not_fit_leaves_the_cache_as_it_was():
     model = tiny_model("qwen3")
     ids, mask = tiny_batch((0, 3), 120)
     with retain.attach(model):
-        cache = Cache(model, policy=None, seeds=(1, 2), short="raise")
-        cache.prefill(ids, mask, evict=False, hold_evidence=True)
-        state, before = cache.state, (cache.state.bound_policy, cache.state.seeds, cache.evidence)
-        with pytest.raises(ValueError, match="fewer than the .* protected"):
-            cache.evict("random", tokens_per_head=8, seeds=(5, 6))
-        with pytest.raises(ValueError, match=r"bool tensor \[2, 2, 120\]"):
-            cache.evict(lambda evidence: evidence.valid_BT if evidence.layer_idx == 2 else None)
-        with pytest.raises(ValueError, match=r"bool tensor \[2, 2, 120\]"):
-            keep = torch.ones(2, 2, 120, dtype=torch.bool)
-            cache.evict_with([keep, keep, keep[:, 0]])
-        assert (state.bound_policy, state.seeds, cache.evidence) == before and len(cache.evidence) == 3
-        assert all(layer.store is None and layer.keys is not None for layer in cache.layers)
-        cache.evict("random", tokens_per_head=60, seeds=(5, 6))
-        fresh = Cache(model, "random", tokens_per_head=60, seeds=(5, 6)).prefill(ids, mask)
-    assert cache.evidence is None and cache.state.seeds == (5, 6)
-    for one, two in zip(cache.layers, fresh.layers, strict=True):
-        assert torch.equal(one.store.flat()[2], two.store.flat()[2])
+        cache = Cache(model, policy=None).prefill(ids, mask, evict=False, hold_evidence=True)
+        keep = torch.ones(2, 2, 120, dtype=torch.bool)
+        refused(r"bool tensor \[2, 2, 120\]", cache.evict_with, [keep, keep, keep[:, 0]])
+    assert len(cache.evidence) == 3
+    assert all(layer.store is None and layer.keys is not None for layer in cache.layers)
 
 
-def test_what_no_policy_is_and_what_a_function_would_not_read_is_refused():
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("slack", value) for value in (-1, 2.5, "8", True, MOST_SLACK + 1)),
+        *(("seeds", value) for value in ([1.5], 7, "12", [None], torch.ones(2, 2))),
+    ],
+)
+def test_slack_and_seeds_are_whole_numbers(name, value):
+    init = inspect.unwrap(Cache.__init__)  # users run without the shape checks of this suite
+    refused(
+        rf"(?s)^{name} is .*: pass ", init, object.__new__(Cache), tiny_model("llama"), None, **{name: value}
+    )
+
+
+def test_numbers_of_numpy_and_torch_are_numbers():
+    assert seeds_from(np.array([3, 4])) == seeds_from(torch.tensor([3, 4])) == [3, 4]
+
+
+def test_what_no_policy_is_and_what_would_not_be_read_is_refused():
     model = tiny_model("qwen3")
     refused("a name, a path, a Policy or a function", Cache, model, policy=3)
-    for given in ({"pinned": [(0, 5)]}, {"gates": "folder"}):
-        said = f"{next(iter(given))} would not be read: policy is the function <lambda>"
+    for given in ({"pinned": [(0, 5)]}, {"gates": "folder"}, {"keep_ratio": 0.5}):
+        said = f"{next(iter(given))} can only be given with a named policy.*the function <lambda>"
         refused(said, Cache, model, lambda evidence: evidence.valid_BT, **given)
+    refused(
+        "gates would not be read: policy 'snapkv'", Cache, model, "snapkv", keep_ratio=0.5, gates="folder"
+    )

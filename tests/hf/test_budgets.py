@@ -48,14 +48,14 @@ def test_what_is_evicted_layer_by_layer_is_what_would_be_evicted_at_once(name):
     model, (ids, mask) = _model(), tiny_batch((0, 3, 11), 60)
     cascade = Cache(model, CROSSING[name], keep_ratio=0.3).prefill(ids, mask)
     once = Cache(model, policy=None).prefill(ids, mask, evict=False, hold_evidence=True)
-    once.evict(CROSSING[name], keep_ratio=0.3)
+    once.evict_with(cascade.state.bound_policy.decide(once.evidence).finish())
     assert (
         cascade.entries_held
         == once.entries_held
         == sum(5 * int(0.3 * length * 2 + 0.5) for length in (60, 57, 49))
     )
     assert_same_stores(cascade, once)
-    assert len(set(cascade.budgets().held_BLH[0].flatten().tolist())) > 1
+    assert len(set(cascade.entries_by_head()[0].flatten().tolist())) > 1
 
 
 @pytest.mark.parametrize("correction", [None, {"threshold": -1.0}])
@@ -80,7 +80,7 @@ def test_a_sequence_that_fits_is_held_as_it_is_beside_one_that_is_merged():
     how = {"protection": SMALL, "correction": {"threshold": -1.0}}
     alone = Cache(model, "snapkv", bytes=10**6, **how).prefill(ids[1:, 20:])
     cache = Cache(model, "snapkv", bytes=alone.bytes_held(), **how).prefill(ids, mask)
-    assert cache.budgets().held_BLH[1].sum() == alone.entries_held == 21 * 6
+    assert cache.entries_by_head()[1].sum() == alone.entries_held == 21 * 6
     assert cache.state.stores[0].log_weight_C is not None
     assert alone.bytes_held() < cache.bytes_held() <= 2 * alone.bytes_held()
 
@@ -112,22 +112,11 @@ def test_a_prefill_holds_exactly_what_was_stated_and_each_head_its_share(budget,
     assert cache.bytes_held() == sum(totals.total_B) * 128
 
 
-def test_the_table_of_a_budget():
-    model, (ids, mask) = _model(), tiny_batch((0, 20), 100)
-    cache = Cache(model, CROSSING["lava"], keep_ratio=0.3).prefill(ids, mask)
-    table = cache.budgets()
-    text = str(table)
-    assert text.splitlines()[0] == "entries held, policy lava, mean of 2 sequences"
-    assert text.splitlines()[-1].split() == ["total", "270", "30.0%"]
-    assert "head 1" in text and len(text.splitlines()) == 8
-
-
 def test_pinned_spans_follow_their_sequences_and_may_be_empty():
     model, (ids, mask) = _model(), tiny_batch((0, 11), 60)
-    spans = [[], [(30, 35)]]
-    cache = Cache(model, policy=None, pinned=spans).prefill(ids, mask, evict=False, hold_evidence=True)
-    cache.batch_select_indices(torch.tensor([1, 0, 1]))
-    cache.evict(CROSSING["joint"], keep_ratio=0.3)
+    cache = Cache(model, CROSSING["joint"], keep_ratio=0.3, pinned=[[], [(30, 35)]])
+    cache.prefill(ids, mask).batch_select_indices(torch.tensor([1, 0, 1]))
+    assert cache.state.pinned == [[(30, 35)], [], [(30, 35)]]
     for b, pinned in ((0, True), (1, False), (2, True)):
         held = [
             set(range(30, 35)) <= set(layer.store.row(b, h)[2].tolist())
@@ -135,11 +124,8 @@ def test_pinned_spans_follow_their_sequences_and_may_be_empty():
             for h in range(2)
         ]
         assert all(held) if pinned else not all(held)
-    # A cache that was made to keep everything does so again.
-    cache.reset()
-    assert cache.prefill(ids, mask).entries_evicted == 0
     for wrong in ([5], [(1, 2, 3)], "0-5", [[(1, 2)], [3]]):
-        with pytest.raises(ValueError, match="pinned spans are .* must be one list of .start, stop. pairs"):
+        with pytest.raises(ValueError, match="spans are .* must be one list of .start, stop. pairs"):
             Cache(model, CROSSING["joint"], keep_ratio=0.3, pinned=wrong)
 
 

@@ -177,7 +177,6 @@ def test_forks_and_their_concat_decode_as_each_alone():
         cache = Cache(model, policy=choose(keep)).prefill(ids, mask)
         alone.append(decode(model, cache, mask, new, new_mask))
     forks = [base.fork().evict_with(keep) for keep in keeps]
-    forks[1] = base.fork().evict(choose(keeps[1]))
     stacked = Cache.concat([*forks, base])
     repeat = [t.repeat(4, 1) for t in (mask, new, new_mask)]
     together = decode(model, stacked, *repeat)
@@ -205,19 +204,21 @@ def test_refusals_say_why():
         cache, dense, left = made(), made(evict=False), Cache(model, policy=None).prefill(ids, left_mask)
         other = Cache(model, policy=None).prefill(tiny_batch((0,), 25)[0])
         two, ones = ids[:, :2], torch.ones(2, 14, dtype=torch.long)
+        taken = ones.clone()
+        taken[1, 11] = 0
         for said, own, given in (
             ("right padding.*padding_side = 'left'", None, {"attention_mask": right}),
             ("holds 2 sequences, but the call has 1", cache, {"input_ids": two[:1]}),
             ("real that were padding", left, {"attention_mask": ones}),
+            ("calls tokens padding that were read as tokens", cache, {"attention_mask": taken}),
         ):
             given = {"input_ids": ids if own is None else two, **given}
             refused(said, model, **{CACHE: Cache(model, policy=None) if own is None else own}, **given)
         keep = torch.ones(2, 2, 12, dtype=torch.bool)
         for said, call in (
             ("already seen 12 tokens", lambda: cache.prefill(ids)),
-            ("pass evict=False too", lambda: made(hold_evidence=True)),
+            ("so pass evict=False with it", lambda: made(hold_evidence=True)),
             ("nothing is held densely", lambda: cache.evict_with([])),
-            ("no evidence", lambda: cache.evict(policy=choose([]))),
             ("got 1 keep masks for 3 layers", lambda: dense.evict_with([keep])),
             (r"bool tensor \[2, 2, 12\]", lambda: dense.evict_with([keep[0]] * 3)),
             (r"have seen \[12, 25\] tokens: left-pad", lambda: Cache.concat([cache, other])),

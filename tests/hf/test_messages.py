@@ -33,9 +33,8 @@ def test_ids_of_the_question_alone_are_refused_by_name(num_ids):
         assert cache.num_seen == 40
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "granite"])
-def test_embeddings_of_both_say_what_ids_of_both_say(family):
-    model, (ids, mask) = tiny_model(family), tiny_batch((0, 3))
+def test_embeddings_of_both_say_what_ids_of_both_say():
+    model, (ids, mask) = tiny_model("gemma3"), tiny_batch((0, 3))
     question = tiny_batch((0, 0), 7, seed=9)[0]
     whole = {"attention_mask": torch.cat([mask, torch.ones_like(question)], dim=1)}
     embed, both = model.get_input_embeddings(), torch.cat([ids, question], dim=1)

@@ -110,8 +110,8 @@ def test_observed_queries_whose_entries_are_gone():
         agree(model, own, own_life, every=2, tokens_per_head=8)
 
 
-def test_what_was_noted_between_moments_is_noted_once(monkeypatch, heads_file):
-    monkeypatch.setattr("retain.hf.cache.engine.MOST_UNNOTED", 3)
+def test_metadata_is_stored_once_between_evictions(monkeypatch, heads_file):
+    monkeypatch.setattr("retain.hf.cache.engine.MOST_RECENT", 3)
     model = exact_model()
     for name in ("h2o", "lru", "learned"):
         own = life(3, chunk=None, steps=(7, 8), turn=0)

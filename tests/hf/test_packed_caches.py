@@ -21,13 +21,6 @@ from tests.refused import refused
 from tests.tiny import FAMILIES, SINGLE, attached, tiny_batch, tiny_model
 
 SETTINGS = {f"{bits} bits": {"bits": bits, "recent": 4} for bits in (8, 4, 2)}
-REGIMES = {
-    "prefill": {},
-    "chunked": {},
-    "decode": {"every": 3},
-    "prefill+decode": {"every": 3},
-    "chunked+decode": {"every": 3},
-}
 every_setting = pytest.mark.parametrize("name", SETTINGS)
 
 
@@ -51,9 +44,9 @@ class Held(DynamicLayer):
         weight = store.log_weight_C
         added = torch.zeros(len(keys)) if weight is None else weight[store.index_N()]
         sides = {"keys": keys, "values": values, "added": added.to(keys.dtype), "positions": positions}
-        for side, own in sides.items():
-            dense = own.new_zeros(R, N, *own.shape[1:])
-            dense[rows[order], place] = own[order]
+        for side, column in sides.items():
+            dense = column.new_zeros(R, N, *column.shape[1:])
+            dense[rows[order], place] = column[order]
             setattr(self, side, dense.unflatten(0, (-1, H)))
         self.exists = (torch.arange(N) < lengths[:, None]).unflatten(0, (-1, H))
         self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
@@ -131,7 +124,8 @@ def assert_life(model, cache, life):
     once is never touched again. Most entries that were ever packed at once."""
     seen, most, before = 0, 0, None
     if life.prompt > 1:
-        cache.state.announce(sum(ids.shape[1] for ids in life.chunks[: life.prompt]))
+        width = sum(ids.shape[1] for ids in life.chunks[: life.prompt])
+        cache.state.prompt_mask_BT = life.mask[:, :width].bool()
     for number, ids in enumerate(life.chunks):
         mask = life.mask[:, : seen + ids.shape[1]]
         real = mask[:, seen:].bool()
@@ -149,13 +143,12 @@ def assert_life(model, cache, life):
 
 
 @pytest.mark.always
-@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("chunk", [None, 16])
 @every_setting
-def test_attention_is_that_over_what_is_held(name, regime, family="qwen3"):
+def test_attention_is_that_over_what_is_held(name, chunk, family="qwen3"):
     model = tiny_model(family, dtype=torch.float64, num_hidden_layers=2)
-    steps = (36, 2) if "decode" in regime else (9, 2)  # more than are packed at a time
-    life = life_of(model, chunk=16 if "chunked" in regime else None, steps=steps, turn=4)
-    cache = Cache(model, regime=regime, **policy_of(name), **REGIMES[regime])
+    life = life_of(model, chunk=chunk, steps=(36, 2), turn=4)  # more than are packed at a time
+    cache = Cache(model, **policy_of(name))
     assert assert_life(model, cache, life) > 20 and cache.evictions
 
 
@@ -163,8 +156,7 @@ def test_attention_is_that_over_what_is_held(name, regime, family="qwen3"):
 def test_every_family(family, name="4 bits"):
     model = tiny_model(family, dtype=torch.float32 if family in SINGLE else torch.float64)
     life = life_of(model, chunk=None, steps=(2, 2))
-    cache = Cache(model, regime="prefill+decode", every=3, **policy_of(name))
-    assert assert_life(model, cache, life) > 20
+    assert assert_life(model, Cache(model, **policy_of(name)), life) > 20
 
 
 def decode(model, cache, tokens, mask):
@@ -282,8 +274,8 @@ def test_settings_that_make_no_sense_are_refused_when_a_cache_is_made():
     refused("missing key 'precision.bits'", Cache, model, "snapkv", keep_ratio=0.5, precision={"recent": 3})
     refused("bits", Cache, model, "snapkv", keep_ratio=0.5, precision={"bits": 5})
     refused("byte_ratio", Cache, model, "snapkv", byte_ratio=1.5)
-    narrow = attached("qwen3", head_dim=4, dtype=torch.bfloat16)
-    refused("larger: 16.5 bytes", Cache, narrow, "snapkv", keep_ratio=0.5, precision={"bits": 8})
+    asked = {"keep_ratio": 0.5, "precision": {"bits": 8}, "regime": "prefill+decode"}
+    refused("precision and a regime that evicts again", Cache, model, "snapkv", **asked)
 
 
 @pytest.mark.parametrize("stated", ["byte_ratio", "bytes"])

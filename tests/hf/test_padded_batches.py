@@ -130,22 +130,14 @@ def test_a_batch_with_gaps_equals_solo_runs(name, regime, chunk, heads_file):
     assert cache.evictions and not bool(own.mask[:, 43:].all())
 
 
-def test_what_is_held_whole_is_evicted_later_as_alone(heads_file):
-    """By evidence, by masks of one's own, and by lookahead tokens."""
+def test_lookahead_tokens_ask_each_sequence_as_alone(heads_file):
     model = exact_model("qwen3")
     ids, mask = tiny_batch(PADS, 40)
-    whole = {"evict": False, "hold_evidence": True}
-    asked = {"tokens_per_head": 12, "pinned": [(6, 9)]}
+    asked = {"tokens_per_head": 12, "pinned": [(6, 9)], "gates": trained(model)}
     with retain.attach(model):
-        held = Cache(model, None).prefill(ids, mask, **whole)
-        solo = [Cache(model, None).prefill(ids[b : b + 1, mask[b].bool()], **whole) for b in range(3)]
-        for policy, gates in (("snapkv", None), ("gate", trained(model))):
-            policy = small(policy, heads_file)
-            got = held.fork().evict(policy, gates=gates, **asked)
-            first = Cache(model, policy, gates=gates, **asked).prefill(ids, mask)
-            for b, alone in enumerate(solo):
-                want = alone.fork().evict(policy, gates=gates, **asked)
-                want = held_by(want, mask[b : b + 1, mask[b].bool()])
-                for cache in (got, first):
-                    mine = [own[b : b + 1, :, mask[b].bool()] for own in held_by(cache, mask)]
-                    assert_same_held([mine], [want])
+        policy = small("gate", heads_file)
+        cache = Cache(model, policy, **asked).prefill(ids, mask)
+        for b in range(3):
+            alone = Cache(model, policy, **asked).prefill(ids[b : b + 1, mask[b].bool()])
+            mine = [layer[b : b + 1, :, mask[b].bool()] for layer in held_by(cache, mask)]
+            assert_same_held([mine], [held_by(alone, mask[b : b + 1, mask[b].bool()])])

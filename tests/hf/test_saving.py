@@ -1,8 +1,11 @@
 """save, load, continue equals continue; and what cannot be saved or loaded says so before anything is
 changed."""
 
+import copy
+import io
 import json
 import os
+import pickle
 import resource
 
 import pytest
@@ -17,7 +20,8 @@ from retain.hf.cache.regime import NAMES
 from retain.hf.model.decoder import describe
 from retain.hf.model.identity import fingerprint
 from retain.hf.version_names import CACHE
-from tests.hf.masked import positions_of
+from retain.scores import masked_score
+from tests.hf.masked import positions_of, random_keep
 from tests.hf.moments import policy
 from tests.refused import refused
 from tests.tiny import FAMILIES, attached, tiny_batch, tiny_model
@@ -143,7 +147,7 @@ def test_policies_by_name_are_in_the_file(name, regime, tmp_path):
 def test_without_a_policy_after_a_hand_made_eviction_and_after_concat(tmp_path):
     model, (ids, mask) = attached("llama"), tiny_batch(PADS)
     held = Cache(model, policy=None).prefill(ids, mask, evict=False, hold_evidence=True)
-    forks = [held.fork().evict("knorm", keep_ratio=ratio, protection=SMALL) for ratio in (0.3, 0.5)]
+    forks = [held.fork().evict_with(random_keep(model, mask, seed=seed)) for seed in (0, 1)]
     stacked = Cache.concat(forks)
     for cache in (Cache(model, policy=None).prefill(ids, mask), forks[0], stacked):
         again = Cache.load(cache.save(tmp_path / "context.safetensors"), model)
@@ -152,19 +156,6 @@ def test_without_a_policy_after_a_hand_made_eviction_and_after_concat(tmp_path):
         turn, own = tiny_batch((0, 2, 1, 0, 3, 0)[: cache.batch_size], 5, seed=9)
         whole = grown(mask.repeat(cache.batch_size // 3, 1), own)
         assert torch.equal(forward(model, again, turn, whole), forward(model, cache, turn, whole))
-
-
-def test_a_prompt_that_is_being_read_in_chunks_goes_on(tmp_path):
-    """The announced length of the prompt is part of the file."""
-    model, (ids, mask) = attached("llama"), tiny_batch((0, 3))
-    cache = Cache(model, "knorm", keep_ratio=0.4, protection=SMALL, regime="prefill")
-    cache.state.announce(40)
-    forward(model, cache, ids[:, :25], mask[:, :25])
-    again = Cache.load(cache.save(tmp_path / "context.safetensors"), model)
-    want = forward(model, cache, ids[:, 25:], mask)
-    assert torch.equal(forward(model, again, ids[:, 25:], mask), want)
-    assert_same_state(again, cache)
-    assert cache.evictions == 1 and cache.state.prompt_B == [40, 37]
 
 
 @pytest.mark.parametrize("regime", ["prefill", "prefill+decode"])
@@ -181,6 +172,11 @@ def test_the_file_is_the_bytes_held_and_little_more(family, regime, tmp_path):
     exact = cache.bytes_held() + beside + rows + alone + recent + 3 * (17 * 901 + 8)
     assert exact <= size <= exact + 1024 * len(cache.layers) + 8192
     assert size < cache.bytes_allocated() + alone + 3 * 18 * 901  # no slack
+
+
+def newest(evidence):
+    """A score of the caller's."""
+    return masked_score(evidence.positions_BT[:, None].float().expand(-1, 2, -1), evidence.exists_BHT, "rank")
 
 
 def saved(tmp_path, name="qwen3", **settings):
@@ -261,19 +257,24 @@ def test_another_model_is_refused(tmp_path):
 
 def test_what_a_file_cannot_hold_must_be_passed(tmp_path):
     model, _, path = saved(tmp_path)
-    refused(
-        r"the policy .* was the function 'policy', and a function cannot be saved", Cache.load, path, model
-    )
-    refused("pass the same one as policy=; got 'snapkv'", Cache.load, path, model, policy="snapkv")
-    refused("no policy that takes gates", Cache.load, path, model, policy=policy, gates=random_gates(model))
-    own = {"protection": SMALL, "keep_ratio": 0.4}
-    gates = random_gates(model)
-    _, _, path = saved(tmp_path, policy="gate", gates=gates, **own)
+    refused(r"policy is a function \('policy'\), and policy=None was passed", Cache.load, path, model)
+    refused("policy='snapkv' was passed: pass the same function", Cache.load, path, model, policy="snapkv")
+    gates, some = random_gates(model), {"protection": SMALL, "keep_ratio": 0.4}
+    refused("gates .* would not be read", Cache.load, path, model, policy=policy, gates=gates)
+    _, _, path = saved(tmp_path, policy="gate", gates=gates, **some)
     refused("policy 'gate' needs gates", Cache.load, path, model)
-    with pytest.raises(
-        ValueError, match=r"has its policy in it \('gate'\), so policy='h2o' would not be used"
-    ):
-        Cache.load(path, model, policy="h2o", gates=gates)
+    said = r"policy is in the file \('gate'\), and policy='h2o' was passed"
+    refused(said, Cache.load, path, model, policy="h2o", gates=gates)
+
+
+def test_a_score_of_the_callers_is_not_asked_again(tmp_path):
+    """It evicts once, so what is loaded keeps everything from then on."""
+    model = attached("qwen3")
+    cache = Cache(model, "knorm", observed=newest, keep_ratio=0.4, protection=SMALL)
+    mask = started(model, cache)
+    again = Cache.load(cache.save(tmp_path / "context.safetensors"), model)
+    assert again.report() == cache.report() and again.entries_evicted > 0
+    assert torch.equal(continued(model, again, mask), continued(model, cache, mask))
 
 
 def test_other_gates_are_refused(tmp_path):
@@ -304,7 +305,15 @@ def test_what_cannot_be_saved(tmp_path):
         hook.remove()
         refused("broke off", cache.save, path)
         assert os.listdir(tmp_path) == []
-        dense.evict(policy) if dense.evidence else dense.evict_with(
-            [mask.bool()[:, None].expand(-1, 2, -1)] * 3
-        )
-        dense.save(path)
+        dense.evict_with([mask.bool()[:, None].expand(-1, 2, -1)] * 3).save(path)
+
+
+@pytest.mark.parametrize("write", [pickle.dumps, lambda given: torch.save(given, io.BytesIO())])
+def test_no_pickle_of_a_cache_carries_its_model(write):
+    model = attached("llama")
+    cache = Cache(model, "snapkv", keep_ratio=0.5, protection={"recent": 4}).prefill(tiny_batch((0,), 40)[0])
+    with pytest.raises(TypeError, match=r"cache\.save\(path\), and read it with"):
+        write({"cache": cache})
+    for same in (copy.copy(cache), copy.deepcopy(cache)):
+        assert same.model is model and same.state is not cache.state
+        assert_same_state(same, cache)

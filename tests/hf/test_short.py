@@ -23,54 +23,37 @@ def test_what_short_is_and_what_is_done_about_it(tmp_path):
     ids, mask = tiny_batch((0, 40), 100)
     given = {"keep_ratio": 0.2, "regime": "chunked"}
     with retain.attach(model):
-        for asked in ({"short": "raise"}, {"short_tokens": 99}):
-            cache = Cache(model, "snapkv", **given, **asked)
-            refused("sequence 0 has a budget of 20 .* 16 fewer than the 36", cache.prefill, ids, mask)
-            with pytest.raises(ValueError, match="sequence 0 has a budget of 20"):
-                cache.prefill(ids, mask, chunk_size=30)  # of which no chunk alone is too long
-        cache = Cache(model, "snapkv", **given, short_tokens=100).prefill(ids, mask)
+        cache = Cache(model, "snapkv", **given, short="raise")
+        refused("sequence 0 has a budget of 20 .* 16 fewer than the 36", cache.prefill, ids, mask)
+        with pytest.raises(ValueError, match="sequence 0 has a budget of 20"):
+            cache.prefill(ids, mask, chunk_size=30)  # of which no chunk alone is too long
+        cache = Cache(model, "snapkv", **given).prefill(ids, mask)
         assert cache.state.held_whole == [0, 1] and cache.evictions == 0
         again = Cache.load(cache.save(tmp_path / "short.safetensors"), model)
-        assert again.state.held_whole == [0, 1] and again._given_short == ("keep", 100)
+        assert again.state.held_whole == [0, 1] and again.short == "keep"
         again.batch_select_indices(torch.tensor([1, 0, 1]))
         one = Cache(model, "snapkv", tokens_per_head=40).prefill(ids, mask)
-        assert one.state.held_whole == [] and Cache.concat([one, again, again.fork()]).state.held_whole == [
-            *range(2, 8)
-        ]
-        # A turn may be too long for what was whole; a longer one has a budget that holds what is protected.
-        new, more = tiny_batch((0, 0, 0), 100, seed=3)
+        stacked = Cache.concat([one, again, again.fork()])
+        assert one.state.held_whole == [] and stacked.state.held_whole == [*range(2, 8)]
+        # A turn makes them long enough for a budget that holds what is protected.
+        new, more = tiny_batch((0, 0, 0), 200, seed=3)
         whole = torch.cat([again.state.valid_BT.long(), more], dim=1)
-
-        def read(cache, new, whole):
-            where = (whole.cumsum(-1) - 1)[:, cache.num_seen :]
-            with torch.no_grad():
-                base = model.model
-                base(input_ids=new, attention_mask=whole, position_ids=where, **{CACHE: cache})
-
-        refused("sequence 0 has a budget of 32 .* 4 fewer than the 36", read, again, new, whole)
-        assert again.num_seen == 100  # nothing was read
-        twice = torch.cat([new, new], dim=1)
-        read(again, twice, torch.cat([whole, more], dim=1))
+        where = (whole.cumsum(-1) - 1)[:, again.num_seen :]
+        with torch.no_grad():
+            model.model(input_ids=new, attention_mask=whole, position_ids=where, **{CACHE: again})
         assert again.state.held_whole == [] and again.evictions == 1
-        # By held evidence it is as the cache was told.
-        held = Cache(model, None, short="raise").prefill(ids, mask, evict=False, hold_evidence=True)
-        refused("sequence 0 has a budget of 20", held.evict, "snapkv", keep_ratio=0.2)
-        held = Cache(model, None).prefill(ids, mask, evict=False, hold_evidence=True)
-        assert held.evict("snapkv", keep_ratio=0.2).state.held_whole == [0, 1]
-        assert held.entries_held == held.entries_seen
-    refused("did you mean 'keep'", Cache, model, "snapkv", keep_ratio=0.2, short="kept")
-    refused("short_tokens is 0: pass a whole number", Cache, model, "snapkv", keep_ratio=0.2, short_tokens=0)
+    refused("short is 'keep' or 'raise'; got 'kept'", Cache, model, "snapkv", keep_ratio=0.2, short="kept")
 
 
 def test_a_sequence_that_grows_too_long_to_be_held_whole_is_an_error_that_breaks_nothing():
-    model, (ids, mask) = exact_model("qwen3"), tiny_batch((0, 0), 30)
+    model, (ids, mask) = exact_model("qwen3"), tiny_batch((0, 0), 246)
     how = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": PAD}
     with retain.attach(model):
         given = {"tokens_per_head": 16, "regime": "prefill+decode", "every": 4}
-        cache = Cache(model, "snapkv", short_tokens=40, **given)
+        cache = Cache(model, "snapkv", **given)
         with pytest.raises(ValueError, match="sequence 0 has a budget of 16 .* 20 fewer than the 36"):
             model.generate(ids, attention_mask=mask, **{CACHE: cache}, **how)
-        assert cache.num_seen == 42 and cache.entries_held == cache.entries_seen == 2 * 42 * HEADS
+        assert cache.num_seen == 258 and cache.entries_held == cache.entries_seen == 2 * 258 * HEADS
         assert cache.fork().state.held_whole == [0, 1]  # a broken one refuses to be copied
 
 

@@ -24,7 +24,7 @@ def test_a_pool_takes_a_quarter_more_than_its_entries_at_most(policy):
     with Watch() as watch:
         bits = {"precision": {"bits": 4, "recent": 32}} if policy in PACKED else {}
         cache = Cache(one, None) if policy == "full" else cache_of(one, policy, keep_ratio=0.2, **bits)
-        with cache.engine.generating(None, mask, NEW):
+        with cache.engine.generating(NEW):
             one(ids, attention_mask=mask, logits_to_keep=1, **{CACHE: cache})
             assert cache.engine.is_static
             total, stores = cache.report().total, cache.state.stores

@@ -23,7 +23,7 @@ def next_logits(model, cache, mask, turn):
         return model(input_ids=turn, cache=cache, **how).logits
 
 
-@pytest.mark.parametrize("way", ["prefill", "evict", "evict_with", "function"])
+@pytest.mark.parametrize("way", ["prefill", "evict_with", "function"])
 @pytest.mark.parametrize("correction", [None, {"threshold": -1.0}])
 def test_what_left_the_window_neither_competes_nor_is_merged(way, correction):
     """With a budget for all that a later query sees, logits are those of the full cache."""
@@ -36,8 +36,6 @@ def test_what_left_the_window_neither_competes_nor_is_merged(way, correction):
         cache = Cache(model, "snapkv", **how)
         if way == "prefill":
             cache.prefill(ids, mask)
-        elif way == "evict":
-            cache.prefill(ids, mask, evict=False, hold_evidence=True).evict()
         elif way == "function":
             cache = Cache(model, lambda evidence: evidence.exists_BHT).prefill(ids, mask)
         else:
@@ -61,7 +59,7 @@ def test_batch_mates_decide_nothing(name):
         for own_ids, own_mask in ((ids[1:, 20:], mask[1:, 20:]), (ids[1:], mask[1:]), (ids, mask)):
             cache = Cache(model, name, keep_ratio=0.3, **how).prefill(own_ids, own_mask)
             logits = next_logits(model, cache, own_mask, own_ids[:, -3:])
-            found.append((cache.budgets().held_BLH[-1], logits[-1]))
+            found.append((cache.entries_by_head()[-1], logits[-1]))
     for held_LH, logits in found[1:]:
         assert torch.equal(held_LH, found[0][0])
         assert_close(logits, found[0][1], ops=MODEL)

@@ -92,16 +92,6 @@ def test_statistics_of_a_file_stand_in_for_the_queries(tmp_path):
     assert torch.equal(triattention(blank, centres=path).values_BHT, want)
     family = SCORES["triattention"]
     assert family.needs_with({"centres": path}) == {"rotary"} and "queries" in family.needs_with({})
-    # A rank of tensor parallelism has the last heads.
-    part = replace(
-        blank,
-        first_head=1,
-        queries_BQSD=blank.queries_BQSD[:, 2:],
-        keys_BHTD=blank.keys_BHTD[:, 1:],
-        values_BHTD=blank.values_BHTD[:, 1:],
-        output_weight_QDE=blank.output_weight_QDE[2:],
-    )
-    assert torch.equal(triattention(part, centres=path).values_BHT, want[:, 1:])
     two = random_evidence((0, 3), rotary=rotary, head_width=4)
     alone = two.select_batch(slice(1, 2))
     in_two, by_itself = (triattention(shown, centres=path).values_BHT for shown in (two, alone))

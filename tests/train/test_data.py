@@ -5,11 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from retain.reference.documents import Writer, distill_document
 from retain.train.data import corpus as data
 from retain.train.data.corpus import Corpus, load_corpus
 from retain.train.data.document import Document, held_out_fraction
@@ -171,15 +173,9 @@ def test_mixed_lengths_are_keyed_by_document(tmp_path: Path) -> None:
 
 
 def test_every_document_is_checked_as_it_is_read(tmp_path: Path) -> None:
-    settings = jsonl(tmp_path / "d.jsonl", [{"text": f"document {i}"} for i in range(5)])
     seen: list[Document] = []
-    corpus = load(settings, check=seen.append)
+    corpus = load(jsonl(tmp_path / "d.jsonl", [{"text": f"row {i}"} for i in range(5)]), check=seen.append)
     assert tuple(seen) == corpus.train
-
-    def refuse(document: Document) -> None:
-        raise ValueError(f"{document.origin} has a token that the model does not know")
-
-    refused("line 1 has a token", load, settings, check=refuse)
 
 
 @pytest.mark.parametrize(
@@ -205,37 +201,17 @@ def test_settings_that_mean_nothing(changes: dict[str, Any], message: str) -> No
     refused(message, check_data, replace(fine, **changes))
 
 
-@pytest.fixture
-def written(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
-    """A generator that notes what it was asked for."""
-    from retain.reference import documents
-
-    asked: list[tuple[str, int, int]] = []
-
-    class Writer:
-        def __init__(self, split: str, seed: int):
-            self.split, self.seed = split, seed
-
-    def distill_document(writer: Writer, context_tokens: int) -> Document:
-        asked.append((writer.split, writer.seed, context_tokens))
-        return Document((1,) * (context_tokens - 1) + (len(asked),), (2, 3))
-
-    monkeypatch.setattr(documents, "Writer", Writer)
-    monkeypatch.setattr(documents, "distill_document", distill_document)
-    return asked
-
-
-def test_reference_documents_have_mixed_lengths_and_come_from_the_training_split(
-    written: list[tuple[str, int, int]],
-) -> None:
+def test_reference_documents_have_mixed_lengths_and_come_from_the_training_split() -> None:
     settings = DataSettings(documents=30, held_out=5, min_tokens=20, max_tokens=60)
     corpus = load(settings, seed=4)
     assert (len(corpus.train), len(corpus.held_out)) == (30, 5)
-    assert {(split, seed) for split, seed, _ in written} == {("train", 4)}
-    lengths = {count for _, _, count in written}
+    lengths = {len(d.context_ids) for d in corpus.train}
     assert len(lengths) > 10 and min(lengths) >= 20 and max(lengths) <= 60
     assert all(held_out_fraction(d.context_ids) < 0.05 for d in corpus.held_out)
     assert all(held_out_fraction(d.context_ids) >= 0.05 for d in corpus.train)
+    draws = np.random.default_rng([4, 2])
+    first = distill_document(Writer("train", 4), int(draws.integers(20, 61)))
+    assert Document(first.context_ids, first.appendix_ids) in (*corpus.train, *corpus.held_out)
 
 
 def steps_of(corpus: Corpus, steps: int) -> list[Document]:

@@ -34,7 +34,6 @@ FIRST_DOCUMENTS = 16
 MOST_GENERATED = 100
 
 Read = Callable[[Row], Document | None]
-Check = Callable[[Document], None]
 
 
 @dataclass(frozen=True)
@@ -190,7 +189,7 @@ def load_corpus(
     batch_documents: int = 1,
     encode: Encode | None,
     chat: Chat | None = None,
-    check: Check | None = None,
+    check: Callable[[Document], None] | None = None,
     progress: bool = False,
 ) -> AnyCorpus:
     """Reads or generates all documents, or begins a stream of them; duplicates of context and appendix are

@@ -45,7 +45,6 @@ def packs(
         micro_batch: most documents of a pack.
         tokens_per_pack: most tokens of a pack (0 = any number). A document that is longer has its own pack.
     """
-    assert micro_batch >= 1 and tokens_per_pack >= 0, f"{micro_batch=}, {tokens_per_pack=}"
     filled: list[list[Document]] = []
     tokens: list[int] = []
     for document in _longest_first(documents, size_of):

@@ -1,20 +1,21 @@
-"""Binds a policy, a budget and gates, as a user named them, to a model (`BoundPolicy`).
+"""Binds a policy, a budget and gates, as a user named them, to a model (`BoundPolicy`), and checks what is
+stated for a batch: seeds, pinned spans, slack.
 
 Everything that can be wrong about the request is found when the cache is made, before any token is read.
 """
 
 import dataclasses
+import operator
 import os
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from retain import config
 from retain.budget.head_weights import check_weights
 from retain.budget.statement import Budget
-from retain.cache.precision import Precision
 from retain.capability import BEFORE_ROPE, Use, check_gates, refuse
 from retain.eviction import BoundPolicy, Scorer
 from retain.hf.model.decoder import rotary_of
@@ -22,32 +23,20 @@ from retain.hf.model.gates import gates_for, shipped_gates
 from retain.hf.model.layout import LayerSpec
 from retain.policy import check_budget
 from retain.presets import Policy, load_policy
-from retain.process.registry import lookup, suggest
+from retain.process.registry import check_choice, suggest
 from retain.protection import spans_by_sequence
 from retain.scores.triattention import check_centres
 
 # Settings of `Cache` itself, near which a misspelt one may lie.
 KEYWORDS = (
     *("keep_ratio", "tokens_per_head", "bytes", "byte_ratio", "threshold", "regime", "every"),
-    *("gates", "seeds", "pinned", "slack", "short", "short_tokens"),
+    *("gates", "seeds", "pinned", "slack", "short"),
 )
-
-# What is done with a short sequence that the policy cannot evict from within its budget.
-SHORT = {"keep": "it is held whole", "raise": "it is refused, as a longer one is"}
-
-
-def short_limit(short: str, short_tokens: int) -> int:
-    """Up to how many tokens a sequence is held whole rather than refused, as `Cache` is told.
-
-    Raises:
-        ValueError: an unknown way, or no number of tokens.
-    """
-    lookup(short, SHORT, what="what is done with short sequences (short=)")
-    if isinstance(short_tokens, bool) or not isinstance(short_tokens, int) or short_tokens < 1:
-        raise ValueError(
-            f"short_tokens is {short_tokens!r}: pass a whole number of tokens, at least 1 (or short='raise')."
-        )
-    return short_tokens if short == "keep" else 0
+# Tokens up to which a sequence that the policy cannot evict from within its budget is held whole, by what
+# `Cache` is told (`short=`).
+SHORT = {"keep": 256, "raise": 0}
+# Most free entries per row that may be asked for: all of them are allocated.
+MOST_SLACK = 2**20
 
 
 def bind_policy(
@@ -58,8 +47,8 @@ def bind_policy(
     budget: Mapping[str, Any],
     gates: Any = None,
     pinned: Any = None,
-    overrides: dict[str, Any] | None = None,
-    short_tokens: int = 0,
+    overrides: Mapping[str, Any] | None = None,
+    short: str = "raise",
 ) -> BoundPolicy:
     """Resolve a request.
 
@@ -68,24 +57,22 @@ def bind_policy(
         policy: a preset's name, a path to a YAML, a `Policy`, a function `evidence -> keep_BHT`, or None
             (keep all).
         layers: those that evict.
-        budget: what was stated of `retain.budget.statement.Budget`; None is not stated.
+        budget: as for `retain.budget.statement.Budget`; None is not stated.
         gates: a `GateSet`, or a path or hub id of one.
         pinned: spans that the caller wants kept; only their form is looked at here.
         overrides: fields of the policy to replace; a section given as a mapping is merged into the policy's;
             `observed` may be a function `evidence -> Score`, which then stands in for the policy's score.
-        short_tokens: sequences of at most so many tokens are held whole where it is that or an error.
+        short: `keep` or `raise` (`SHORT`).
 
     Raises:
         ValueError: unknown policy, fields that do not fit it (all at once), no budget or several, a learned
             policy without gates, with gates of another model, or with gates that were never trained on
             entries which it may evict; weights of another model's heads.
     """
+    check_choice("short", short, list(SHORT))
     stated = {name: value for name, value in budget.items() if value is not None}
     overrides = dict(overrides or {})
-    from_policies = policy is not None and (
-        isinstance(policy, str | os.PathLike) or dataclasses.is_dataclass(policy)
-    )
-    if not from_policies:
+    if not isinstance(policy, str | os.PathLike | Policy):
         return _bind_function(policy, [*stated, *overrides], gates=gates, pinned=pinned)
 
     chosen: Policy = policy if isinstance(policy, Policy) else load_policy(policy)
@@ -102,13 +89,10 @@ def bind_policy(
             # The unit of a gate is asked below, once it is loaded.
             unknown = scorer is not None or (chosen.learned and chosen.fusion != "rank_blend")
             check_budget(chosen, keep, None if unknown else chosen.unit)
+        if pinned is not None:
+            spans_by_sequence(pinned)
     except ValueError as error:
         problems.append(str(error))
-    if pinned is not None:
-        try:
-            spans_by_sequence(pinned)
-        except ValueError as error:
-            problems.append(f"pinned {error}")
     if gates is not None and not chosen.learned:
         problems.append(
             f"gates would not be read: policy {chosen.name!r} takes none. Leave them out, or name a policy "
@@ -116,43 +100,24 @@ def bind_policy(
         )
     if problems:
         raise ValueError("\n".join(problems))
-    check_precision(chosen.precision, layers)
     if chosen.keeps_all and scorer is None:
         return BoundPolicy(chosen.name, precision=chosen.precision)
-    gates = _gates(model, chosen, gates)
-    if chosen.learned and (caution := check_gates(chosen, keep, gates, scored_elsewhere=scorer is not None)):
-        warnings.warn(caution, stacklevel=3)
+    if chosen.learned:
+        gates = shipped_gates(model, chosen.name) if gates is None else gates_for(model, gates)
+        if caution := check_gates(chosen, keep, gates, scored_elsewhere=scorer is not None):
+            warnings.warn(caution, stacklevel=3)
     before = BEFORE_ROPE & set(getattr(gates, "inputs", ())) if chosen.learned else ()
     rope: tuple[Use, ...] = ("unknown_rope",) if before and rotary_of(model) is None else ()
     refuse(chosen, rope, gates=gates, scorer=scorer)
-    _check_files(chosen, layers)
-    sizes = tuple((layer.num_kv_heads, layer.entry_width) for layer in layers)
-    of_policy = chosen, keep, gates, scorer, sizes, short_tokens
-    return BoundPolicy(chosen.name, *of_policy, precision=chosen.precision)
-
-
-def check_precision(precision: Precision | None, layers: Sequence[LayerSpec]) -> None:
-    """Refuse to hold rows in fewer bits that would grow.
-
-    Raises:
-        ValueError: a precision, and heads of a few channels.
-    """
-    for layer in layers if precision is not None else ():
-        packed, _ = precision.cost(layer.head_dim, layer.head_dim, layer.dtype.itemsize)
-        if packed >= (whole := 2 * layer.head_dim * layer.dtype.itemsize):
-            raise ValueError(
-                f"precision makes entries larger: {float(packed):.4g} bytes with what stands beside them, "
-                f"and {whole} as they are, of heads of {layer.head_dim} channels: take fewer bits, or "
-                "precision=None."
-            )
-
-
-def _check_files(policy: Policy, layers: Sequence[LayerSpec]) -> None:
-    """Refuse weights of heads and centres of another model."""
-    if (centres := policy.observed_settings.get("centres")) is not None:
+    if (centres := chosen.observed_settings.get("centres")) is not None:
         check_centres(centres, [(layer.layer_idx, layer.num_heads, layer.head_dim) for layer in layers])
-    if (weights := policy.weights) is not None:
-        check_weights(weights, [own.num_kv_heads for own in layers], [own.layer_idx for own in layers])
+    if (weights := chosen.weights) is not None:
+        check_weights(
+            weights, [layer.num_kv_heads for layer in layers], [layer.layer_idx for layer in layers]
+        )
+    sizes = tuple((layer.num_kv_heads, layer.entry_width) for layer in layers)
+    parts = chosen, keep, gates, scorer, sizes, SHORT[short]
+    return BoundPolicy(chosen.name, *parts, precision=chosen.precision)
 
 
 def _bind_function(policy: Any, extra: Sequence[str], **asked: Any) -> BoundPolicy:
@@ -166,35 +131,24 @@ def _bind_function(policy: Any, extra: Sequence[str], **asked: Any) -> BoundPoli
     Raises:
         ValueError: something was given that would not be read, or the policy is no policy.
     """
-    name = "everything" if policy is None else getattr(policy, "__name__", type(policy).__name__)
-    if extra:
-        raise ValueError(
-            f"{', '.join(extra)} can only be given with a named policy; policy is {policy!r}, which decides "
-            "alone."
-        )
-    if policy is None:
-        return BoundPolicy(name)
-    if not callable(policy):
+    if policy is not None and not callable(policy):
         raise ValueError(f"policy is a name, a path, a Policy or a function of the evidence; got {policy!r}.")
-    if unread := [name for name, value in asked.items() if value is not None]:
+    name = "everything" if policy is None else getattr(policy, "__name__", type(policy).__name__)
+    unread = (
+        extra if policy is None else [*extra, *(key for key, value in asked.items() if value is not None)]
+    )
+    if unread:
         raise ValueError(
-            f"{', '.join(unread)} would not be read: policy is the function {name}, which decides alone. "
-            "Name a policy, or let the function do what they say."
+            f"{', '.join(unread)} can only be given with a named policy, and would not be read: policy is "
+            f"{'None' if policy is None else f'the function {name}'}."
         )
     return BoundPolicy(name, function=policy)
 
 
-def _gates(model: nn.Module, policy: Policy, gates: Any) -> Any:
-    """The gates, checked against the model, or those that ship for it; None without any."""
-    if gates is None:
-        return shipped_gates(model, policy.name) if policy.learned else None
-    return gates_for(model, gates)
-
-
-def _overridden(policy: Policy, overrides: dict[str, Any]) -> Policy:
+def _overridden(policy: Policy, overrides: Mapping[str, Any]) -> Policy:
     """The policy with these fields replaced, checked as its YAML would be.
 
-    Settings belong to a score: where the override names another score, the policy's own are left behind.
+    Settings belong to a score: where the override names another score, the policy's are left behind.
     """
     mapping = config.stated_of(policy) | {"scope": policy.scope}
     overrides = config.plain_numbers(overrides)
@@ -213,3 +167,61 @@ def _overridden(policy: Policy, overrides: dict[str, Any]) -> Policy:
         first, _, problems = str(error).partition("\n")
         problems = problems or f"  - {first}"
         raise ValueError(f"unfit settings of Cache or of policy {policy.name!r}:\n{problems}{also}") from None
+
+
+def whole(value: Any, name: str, least: int, most: int | None = None) -> int:
+    """A whole number (numpy's too) between two bounds.
+
+    Raises:
+        ValueError: it is none, or lies outside.
+    """
+    try:
+        number = None if isinstance(value, bool | Tensor) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or number < least or (most is not None and number > most):
+        bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise ValueError(f"{name} is {value!r:.60}: pass a whole number {bounds}.")
+    return number
+
+
+def seeds_from(seeds: Any) -> Sequence[int] | None:
+    """The `seeds` that a user passed; the number of sequences is not known yet.
+
+    Raises:
+        ValueError: no list of whole numbers.
+    """
+    if seeds is None:
+        return None
+    try:
+        return [operator.index(seed) for seed in seeds]
+    except TypeError:
+        raise ValueError(f"seeds is {seeds!r:.60}: pass a list of whole numbers, one per sequence.") from None
+
+
+def one_per_sequence(given: Sequence[Any] | None, num_sequences: int, what: str) -> Sequence[Any] | None:
+    """One a sequence of what was stated for prompts, which `generate` repeats (for beams, ...).
+
+    Raises:
+        ValueError: a number that does not fit.
+    """
+    if given is None or len(given) == num_sequences:
+        return given
+    if not len(given) or num_sequences % len(given):
+        raise ValueError(
+            f"got {len(given)} {what} for {num_sequences} sequences: pass one per sequence (per prompt, "
+            "where generate repeats prompts for beams or several returned sequences)."
+        )
+    return [item for item in given for _ in range(num_sequences // len(given))]
+
+
+def pins_per_sequence(spans: Any, num_sequences: int) -> Any:
+    """Pinned spans as one list a sequence; None without any.
+
+    Raises:
+        ValueError: lists for another number of sequences.
+    """
+    if spans is None:
+        return None
+    each = spans_by_sequence(spans)
+    return one_per_sequence([spans] if each is None else each, num_sequences, "pinned span lists")

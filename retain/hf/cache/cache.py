@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, SupportsFloat, SupportsInt
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Int, Int64
 from torch import Tensor, nn
 
 from retain.cache.precision import Precision
@@ -24,72 +24,61 @@ from retain.cache.store import SLACK
 from retain.config import plain_numbers
 from retain.correction.merge import Merge
 from retain.evidence import Evidence
+from retain.gates.base import INPUTS
 from retain.hf.cache import saving
-from retain.hf.cache.batch_context import (
-    check_wanted,
-    pinned_of,
-    prompt_from,
-    seeds_from,
-    seeds_of,
-    slack_from,
-    whole,
-)
-from retain.hf.cache.bound_policy import bind_policy, check_precision, short_limit
-from retain.hf.cache.changes import cannot_crop, concat, crop, cut_all, select_batch
+from retain.hf.cache.bound_policy import MOST_SLACK, bind_policy, seeds_from, whole
 from retain.hf.cache.engine import Engine
 from retain.hf.cache.regime import Regime
-from retain.hf.cache.report import ReportingCache
-from retain.hf.cache.state import State
-from retain.hf.intercept.attach import attach
-from retain.hf.intercept.interceptor import PREVIOUS
-from retain.hf.intercept.lookahead_pass import look_ahead
-from retain.hf.model.decoder import base_model, layout_of, learned_prompt, refuse_prefix
-from retain.hf.model.identity import marks_of
+from retain.hf.cache.report import Report, held_BLH, report_of
+from retain.hf.cache.state import State, concat
+from retain.hf.intercept.interceptor import PREVIOUS, InterceptedCache
+from retain.hf.model.decoder import base_model, layout_of, refuse_learned_prompt
 from retain.hf.version_names import CACHE
+from retain.process.registry import lookup
 
 
-class Cache(ReportingCache):
+class Cache(InterceptedCache):
     """A KV cache that keeps, of each (sequence, layer, KV head), the entries that a policy chose.
 
     Args:
         model: the model it is for; `retain.attach(model)` it before use.
         policy: a preset (`retain.policies()`), a path to a YAML, a `Policy`, a function `evidence ->
-            keep_BHT`, or None to keep everything until `evict` is called.
+            keep_BHT`, or None to keep everything until `evict_with` is called.
         keep_ratio: kept / seen, in (0, 1]. State exactly one budget.
         tokens_per_head: entries per KV head.
         bytes: bytes of keys and values per sequence, over all layers that evict.
         byte_ratio: bytes held / bytes of all that was seen, in (0, 1]: where entries are held in fewer bytes
             (`precision`), as many more of them.
-        threshold: in place of a budget: what scores below it goes, once it is protected no longer
-            (admission).
+        threshold: in place of a budget: entries that score below it are evicted, once they are protected no
+            longer (admission).
         regime: when to evict: `prefill` (once, when the first prompt was read), `chunked` (after every read:
             each chunk of a prompt, each later turn), `decode` (every so many tokens, once the first prompt is
             over), `prefill+decode`, `chunked+decode`.
         every: tokens between evictions, for `decode`.
         gates: for learned policies: a path, a hub id, or loaded gates; None: those that ship for the model's
-            weights. Lookahead gates bring adapters of
-            their own for the modules that they adapt, and take none beside them: merge yours first
-            (`model.merge_and_unload()`).
+            weights. Lookahead gates bring adapters for the modules that they adapt, and take none on them:
+            merge yours first (`model.merge_and_unload()`).
         seeds: for policies that draw: one per sequence, or per prompt where `generate` repeats them.
         pinned: spans `(start, stop)` of tokens of the first prompt that are never evicted, counted without
             padding: one list for all sequences, or one list per sequence (per prompt, where `generate`
             repeats them).
         slack: free entries per row that an evicted layer is given for new tokens.
-        short: a sequence of at most `short_tokens` tokens whose budget cannot hold what is protected, or that
-            is shorter than the policy's window, is held whole, as `report()` says (`keep`), or refused as a
-            longer one is (`raise`: for comparisons at equal memory).
+        short: a sequence of at most 256 tokens whose budget cannot hold what is protected, or that is shorter
+            than the policy's window, is held whole, as `report()` says (`keep`), or refused as a longer one
+            is (`raise`: for comparisons at equal memory).
         **overrides: fields of the policy to replace, e.g. `fusion="max"`; a section is merged into the
             policy's, e.g. `protection={"recent": 8}`; `observed` may be a function `evidence -> Score`
             (`retain.hf.intercept.press` makes one of a foreign scorer).
 
-    Padding stands before the tokens of a prompt or a turn. The mask of a turn may take back tokens that were
-    seen, such as those that `generate` fills a finished sequence up with. That of a decoding step is not
-    looked at.
+    Padding stands before the tokens of a prompt or a turn. The mask of a decoding step is not looked at.
 
     Examples:
         >>> cache = retain.Cache(model, policy="snapkv", keep_ratio=0.2)  # doctest: +SKIP
         >>> model.generate(**inputs, cache=cache, max_new_tokens=64)  # doctest: +SKIP
     """
+
+    state: State
+    engine: Engine
 
     def __init__(
         self,
@@ -108,37 +97,38 @@ class Cache(ReportingCache):
         pinned: Any = None,
         slack: int = SLACK,
         short: str = "keep",
-        short_tokens: int = 256,
         **overrides: Any,
     ):
-        refuse_prefix(model)
+        refuse_learned_prompt(model)
         layout = layout_of(model)
+        names = ("keep_ratio", "tokens_per_head", "bytes", "byte_ratio", "threshold")
+        amounts = plain_numbers((keep_ratio, tokens_per_head, bytes, byte_ratio, threshold))
         bound = bind_policy(
             model,
             policy,
             layers=layout.evicting,
-            budget=_stated(keep_ratio, tokens_per_head, bytes, byte_ratio, threshold),
+            budget=dict(zip(names, amounts, strict=True)),
             gates=gates,
             pinned=pinned,
             overrides=overrides,
-            short_tokens=short_limit(short, short_tokens),
+            short=short,
         )
-        own = Regime(regime, plain_numbers(every))
-        bound.refuse(*(("again",) if own.again else ()))
-        self.model, self._given_short = model, (short, short_tokens)
-        slack, seeds = slack_from(slack), seeds_from(seeds)
-        self.state = State(layout, bound, own, slack=slack, seeds=seeds, pinned=pinned)
-        self.engine: Engine = Engine(model, self.state)
+        when = Regime(regime, plain_numbers(every))
+        bound.refuse(*(("again",) if when.again else ()))
+        self.model, self.short = model, short
+        slack, seeds = whole(slack, "slack", 0, MOST_SLACK), seeds_from(seeds)
+        self.state = State(layout, bound, when, slack=slack, seeds=seeds, pinned=pinned)
+        self.engine = Engine(model, self.state)
         super().__init__(layers=self.state.layers)
 
     @property
     def is_compileable(self) -> bool:
-        """Whether transformers compiles decoding steps (`retain.hf.cache.static_decoding`)."""
+        """True if transformers compiles decoding steps (`retain.hf.cache.static_decoding`)."""
         return self.engine.generation.compiles()
 
     @property
     def _is_user_defined(self) -> bool:
-        """What transformers' `generate` notes of a cache that it was given, before its first forward."""
+        """A flag that transformers' `generate` sets on a cache that it is given, before a forward."""
         return True
 
     @_is_user_defined.setter
@@ -150,9 +140,9 @@ class Cache(ReportingCache):
                     "first."
                 )
             raise ValueError(
-                "generate was not called through the model that was attached, so what cannot work on this "
-                "cache, and the length of a prompt that comes in chunks, would go unseen: retain.attach the "
-                "causal language model itself (not its decoder), and call its own generate."
+                "generate was not called through the model that was attached, so that settings which cannot "
+                "work on this cache would go unseen: retain.attach the causal language model itself (not its "
+                "decoder), and call its own generate."
             )
 
     @torch.no_grad()
@@ -168,7 +158,7 @@ class Cache(ReportingCache):
     ) -> "Cache":
         """Read a context without generating: forwards of the decoder, without its head.
 
-        Positions count a sequence's own tokens, as `model.generate` counts them, so `generate` may continue.
+        Positions count a sequence's real tokens, as `model.generate` counts them, so `generate` may continue.
 
         Args:
             input_ids: token ids, left-padded.
@@ -176,35 +166,36 @@ class Cache(ReportingCache):
             chunk_size: tokens a forward; None: all at once. In the regime `chunked` the budget (a ratio is
                 one of the whole context) is enforced after each; in the others the context is evicted from
                 when it was read.
-            evict: cut each layer as it is filled. False holds everything, for `evict` or `evict_with` later.
-            hold_evidence: keep `self.evidence` (queries and attention inputs too), which `evict` needs. Only
-                with `evict=False`: what evidence shows cannot be freed.
-            wanted: what gates that are no part of this cache look at (`GateSet.inputs`): of it `stream`, the
-                residual stream, is only held where it is named.
+            evict: cut each layer as it is filled. False holds everything, for `evict_with` later.
+            hold_evidence: keep `self.evidence` (queries and attention inputs too). Only with `evict=False`:
+                the tensors of evidence cannot be freed.
+            wanted: inputs of gates that are no part of this cache (`GateSet.inputs`), to be held in the
+                evidence: `stream`, the residual stream, is only held where it is named.
 
         Returns:
             this cache.
 
         Raises:
-            ValueError: ids or a mask that are none, settings that do not go together, unknown names in
-                `wanted`, or a cache that has seen tokens; nothing was read then.
+            ValueError: ids that are no `[B, T]`, settings that do not go together, unknown names in `wanted`,
+                or a cache that has seen tokens; nothing was read then.
         """
-        if chunk_size is not None:
-            chunk_size = whole(chunk_size, "chunk_size", "tokens a forward", 1)
         self._check_prefill(chunk_size, evict, hold_evidence)
-        check_wanted(wanted, hold_evidence)
-        vocabulary = base_model(self.model).config.get_text_config().vocab_size
-        input_ids, mask = prompt_from(input_ids, attention_mask, vocabulary)
+        for name in wanted:
+            lookup(name, INPUTS, what="input of gates (wanted)")
+        if not isinstance(input_ids, Tensor) or input_ids.ndim != 2 or not input_ids.numel():
+            shape = tuple(input_ids.shape) if isinstance(input_ids, Tensor) else type(input_ids).__name__
+            raise ValueError(f"input_ids are {shape}: pass token ids [B, T], at least one a sequence.")
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         positions = (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)
-        engine = self.engine
+        engine, total = self.engine, input_ids.shape[1]
+        chunk_size = total if chunk_size is None else whole(chunk_size, "chunk_size", 1)
+        if chunk_size < total:
+            self.state.prompt_mask_BT = mask.bool()
         engine.evict_at_prefill, engine.hold_evidence = evict, hold_evidence
         engine.recorded = frozenset(wanted)
-        total = input_ids.shape[1]
-        if chunk_size is not None and chunk_size < total:
-            self.state.announce(total, mask)
         try:
-            for start in range(0, total, chunk_size or total):
-                stop = min(start + (chunk_size or total), total)
+            for start in range(0, total, chunk_size):
+                stop = min(start + chunk_size, total)
                 base_model(self.model)(
                     input_ids=input_ids[:, start:stop],
                     attention_mask=mask[:, :stop],
@@ -214,7 +205,7 @@ class Cache(ReportingCache):
                     output_attentions=False,  # a config may ask for them, and nobody sees them
                 )
         except BaseException:
-            self.reset()  # what was filled so far is let go: memory may be why it failed
+            self.reset()  # frees what was filled so far: memory may be why it failed
             raise
         finally:
             engine.evict_at_prefill, engine.hold_evidence = True, False
@@ -222,92 +213,21 @@ class Cache(ReportingCache):
         return self
 
     def _check_prefill(self, chunk_size: int | None, evict: bool, hold_evidence: bool) -> None:
-        if hold_evidence and evict:
+        if evict and hold_evidence or not evict and chunk_size is not None:
             raise ValueError(
-                "hold_evidence=True holds all keys and values, so nothing would be freed: pass "
-                "evict=False too."
+                f"hold_evidence is {hold_evidence}, chunk_size {chunk_size} and evict {evict}: evidence "
+                "holds all keys and values, so pass evict=False with it; and chunk_size only with evict=True."
             )
-        regime = self.state.regime
-        if not evict and regime.again and not self.state.bound_policy.keeps_all:
+        if not evict and self.state.evicts_again:
             raise ValueError(
-                f"evict=False leaves the eviction to you, and regime {regime.name!r} evicts by itself "
-                "later: make the cache with regime='prefill', or let it evict."
+                f"evict=False leaves the eviction to you, and regime {self.state.regime.name!r} evicts by "
+                "itself later: make the cache with regime='prefill', or let it evict."
             )
-        if chunk_size is not None and not evict:
-            raise ValueError(f"chunk_size is {chunk_size} with evict={evict}: pass evict=True.")
-        if (kind := learned_prompt(self.model)) is not None:
-            raise ValueError(
-                f"this model carries a learned prompt of peft ({kind}), which prefill would leave out, since "
-                "it reads with the decoder alone: call model.generate(...), which puts the prompt first."
-            )
+        refuse_learned_prompt(self.model)
         if self.num_seen:
             raise ValueError(
                 f"the cache has already seen {self.num_seen} tokens: make a new one, or reset() it."
             )
-
-    def evict(
-        self,
-        policy: Any = None,
-        *,
-        keep_ratio: SupportsFloat | None = None,
-        tokens_per_head: SupportsFloat | None = None,
-        bytes: SupportsFloat | None = None,
-        byte_ratio: SupportsFloat | None = None,
-        threshold: SupportsFloat | None = None,
-        gates: Any = None,
-        seeds: Sequence[int] | None = None,
-        pinned: Any = None,
-        **overrides: Any,
-    ) -> "Cache":
-        """Evict what a `prefill(evict=False, hold_evidence=True)` held, by the cache's own policy or the one
-        given here, which stays until `reset()`.
-
-        Args:
-
-
-        Returns:
-            this cache, whose evidence is released.
-
-        Raises:
-            ValueError: the request cannot be met; the cache is as it
-                was, and may be asked again.
-        """
-        self.state.check_whole()
-        if self.evidence is None:
-            raise ValueError(
-                "there is no evidence to decide on: prefill with evict=False, hold_evidence=True."
-            )
-        budget = _stated(keep_ratio, tokens_per_head, bytes, byte_ratio, threshold)
-        state = self.state
-        bound = state.bound_policy
-        if policy is not None:
-            bound = bind_policy(
-                self.model,
-                policy,
-                layers=state.specs,
-                budget=budget,
-                gates=gates,
-                pinned=pinned,
-                overrides=overrides,
-                short_tokens=short_limit(*self._given_short),
-            )
-        elif overrides or any(value is not None for value in (*budget.values(), gates)):
-            raise ValueError(
-                "a budget, gates or policy settings were given without a policy: name the policy too."
-            )
-        chosen = state.seeds if seeds is None else seeds_of(seeds_from(seeds), self.batch_size)
-        evidence: Sequence[Evidence] = self.evidence
-        pinned_BT = pinned_of(state.pinned if pinned is None else pinned, evidence[0].valid_BT)
-        if bound.looks_ahead:
-            with torch.no_grad(), attach(self.model):
-                evidence = look_ahead(self.model, bound.gates, self.engine.read_only(), self.evidence)
-        eviction = bound.decide(evidence, chosen, pinned_BT)
-        kept = [None] * len(self.evidence) if eviction is None else eviction.finish()
-        del evidence
-        state.held_whole = [] if eviction is None else [*eviction.held_whole]
-        cut_all(state, kept, bound.correction, bound.precision)
-        state.bound_policy, state.seeds = bound, chosen
-        return self
 
     def evict_with(
         self,
@@ -321,8 +241,8 @@ class Cache(ReportingCache):
 
         Args:
             keep: the masks.
-            correction: how what stays makes up for what goes; None: it does not.
-            precision: in how many bits what stays is held from now on; what comes later is held as it comes.
+            correction: merges what is evicted into what stays; None: it is lost.
+            precision: the bits in which what stays is held from now on; new entries are held as they come.
                 None: as it is.
 
         Returns:
@@ -341,8 +261,7 @@ class Cache(ReportingCache):
                 f"got {len(keep)} keep masks for {len(self.state.specs)} layers: pass one [B, H, T] per "
                 "layer that evicts."
             )
-        check_precision(precision, self.state.specs)
-        cut_all(self.state, keep, correction, precision)
+        self.state.cut_all(keep, correction, precision)
         return self
 
     def reset(self) -> None:
@@ -357,7 +276,7 @@ class Cache(ReportingCache):
         return other
 
     def _like(self, state: State) -> "Cache":
-        """Another cache of this kind, with a state of its own and this engine."""
+        """Another cache of this kind, with another state and this engine."""
         other = object.__new__(type(self))
         other.__dict__ = dict(vars(self))
         other.state, other.layers = state, state.layers
@@ -377,11 +296,8 @@ class Cache(ReportingCache):
         )
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the conversation to one `.safetensors` file (`retain.hf.cache.saving`), beside an older one
-        until it is whole.
-
-        Args:
-            path: of the file.
+        """Write the conversation to one `.safetensors` file (`retain.hf.cache.saving`); an older file stays
+        until the new one is complete.
 
         Returns:
             the path.
@@ -390,7 +306,6 @@ class Cache(ReportingCache):
             ValueError: nothing was read yet, or it is held densely (evict first); nothing was written.
         """
         self.state.check_whole()
-        self.state.check_marks(marks_of(self.model))
         return saving.save(self, path)
 
     @classmethod
@@ -408,7 +323,7 @@ class Cache(ReportingCache):
             path: of the file.
             model: that it was saved from, in the same precision; entries go to their layers' devices.
             gates: that the policy takes, if it is a learned one.
-            policy: the function that the policy (or its `observed`) was: a file cannot hold one.
+            policy: the function that the policy was, if it was one: a file cannot hold it.
 
         Raises:
             FileNotFoundError: there is no file.
@@ -434,22 +349,16 @@ class Cache(ReportingCache):
             a new cache, which evicts no more and packs no new entries into few bits (`precision`); the given
             ones are left alone.
         """
-        if not caches:
-            raise ValueError("concat needs at least one cache.")
-        slack = None if slack is None else slack_from(slack)
+        slack = None if slack is None else whole(slack, "slack", 0, MOST_SLACK)
         seen = sorted({cache.num_seen for cache in caches})
         if len(seen) != 1 or not seen[0]:
             raise ValueError(
                 f"caches to concat have seen {seen} tokens: left-pad their contexts to one width first."
             )
-        if any(cache.model is not caches[0].model for cache in caches):
-            raise ValueError("caches to concat belong to different models.")
-        if any(cache.state.marks != caches[0].state.marks for cache in caches):
-            raise ValueError(
-                "caches to concat were read with other adapters, or weights were written to in between: read "
-                "them again with the model as it is."
-            )
-        other = caches[0]._like(concat([cache.fork().state for cache in caches], slack))
+        first = caches[0]
+        if any(cache.model is not first.model for cache in caches):
+            raise ValueError("caches to concat were read by other models.")
+        other = first._like(concat([cache.fork().state for cache in caches], slack))
         other.engine = Engine(other.model, other.state)
         return other
 
@@ -460,7 +369,7 @@ class Cache(ReportingCache):
         `reset()`.
 
         Raises:
-            ValueError: something was evicted since, or cannot be undone: nothing was changed.
+            ValueError: something was evicted since, or the regime evicts again: nothing was changed.
         """
         num_tokens = int(num_tokens)
         length = num_tokens if num_tokens >= 0 else max(0, self.num_seen + num_tokens)
@@ -469,22 +378,19 @@ class Cache(ReportingCache):
         if length == 0:
             self.reset()
             return
-        assert self.state.history is not None
         self.state.check_whole()
-        cut = self.state.history.cut(length)
-        if reason := cannot_crop(self.state, length, cut):
+        if reason := self.state.cannot_crop(length):
             raise ValueError(
                 f"the cache has seen {self.num_seen} tokens and cannot go back to {length}: {reason}. fork() "
                 "the cache before it reads or decodes what may have to be forgotten."
             )
-        crop(self.state, length, cut)
+        self.state.crop(length)
 
     def batch_select_indices(self, indices: Int[Tensor, " N"]) -> None:
         """Keep these sequences, in this order; an index may repeat."""
-        if self.state.history is None:
-            return
-        self.state.check_whole()
-        select_batch(self.state, indices)
+        if self.state.history is not None:
+            self.state.check_whole()
+            self.state.select_batch(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each sequence, as `generate` expects for beams and several returned sequences."""
@@ -496,8 +402,68 @@ class Cache(ReportingCache):
         """Follow the beams."""
         self.batch_select_indices(beam_idx)
 
+    @property
+    def batch_size(self) -> int:
+        return self.state.batch_size
 
-def _stated(*amounts: SupportsFloat | None) -> dict[str, int | float | None]:
-    """A budget as `retain.budget.statement.Budget` takes it; None is not stated."""
-    names = ("keep_ratio", "tokens_per_head", "bytes", "byte_ratio", "threshold")
-    return dict(zip(names, plain_numbers(amounts), strict=True))
+    @property
+    def num_seen(self) -> int:
+        """Tokens seen, padding included: the logical length."""
+        return self.state.num_seen
+
+    @property
+    def evidence(self) -> list[Evidence] | None:
+        """The evidence of each layer, where a prefill was told to hold it."""
+        return self.state.evidence
+
+    @property
+    def evictions(self) -> int:
+        """Times that entries were evicted."""
+        return self.state.evictions
+
+    def __repr__(self) -> str:
+        name = f"retain.Cache: policy {self.state.bound_policy.name}"
+        if self.state.broken or self.state.call is not None:
+            return f"{name}, broken off: reset() it"
+        if not self.num_seen:
+            return f"{name}, empty"
+        held = f"{self.entries_held:,} of {self.entries_seen:,} entries"
+        return f"{name}, {self.num_seen:,} tokens seen, {held} and {self.bytes_held() / 2**20:,.2f} MiB held"
+
+    def report(self) -> Report:
+        """Entries and bytes seen, held and allocated, per layer and in total; `str` of it is a table."""
+        return report_of(self.state)
+
+    def entries_by_head(self) -> Int64[Tensor, "B L H"]:
+        """Entries that each sequence, layer and KV head holds.
+
+        Raises:
+            ValueError: nothing was read yet.
+        """
+        if not self.num_seen:
+            raise ValueError("nothing was read yet, so nothing is held: prefill or generate first.")
+        return held_BLH(self.state)
+
+    def bytes_held(self) -> int:
+        """Bytes of the keys and values held, over all layers that evict."""
+        return self.report().total.bytes_held
+
+    def bytes_allocated(self) -> int:
+        """Bytes of all storage behind them: slack, positions and metadata included."""
+        return self.report().total.bytes_allocated
+
+    def bytes_full(self) -> int:
+        """Bytes of keys and values had nothing been evicted, padding apart."""
+        return self.report().total.bytes_full
+
+    @property
+    def entries_held(self) -> int:
+        return self.report().total.entries_held
+
+    @property
+    def entries_seen(self) -> int:
+        return self.report().total.entries_seen
+
+    @property
+    def entries_evicted(self) -> int:
+        return self.report().total.entries_evicted

@@ -1,4 +1,4 @@
-"""What a cache does during a forward: append, attend, and evict when its regime says so.
+"""The work of a cache during a forward: append, attend, and evict when its regime says so.
 
 The first forward on an empty cache attends densely, and each layer is cut before the next one runs, so the
 peak is what is held plus one layer, or one and a half where layers share a budget
@@ -20,31 +20,28 @@ from retain.attention.rotary import Rotary
 from retain.budget.statement import Stock
 from retain.cache.attend import attend_store
 from retain.cache.equal_rows import StepRows, step_rows_of
+from retain.cache.precision import GROUP
 from retain.correction.cuts import cut_
 from retain.eviction import Eviction
 from retain.evidence import Evidence
-from retain.hf.cache.batch_context import pins_of, seeds_of
-from retain.hf.cache.changes import count_eviction, drop, end_prompt, shrink
+from retain.hf.cache.bound_policy import one_per_sequence, pins_per_sequence
 from retain.hf.cache.generation import Generation, check_ids
 from retain.hf.cache.later_evidence import (
-    beside_of,
     evidence_of,
     expire_,
     intact_tokens,
-    note_,
-    remembered,
+    metadata_of,
     stock_in_reach,
+    store_metadata_,
     without_expired,
-    without_queries,
+    without_inputs,
 )
-from retain.hf.cache.layer import MOST_UNNOTED, Layer
-from retain.hf.cache.packing import pack, packs_now
+from retain.hf.cache.layer import MOST_RECENT, Layer
 from retain.hf.cache.state import History, State
 from retain.hf.intercept.forward_call import Call, read_call
 from retain.hf.intercept.interceptor import Step, check_pointed, refuse_unasked
 from retain.hf.intercept.lookahead_pass import ReadCache, look_ahead
 from retain.hf.model.decoder import base_model
-from retain.hf.model.identity import marks_of
 from retain.hf.model.layout import LayerSpec
 from retain.hf.model.pass_through_layers import refuse_padding
 from retain.hf.version_names import CHECKPOINTING
@@ -64,29 +61,29 @@ class Engine:
         self.model, self.state = model, state
         self.generation = Generation()
         self.evict_at_prefill, self.hold_evidence = True, False
-        self.recorded: frozenset[str] = frozenset()  # what held evidence shows beyond the usual
+        self.recorded: frozenset[str] = (
+            frozenset()
+        )  # inputs of gates that held evidence shows beyond the usual
         self._rotary: Rotary | None = None
-        self.refused: ValueError | None = None  # why a later eviction did not happen; raised in the end
         self._forget()
 
     def _forget(self) -> None:
-        """Forget what is of one forward."""
-        self._next: History | None = None  # what will have been seen once the call is over, if somebody asked
+        """Forget what belongs to one forward."""
+        self._next: History | None = None  # the history once the call is over, if somebody asked
         self._eviction: Eviction | None = None
-        self._unscored: list[Evidence] = []  # of a prompt behind which lookahead tokens are still to ask
-        self._waiting: list[dict[str, Tensor] | None] = []  # of layers that are cut with the others
+        self._unscored: list[Evidence] = []  # of layers that wait for lookahead tokens
+        self._waiting: list[dict[str, Tensor] | None] = []  # metadata of layers that are cut with the others
         self._expected: int | None = None  # the layer whose attention is about to run
         self.is_quick = False
 
     def reset(self) -> None:
         """Forget everything; the state may be filled again."""
         self.state.reset()
-        self.refused = None
         self.generation.forget()
         self._forget()
 
     def fork(self, state: State) -> "Engine":
-        """The same for a copy of the cache. Whoever generates, it is not the copy."""
+        """The same for a copy of the cache, on which nobody generates."""
         other = copy.copy(self)
         other.state = state
         other.generation = Generation()
@@ -98,7 +95,7 @@ class Engine:
 
     @property
     def _looks_again(self) -> bool:
-        """Whether what comes now may be asked for by an eviction after this forward."""
+        """True if an eviction after this forward may read what comes now."""
         state = self.state
         if state.bound_policy.keeps_all or not self.evict_at_prefill:
             return False
@@ -106,18 +103,24 @@ class Engine:
 
     @property
     def _reads_whole_prompt(self) -> bool:
-        """Whether this forward is a whole first prompt, cut layer by layer while it runs."""
-        call, state = self.state.call, self.state
+        """True if this forward is a whole first prompt, cut layer by layer while it runs."""
+        call = self.state.call
         assert call is not None
-        return call.is_prefill and (state.width or 0) <= call.mask_BT.shape[1]
+        return call.is_prefill and self.state.prompt_width <= call.mask_BT.shape[1]
+
+    @property
+    def _holds_queries(self) -> bool:
+        """True if later evictions read queries of tokens, or gates the query of each."""
+        wants = self.state.bound_policy.wants
+        return self._looks_again and (wants.queries != 0 or wants.running or wants.entry_queries)
 
     @property
     def reads_stream(self) -> bool:
-        """Whether decoder layers are asked for their residual stream."""
+        """True if decoder layers are asked for their residual stream."""
         return "stream" in self.state.bound_policy.inputs or "stream" in self.recorded
 
     def begin(self, decoder: torch.nn.Module, given: Mapping[str, Any], rotary: Rotary | None = None) -> None:
-        """Note what the decoder was given (`retain.hf.intercept.forward_call` says what is refused)."""
+        """Check the arguments of a forward (`retain.hf.intercept.forward_call`), and prepare for it."""
         state = self.state
         if base_model(self.model) is not decoder:
             raise ValueError(
@@ -131,51 +134,36 @@ class Engine:
                 "the cache away from its layers: call model.eval() (or "
                 f"model.{CHECKPOINTING}_disable()) before a forward with a retain.Cache."
             )
-        if state.call is not None or state.broken:
-            if state.num_seen:
-                state.broken = True
-                state.check_whole()
-            announced = state.width, state.announced_BT
-            self.reset()
-            state.width, state.announced_BT = announced
+        state.check_whole()
         input_ids, inputs_embeds = given.get("input_ids"), given.get("inputs_embeds")
-        tokens = input_ids if input_ids is not None else inputs_embeds
-        decodes = state.prompt_B is not None and tokens is not None and tokens.shape[1:2] == (1,)
-        if not decodes or not state.decodes:
-            marks = marks_of(decoder)
-            state.check_marks(marks)
-            state.marks = marks
         past = state.history
         call = read_call(
             None if past is None else past.valid_BT,
             None if past is None else past.last_B,
-            lambda: state.positions_BT,
             input_ids=input_ids,
             inputs_embeds=inputs_embeds,
             attention_mask=given.get("attention_mask"),
             position_ids=given.get("position_ids"),
             rotary=rotary,
-            width=state.width,
+            width=state.prompt_width,
             reads_prompt=state.prompt_B is None,
         )
         self._rotary = call.rotary
         if call.is_prefill:
-            state.seeds = seeds_of(state.seeds, call.mask_BT.shape[0])
-            state.pinned = pins_of(state.pinned, call.mask_BT.shape[0])
+            state.seeds = one_per_sequence(state.seeds, call.mask_BT.shape[0], "seeds")
+            state.pinned = pins_per_sequence(state.pinned, call.mask_BT.shape[0])
         if state.layout.alone:
-            begun_BT = None if past is None else past.valid_BT
-            refuse_padding(state.layout.alone, call, begun_BT)
+            refuse_padding(state.layout.alone, call, None if past is None else past.valid_BT)
         state.evidence = [] if call.is_prefill and self.hold_evidence else None
-        if call.forgotten_BT is not None:
-            drop(state, call.forgotten_BT)
-        state.call, self._next = call, None
+        state.call = call
+        self._forget()
         if (rows := self._quick_rows(call)) is not None:
             self._begin_quick(rows, call.positions_BS[:, 0].contiguous())
         try:
             if call.is_prefill:
                 self._begin_prompt(call)
-            elif state.is_read(call) and state.due(call) and state.prompt_B is not None:
-                self._check_turn(call)
+            elif call.valid_BS is not None and state.prompt_B is not None and state.due(call):
+                self._check_turn(call.valid_BS)
         except ValueError:
             state.call = None
             raise
@@ -190,87 +178,62 @@ class Engine:
             return None
         found = []
         for layer, spec in zip(state.ragged, state.specs, strict=True):
-            if layer.store is None or layer.store.packed is not None or layer.scaling is None:
-                return None
-            if layer.store.precision is not None:
+            if layer.store is None or layer.store.precision is not None or layer.scaling is None:
                 return None
             store = layer.store.plain
             if store.free < 1:
                 store.make_room_(1)
             if store.step_rows is None:
-                how: dict[str, Any] = {
-                    "scaling": layer.scaling,
-                    "soft_cap": layer.soft_cap,
-                    "window": spec.window,
-                }
-                store.step_rows = step_rows_of(store, **how, sinks=spec.sinks_Q is not None)
+                store.step_rows = step_rows_of(
+                    store,
+                    scaling=layer.scaling,
+                    soft_cap=layer.soft_cap,
+                    window=spec.window,
+                    sinks=spec.sinks_Q is not None,
+                )
             if store.step_rows is None:
                 return None
             found.append(store.step_rows)
         return found
 
     def _begin_quick(self, rows: list[StepRows], positions_B: Tensor) -> None:
-        """Tell the layers of a step where its token stands."""
-        wants, positions = self.state.bound_policy.wants, {}
-        looks = self._looks_again and (wants.queries != 0 or wants.running or wants.entry_queries)
-        for layer, spec, own in zip(self.state.ragged, self.state.specs, rows, strict=True):
+        """Tell the layers of a step the positions of their tokens."""
+        positions: dict[int, Tensor] = {}
+        for layer, spec, step in zip(self.state.ragged, self.state.specs, rows, strict=True):
             H = spec.num_kv_heads
             if H not in positions:
                 positions[H] = positions_B.repeat_interleave(H).to(torch.int32)
-            layer.quick, own.positions_R, own.last_B = own, positions[H], positions_B
-            own.queries = layer.recent.queries if looks else None
+            layer.quick, step.positions_R, step.last_B = step, positions[H], positions_B
+            step.queries = layer.recent.chunks["queries"] if self._holds_queries else None
             layer.store.plain.free -= 1
         self.is_quick = True
 
     def _begin_prompt(self, call: Call) -> None:
-        """Start the eviction of a first prompt, or at least find what is wrong with it before it is read."""
+        """Start the eviction of a first prompt, and find what is wrong with it before it is read."""
         state, bound = self.state, self.state.bound_policy
         state.arriving(call.mask_BT)  # refuses pinned spans that are none
         if not self.evict_at_prefill:
             return
-        stock = stock_in_reach(state.specs, call.mask_BT, call.positions_BS)
-        chunks, beyond = not self._reads_whole_prompt, stock is not None
-        bound.refuse(*(("chunks",) if chunks else ()), *(("window",) if beyond else ()))
-        if self._reads_whole_prompt and state.due(call):
-            self._eviction = self._planned(call.mask_BT, stock)
-            self._waiting = []
-        elif state.width is not None and state.regime.evicts_prompt:
-            self._planned(state.known(call.mask_BT))
-        elif not state.regime.evicts_prompt:
-            # The first moment is far; what the budget must hold by then can be seen from here.
-            known_BT, every = state.known(call.mask_BT), state.regime.every
-            if known_BT.shape[1] + every < state.layout.shortest_window:
-                self._planned(torch.cat([known_BT, known_BT.new_ones(len(known_BT), every)], dim=1))
+        stock, whole = stock_in_reach(state.specs, call.mask_BT, call.positions_BS), self._reads_whole_prompt
+        bound.refuse(*(() if whole else ("chunks",)), *(() if stock is None else ("window",)))
+        if whole and state.due(call):
+            self._eviction = bound.begin(state.arriving(call.mask_BT, stock))
+        elif state.regime.evicts_prompt:
+            bound.begin(state.arriving(state.with_prompt(call.mask_BT)))  # refuses what cannot be
 
-    def _planned(self, valid_BT: Tensor, stock: Stock | None = None) -> Eviction | None:
-        """An eviction layer by layer of these tokens; refuses what cannot be."""
-        return self.state.bound_policy.begin(self.state.arriving(valid_BT, stock))
-
-    def _check_turn(self, call: Call) -> None:
-        """Find a budget that cannot hold what is protected before a later turn is read."""
-        state = self.state
-        reached = call.mask_BT.shape[1] >= state.layout.shortest_window
-        if reached or any(layer.store is None for layer in state.ragged):
-            return
-        past, history = state.history, self._after(call)
-        assert past is not None
-        new_BS = history.valid_BT[:, past.num_seen :]
-        new_B = [now - before for now, before in zip(history.lengths_B, past.lengths_B, strict=True)]
-        held_BL = tuple(
-            tuple(held + new * spec.num_kv_heads for held, spec in zip(row, state.specs, strict=True))
-            for row, new in zip(state.held_BL(), new_B, strict=True)
-        )
-        intact_BT = torch.cat([intact_tokens(state.ragged, past).to(new_BS.device), new_BS], dim=1)
-        stock = Stock(held_BL, tuple(history.lengths_B), intact_BT)
-        state.bound_policy.begin(state.arriving(history.valid_BT, stock), joint=True)
+    def _check_turn(self, valid_BS: Tensor) -> None:
+        """Refuse a turn behind which a sequence would be decided on by none of its queries."""
+        if self.state.bound_policy.wants.queries is None and not bool(valid_BS.any(1).all()):
+            raise ValueError(
+                f"a sequence has no token in this turn, and policy {self.state.bound_policy.name!r} evicts "
+                "by the queries of each turn: read the others in a cache of their own (batch_select_indices)."
+            )
 
     def check_ids(self, ids: Any, attention_mask: Any, inputs_embeds: Any = None) -> None:
         check_ids(self.state, ids, attention_mask, inputs_embeds)
 
-    def generating(
-        self, width: int | None, attention_mask: Tensor | None, room: int | None = None
-    ) -> AbstractContextManager[Callable[[Tensor], None]]:
-        return self.generation.running(self.state, width, attention_mask, room)
+    def generating(self, room: int | None = None) -> AbstractContextManager[Callable[[Tensor], None]]:
+        return self.generation.running(self.state, room)
 
     @property
     def is_static(self) -> bool:
@@ -280,7 +243,7 @@ class Engine:
         self.state.layers[layer_idx].stream_BSE = stream_BSE
 
     def expect(self, layer_idx: int, hidden_BSE: Tensor) -> Step:
-        """Before an evicting layer's attention module runs."""
+        """Prepare for the attention module of a layer that evicts."""
         state = self.state
         if state.call is None:
             raise ValueError(
@@ -310,7 +273,7 @@ class Engine:
         scaling: float | None,
         soft_cap: float | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """One layer's attention; `dense` is what the model would have run, and runs on an empty cache."""
+        """Attend in one layer; `dense` is what the model would have run, and runs on an empty cache."""
         state = self.state
         layer, spec = state.layers[step.layer_idx], state.layout.spec_of[step.layer_idx]
         assert state.call is not None
@@ -324,7 +287,7 @@ class Engine:
 
     @without_autocast
     def _attend(self, step: Step, queries_BQSD: Tensor, keys_BHSD: Tensor, values_BHSD: Tensor) -> Tensor:
-        """A layer that holds entries takes in the new tokens, and their queries attend to all of them."""
+        """Append the new tokens to a layer that holds entries, and attend to all of them."""
         state, call = self.state, self.state.call
         layer, spec = state.layers[step.layer_idx], state.layout.spec_of[step.layer_idx]
         assert call is not None and layer.scaling is not None
@@ -349,27 +312,27 @@ class Engine:
         )
         if self._looks_again:
             wants = state.bound_policy.wants
-            if wants.queries != 0 or wants.running or wants.entry_queries:
-                layer.recent.queries.append(queries_BQSD.detach())
+            if self._holds_queries:
+                layer.recent.add("queries", queries_BQSD.detach())
             if "hidden" in wants.inputs:
-                layer.recent.hidden.append(step.hidden_BSE.detach())
+                layer.recent.add("hidden", step.hidden_BSE.detach())
             if "stream" in wants.inputs and step.stream_BSE is not None:
-                layer.recent.stream.append(step.stream_BSE.detach())
+                layer.recent.add("stream", step.stream_BSE.detach())
             if state.is_read(call):
-                self._note(layer, spec, self._after(call))
+                self._store_metadata(layer, spec, self._after(call))
         return out_BQSD.transpose(1, 2).contiguous()
 
     @without_autocast
     def _first(self, step: Step, queries_BQSD: Tensor, keys_BHSD: Tensor, values_BHSD: Tensor) -> None:
-        """An empty layer has attended to its first tokens: cut it, or hold what it has."""
+        """Cut an empty layer that has attended to its first tokens, or hold what it has."""
         state, call, device = self.state, self.state.call, keys_BHSD.device
         layer, spec = state.layers[step.layer_idx], state.layout.spec_of[step.layer_idx]
         assert call is not None
-        reads_output = state.bound_policy.reads_output or not self.evict_at_prefill
+        bound, eviction = state.bound_policy, self._eviction
         evidence = spec.evidence(
             scaling=layer.scaling,
             soft_cap=layer.soft_cap,
-            output=reads_output,
+            output=bound.reads_output or not self.evict_at_prefill,
             queries_BQSD=queries_BQSD.detach(),
             keys_BHTD=keys_BHSD.detach(),
             values_BHTD=values_BHSD.detach(),
@@ -381,43 +344,43 @@ class Engine:
             stream_BTE=None if step.stream_BSE is None else step.stream_BSE.detach().to(device),
         )
         if self._looks_again:
-            evidence = state.bound_policy.with_metadata(evidence)
-            evidence = state.bound_policy.counted(evidence)
-            layer.recent.queries = [queries_BQSD.detach()]
-            self._keep_queries(layer, self._after(call))
+            evidence = bound.counted(bound.with_metadata(evidence))
+            layer.recent.add("queries", queries_BQSD.detach())
+            layer.recent.keep("queries", self._num_queries(self._after(call)))
         if self._reads_whole_prompt:
-            evidence = without_expired(evidence, state.bound_policy)
+            evidence = without_expired(evidence, bound)
         if not self.evict_at_prefill:
             if state.evidence is not None:
                 state.evidence.append(evidence)
             return
-        if self._eviction is not None:
+        if eviction is not None:
             # Keys may not be in the weights' precision; then other sequences may be decided on.
-            self._eviction.measure(evidence.keys_BHTD.element_size())
-        if self._eviction is not None and state.bound_policy.looks_ahead and self._eviction.rows:
-            self._unscored.append(remembered(evidence, state.bound_policy))
-            return
+            eviction.measure(evidence.keys_BHTD.element_size())
+            if bound.looks_ahead and eviction.rows:
+                self._unscored.append(without_inputs(evidence, bound))
+                return
         self._cut(layer, evidence)
 
     def _cut(self, layer: Layer, evidence: Evidence) -> None:
-        """Cut a layer of the first prompt, and those before it again; or leave all whole until all came."""
+        """Cut a layer of the first prompt, and those below it again; or hold all until the last has come."""
         state, eviction, keep_BHT = self.state, self._eviction, None
-        bound, call = state.bound_policy, state.call
-        assert call is not None
-        beside = beside_of(evidence) if self._looks_again else None
+        bound = state.bound_policy
+        metadata = metadata_of(evidence) if self._looks_again else None
+        pack = bound.keeps_all
         if eviction is not None:
             keep_BHT = eviction.look(evidence)
             if eviction.joint:
-                self._waiting.append(beside)
+                self._waiting.append(metadata)
                 return
-            shrink(state, eviction.lower, eviction.rows)
-        where, now = (evidence.valid_BT, evidence.positions_BT), packs_now(state, eviction, call)
+            state.shrink(eviction.lower, eviction.rows)
+            pack = not eviction.crosses_layers
+        where = evidence.valid_BT, evidence.positions_BT
         layer.store = state.cut_dense(
-            layer, keep_BHT, *where, beside, bound.correction, bound.precision, pack=now
+            layer, keep_BHT, *where, metadata, bound.correction, bound.precision, pack=pack
         )
 
     def finish(self) -> None:
-        """After the decoder ran: its tokens are seen now, and what is due is evicted."""
+        """Count the tokens of a forward that went through as seen, and evict if that is due."""
         state = self.state
         call = state.call
         assert call is not None
@@ -426,140 +389,139 @@ class Engine:
             self._evict_ahead()
         if self._waiting:
             self._cut_waiting(call)
-        due, read = state.due(call), state.is_read(call)
-        looks_again, cut = self._looks_again, self._eviction
+        due, read, problem = state.due(call), state.is_read(call), None
         if self._next is None and state.history is not None:
             state.history.add_(call)
         else:
             state.history = self._after(call)
-        ends = state.prompt_B is None and state.num_seen >= (state.width or 0)
+        ends = state.prompt_B is None and state.num_seen >= state.prompt_width
         for layer in state.ragged:
             layer.seen = state.num_seen
-        if looks_again:
+        if self._looks_again:
             if read:
-                state.noted = state.num_seen  # each layer has noted its own while it ran
-            elif due or state.num_seen - state.noted >= MOST_UNNOTED:
+                state.recorded = state.num_seen  # each layer has stored its metadata while it ran
+            elif due or state.num_seen - state.recorded >= MOST_RECENT:
                 for layer, spec in zip(state.ragged, state.specs, strict=True):
-                    self._note(layer, spec, state.history)
-                state.noted = state.num_seen
-        if cut is not None:
-            count_eviction(state, state.layout.num_kv_heads * sum(state.history.lengths_B))
-            state.held_whole = [*cut.held_whole]
+                    self._store_metadata(layer, spec, state.history)
+                state.recorded = state.num_seen
+        if self._eviction is not None:
+            state.count_eviction(state.layout.num_kv_heads * sum(state.history.lengths_B))
+            state.held_whole = [*self._eviction.held_whole]
         elif due and self.evict_at_prefill:
-            self._evict_again(release=read)
-        pack(state, read=read)
+            problem = self._evict_again(release=read)
         if due or ends:
-            state.moments = [seen for seen in state.moments if seen >= state.evicted_at] + [state.num_seen]
+            state.last_due = state.num_seen
         if ends:
-            end_prompt(state)
+            state.end_prompt()
+        self._pack(read)
         state.call = self._next = self._eviction = None
-        state.decodes, self.is_quick = not read, False
-        refused, self.refused = self.refused, None
-        if refused is not None:  # now that all is in order
-            raise refused
+        self.is_quick = False
+        if problem is not None:  # now that all is in order
+            raise problem
         if state.prompt_B is not None:
             self.generation.decode_static(state)
+
+    def _pack(self, read: bool) -> None:
+        """Pack all but the last entries of each row, where a precision says so: once nothing of the prompt
+        will be evicted, then after each read, and while decoding whenever a group has come."""
+        state = self.state
+        if (
+            state.bound_policy.precision is None
+            or state.prompt_B is None
+            and not state.bound_policy.keeps_all
+        ):
+            return
+        if read or state.num_seen - state.packed_at >= GROUP:
+            for store in state.stores:
+                store.pack_()
+            state.packed_at = state.num_seen
 
     def _cut_waiting(self, call: Call) -> None:
         """Cut all layers of a first prompt, which were decided on together."""
         state, bound, waiting = self.state, self.state.bound_policy, self._waiting
         assert self._eviction is not None
-        self._waiting = []
-        for layer, keep_BHT, beside in zip(state.ragged, self._eviction.finish(), waiting, strict=True):
-            where = call.mask_BT, call.positions_BS
-            layer.store = state.cut_dense(layer, keep_BHT, *where, beside, bound.correction, bound.precision)
+        where = call.mask_BT, call.positions_BS
+        for layer, keep_BHT, metadata in zip(state.ragged, self._eviction.finish(), waiting, strict=True):
+            layer.store = state.cut_dense(
+                layer, keep_BHT, *where, metadata, bound.correction, bound.precision
+            )
 
     @torch.no_grad()
     def _evict_ahead(self) -> None:
-        """Cut all layers, which hold the first prompt whole, by what lookahead tokens ask behind it."""
+        """Cut all layers, which hold the first prompt whole, by the queries of lookahead tokens behind it."""
         gates = self.state.bound_policy.gates
-        held, self._unscored = look_ahead(self.model, gates, self.read_only(), self._unscored), []
-        self._cut_ahead(held)
+        shown, self._unscored = look_ahead(self.model, gates, self.read_only(), self._unscored), []
+        self._cut_ahead(shown)
 
     @without_autocast
-    def _cut_ahead(self, held: list[Evidence]) -> None:
-        """Cut layer after layer, letting go of what each has shown."""
+    def _cut_ahead(self, shown: list[Evidence]) -> None:
         for layer in self.state.ragged:
-            self._cut(layer, held.pop(0))
+            self._cut(layer, shown.pop(0))  # one layer's evidence is freed after the other
 
     def read_only(self) -> ReadCache:
         """The prompt that is held whole, for tokens that are run behind it and forgotten."""
         return ReadCache([layer.dense() for layer in self.state.ragged])
 
     def _after(self, call: Call) -> History:
-        """What will have been seen once this call has gone through."""
+        """The history once this call has gone through."""
         state = self.state
         if self._next is None:
             self._next = History.of(call) if state.history is None else state.history.after(call)
         return self._next
 
-    def _queries_from(self, history: History) -> int:
-        """The first token whose query a later eviction wants."""
+    def _num_queries(self, history: History) -> int:
+        """The number of last tokens whose queries a later eviction reads."""
         queries = self.state.bound_policy.wants.queries
-        return (self.state.moments or [0])[-1] if queries is None else history.first_of_last(queries)
+        first = self.state.last_due if queries is None else history.first_of_last(queries)
+        return history.num_seen - first
 
     @without_autocast
-    def _note(self, layer: Layer, spec: LayerSpec, history: History) -> None:
-        """Note what later evictions want of a layer's last tokens, and let go of what they were made from."""
+    def _store_metadata(self, layer: Layer, spec: LayerSpec, history: History) -> None:
+        """Store what later evictions read of a layer's last tokens, and free what it was made from."""
         state = self.state
-        num_tokens = history.num_seen - state.noted
-        note_(layer, spec, state.bound_policy, history, self._rotary, num_tokens=num_tokens)
-        self._keep_queries(layer, history)
-
-    def _keep_queries(self, layer: Layer, history: History) -> None:
-        """Let go of the queries that no later eviction looks at; and of those far behind, where a sequence
-        has none of the last tokens (it is spared until it has)."""
-        wanted = history.num_seen - self._queries_from(history)
-        queries = self.state.bound_policy.wants.queries
-        layer.recent.keep_queries(wanted if queries is None else min(wanted, queries + MOST_UNNOTED))
+        num_tokens = history.num_seen - state.recorded
+        store_metadata_(layer, spec, state.bound_policy, history, self._rotary, num_tokens=num_tokens)
+        layer.recent.keep("queries", self._num_queries(history))
 
     @without_autocast
-    def _evict_again(self, *, release: bool) -> None:
+    def _evict_again(self, *, release: bool) -> ValueError | None:
         """Cut every layer back to the budget.
 
         Args:
             release: give the bytes back (after a read), or leave the room for what comes (while decoding,
                 unless that is far more than what comes until the next eviction).
+
+        Returns:
+            the reason why it cannot be done (a short sequence has grown too long to be held whole); nothing
+            was changed then.
         """
         state = self.state
         history, layers = state.history, state.ragged
         assert history is not None
         held_before = sum(map(sum, state.held_BL()))
         if not held_before:  # so far all sequences are padding
-            return
-        with state.changing():
-            for layer, spec in zip(layers, state.specs, strict=True):
-                if spec.window is not None and layer.store is not None:
-                    expire_(layer.store, spec.window, history.last_B)
-        whole = state.prompt_B is not None or (state.width or 0) <= history.num_seen
+            return None
+        for layer, spec in zip(layers, state.specs, strict=True):
+            if spec.window is not None and layer.store is not None:
+                expire_(layer.store, spec.window, history.last_B)
+        # A ratio is one of what was seen, or of the whole prompt while that is being read.
         stock = Stock(
             held_BL=state.held_BL(),
-            # A ratio is one of what was seen, or of the whole prompt while that is being read.
-            lengths_B=tuple(history.lengths_B if whole else state.known(history.valid_BT).sum(-1).tolist()),
+            lengths_B=tuple(state.with_prompt(history.valid_BT).sum(-1).tolist()),
             intact_BT=intact_tokens(layers, history),
         )
-        wanted = self._queries_from(history)
-        first = wanted
-        if state.bound_policy.wants.queries != 0:
-            first = max(wanted, history.num_seen - layers[0].recent.num_queries)
-        spared = without_queries(history, first, state.bound_policy.wants.queries) if first > wanted else []
         try:
-            arriving = state.arriving(history.valid_BT, stock)
-            step = state.bound_policy.begin(arriving, joint=True, kept_rows=spared)
+            step = state.bound_policy.begin(state.arriving(history.valid_BT, stock), joint=True)
         except ValueError as error:
-            # A short sequence, say, has grown too long to be held whole.
-            self.refused = error
-            return
-        try:
-            state.held_whole = [] if step is None else [*step.held_whole]
-            if step is not None and not step.idle:
-                self._cut_again(step, history, first, release)
-        finally:
-            if not state.broken:
-                count_eviction(state, held_before)
+            return error
+        state.held_whole = [] if step is None else [*step.held_whole]
+        if step is not None and not step.idle:
+            self._cut_again(step, history, release)
+        state.count_eviction(held_before)
+        return None
 
-    def _cut_again(self, step: Eviction, history: History, first: int, release: bool) -> None:
-        """Show every layer to a step, and then cut them all."""
+    def _cut_again(self, step: Eviction, history: History, release: bool) -> None:
+        """Show every layer to an eviction, and then cut them all."""
         state = self.state
         where, wants = [], state.bound_policy.wants
         for layer, spec in zip(state.ragged, state.specs, strict=True):
@@ -568,7 +530,7 @@ class Engine:
                 spec,
                 history,
                 self._rotary,
-                num_queries=history.num_seen - first,
+                num_queries=self._num_queries(history),
                 each=wants.queries,
                 keys=wants.keys,
                 values=wants.values,
@@ -577,12 +539,8 @@ class Engine:
             step.look(evidence, columns.token_BT)
             where.append(columns.entries)
             del evidence, columns  # one layer's copy at a time
-        keeps = step.finish()
-        with state.changing():
-            for store, entries, keep_BHT in zip(state.stores, where, keeps, strict=True):
-                keep_N = keep_BHT.to(store.device).flatten(0, 1)[entries]
-                spare = len(store.lengths_R) * (state.slack + state.regime.every + PAGE)
-                in_place = (
-                    not release and sum(part.num_places for part in store.parts) <= int(keep_N.sum()) + spare
-                )
-                cut_(store, keep_N, state.bound_policy.correction, in_place=in_place)
+        for store, entries, keep_BHT in zip(state.stores, where, step.finish(), strict=True):
+            keep_N = keep_BHT.to(store.device).flatten(0, 1)[entries]
+            spare = len(store.lengths_R) * (state.slack + state.regime.every + PAGE)
+            in_place = not release and store.plain.num_places <= int(keep_N.sum()) + spare
+            cut_(store, keep_N, state.bound_policy.correction, in_place=in_place)

@@ -1,4 +1,4 @@
-"""What a running `generate` has said to a cache: that it runs, and which tokens it sampled."""
+"""Accompanies a running `generate`: counts the tokens that it samples, and enters and leaves the graph."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,38 +22,28 @@ class Generation:
         self.forget()
 
     def forget(self) -> None:
-        """Forget what it said."""
+        """Forget the last `generate`."""
         # Tokens that may come, where the steps are to be compiled, and whether transformers has asked for it.
         self.room: int | None = None
         self.asked = False
         self.ids_BT: Int[Tensor, "B T"] | None = None  # as `generate` has them, with those that it sampled
         self.sampled = self.in_graph = self.began = 0  # `began`: tokens seen when the first was sampled
-        self.rows: StaticDecoding | None = None  # while this `generate` runs: the last that was
+        self.rows: StaticDecoding | None = None  # the last rows in a pool of this `generate`
 
     @contextmanager
-    def running(
-        self, state: State, width: int | None, attention_mask: Tensor | None, room: int | None = None
-    ) -> Iterator[Callable[[Tensor], None]]:
+    def running(self, state: State, room: int | None = None) -> Iterator[Callable[[Tensor], None]]:
         """While the `generate` of an attached model runs; gives a function that hears the ids behind each
         sampled token.
 
         Args:
             state: of the cache.
-            width: tokens, padding included, of a prompt that it reads in chunks; None: at once.
-            attention_mask: of that prompt.
             room: tokens that may come, where steps are to be compiled; 0: beams come; None: they are not.
         """
         before, self.runs = self.runs, True
         self.forget()
-        state.decodes = False
-        why = (
-            None if room is None else refused(state) if room else "beams select among sequences at each step"
-        )
-        self.room = None if why else room
         if room is not None:
-            state.decoded = f"as written: {why}" if why else None
-        if width is not None:
-            state.announce(width, attention_mask)
+            why = refused(state) if room else "beams select among sequences at each step"
+            self.room, state.decoded = (None, f"as written: {why}") if why else (room, None)
 
         def hear(ids_BT: Int[Tensor, "B T"]) -> None:
             self.sampled, self.ids_BT = self.sampled + 1, ids_BT
@@ -69,9 +59,7 @@ class Generation:
             self.decode_as_written(state)
             self._run_as_written(False)
             self.forget()
-            self.runs, state.decodes = before, False
-            if width is not None:
-                state.announce(None)
+            self.runs = before
 
     def _run_as_written(self, on: bool) -> None:
         """While rows are not static, what transformers has compiled runs as written."""
@@ -80,7 +68,7 @@ class Generation:
             self.as_written = on
 
     def compiles(self) -> bool:
-        """Whether transformers may compile a step. It asks first of all, before the prompt is read, whether
+        """True if transformers may compile a step. It asks first of all, before the prompt is read, whether
         to compile the steps behind it; then of each forward, whose masks are ours until rows are static."""
         if self.static is not None:
             return True
@@ -105,18 +93,17 @@ class Generation:
         self.static.enter(steps, read)
 
     def decode_as_written(self, state: State) -> None:
-        """Go on as written."""
+        """Leave the graph."""
         static, self.static = self.static, None
-        if static is not None:
-            self.in_graph += static.came
-            state.decoded = f"{self.in_graph} tokens in one graph"
-            static.leave(self._decoded(static.before, static.came))
-
-    def _decoded(self, before: int, came: int) -> Tensor | None:
-        """Ids of the `came` tokens that were decoded behind `before` sampled ones; None: not known."""
-        if self.ids_BT is None:
-            return None
-        return self.ids_BT[:, self.ids_BT.shape[1] - self.sampled :][:, before : before + came]
+        if static is None:
+            return
+        came, ids_BN = static.came, None
+        self.in_graph += came
+        state.decoded = f"{self.in_graph} tokens in one graph"
+        if self.ids_BT is not None:
+            first = self.ids_BT.shape[1] - self.sampled + static.before
+            ids_BN = self.ids_BT[:, first : first + came]
+        static.leave(ids_BN)
 
 
 def check_ids(state: State, ids: Any, attention_mask: Any, inputs_embeds: Any) -> None:
@@ -126,7 +113,7 @@ def check_ids(state: State, ids: Any, attention_mask: Any, inputs_embeds: Any) -
     Args:
         state: of the cache.
         ids: as `generate` was given them.
-        attention_mask: beside them.
+        attention_mask: of both.
         inputs_embeds: in place of ids. Where both are given, these are read.
 
     Raises:
@@ -138,30 +125,19 @@ def check_ids(state: State, ids: Any, attention_mask: Any, inputs_embeds: Any) -
     given = ids if by_ids else inputs_embeds
     if past is None or not isinstance(given, Tensor) or given.ndim != (2 if by_ids else 3):
         return
-    own_BT, num_given, seen = past.token_ids_BT, given.shape[1], past.num_seen
+    read_BT, num_given, seen = past.token_ids_BT, given.shape[1], past.num_seen
     over_both = isinstance(attention_mask, Tensor) and attention_mask.shape[-1] == seen + num_given
     # transformers takes ids alone that a mask over both comes with, and cuts embeddings all the same.
     if over_both and by_ids:
         return
-    name, kind, parts = "inputs_embeds", "embeddings", "context_embeds, question_embeds"
-    if by_ids:
-        name, kind, parts = "input_ids", "ids", "context_ids, question_ids"
-    wanted = (
-        f"pass generate the {kind} of both, those that were read and those that come (torch.cat([{parts}], "
-        "dim=1)); it reads only the new ones."
+    name, kind = ("input_ids", "ids") if by_ids else ("inputs_embeds", "embeddings")
+    step = (
+        f"pass generate the {kind} of both, those that were read and those that come (torch.cat([context_"
+        f"{kind}, question_{kind}], dim=1)); it reads only the new ones."
     )
-    if by_ids and own_BT is None:
-        wanted = "what was read were embeddings: pass the new ids with an attention_mask over both."
     if num_given <= seen or over_both:
-        beside = f", attention_mask {seen + num_given}" if over_both else ""
-        raise ValueError(
-            f"{name} has {num_given} tokens a row{beside}, and this cache has read {seen}: {wanted}"
-        )
-    if not by_ids or own_BT is None or len(own_BT) != len(given):
-        return
-    differs_BT = given[:, :seen].to(own_BT.device) != own_BT
-    if bool((differs_BT & past.valid_BT.to(differs_BT.device)).any()):
-        raise ValueError(
-            f"{name} does not begin with the {seen} tokens that this cache has read: {wanted} For another "
-            "context make another cache, or reset() it."
-        )
+        raise ValueError(f"{name} has {num_given} tokens a row, and this cache has read {seen}: {step}")
+    if by_ids and read_BT is not None and len(read_BT) == len(given):
+        differs_BT = given[:, :seen].to(read_BT.device) != read_BT
+        if bool((differs_BT & past.valid_BT.to(differs_BT.device)).any()):
+            raise ValueError(f"{name} does not begin with the {seen} tokens that this cache has read: {step}")

@@ -2,12 +2,10 @@
 
 Lengths and mask sizes are those of a cache from which nothing was evicted. `update` stores nothing but a
 prefill's dense tensors and returns what it was given; the attention function, which knows the padding, does
-the rest. Queries and attention inputs of the last tokens (`Recent`) are kept until an eviction has looked at
-them: a decoding step only puts references in a list, so that what an eviction costs is paid when it happens.
+the rest.
 """
 
 import copy
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,85 +17,71 @@ from retain.cache.equal_rows import StepRows
 from retain.cache.layer_store import Store
 from retain.cache.static_rows import StaticRows
 
-# Decoded tokens whose queries and attention inputs are held before they are looked at, where no eviction is
-# due.
-MOST_UNNOTED = 128
+# Decoded tokens whose queries and attention inputs are held before their metadata is stored, at most.
+MOST_RECENT = 128
+# The axis of tokens in a chunk of each kind.
+AXES = {"queries": 2, "hidden": 1, "stream": 1}
 
 
-def joined(chunks: list[Tensor], dim: int = 1) -> Tensor:
-    """Tokens that came in several forwards, in one tensor; a view where they came at once."""
-    return chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim)
-
-
-@dataclass(eq=False)
 class Recent:
-    """Of one layer; the last token seen is the last of each list.
+    """Tensors of the last tokens of one layer, held until an eviction has looked at them. A decoding step
+    only puts references in a list, so that what an eviction costs is paid when it happens.
 
     Args:
-        queries: `[B, Q, s, D]` a forward, after norm and RoPE.
-        hidden: `[B, s, E]` a forward, attention inputs.
-        stream: `[B, s, E]` a forward, the residual stream before them.
+        chunks: tensors a forward, by kind: `queries` `[B, Q, s, D]`, after norm and RoPE; `hidden`
+            `[B, s, E]`, attention inputs; `stream` `[B, s, E]`, the residual stream before them. The last
+            token of each list is the last token seen.
     """
 
-    queries: list[Tensor] = field(default_factory=list)
-    hidden: list[Tensor] = field(default_factory=list)
-    stream: list[Tensor] = field(default_factory=list)
+    def __init__(self, chunks: dict[str, list[Tensor]] | None = None):
+        self.chunks = {kind: [] if chunks is None else [*chunks[kind]] for kind in AXES}
 
-    @property
-    def num_queries(self) -> int:
-        """Tokens whose queries are held."""
-        return sum(chunk.shape[2] for chunk in self.queries)
+    def add(self, kind: str, tensor: Tensor) -> None:
+        self.chunks[kind].append(tensor)
 
-    def last_queries(self, num_tokens: int) -> Float[Tensor, "B Q s D"]:
-        """Queries of the last tokens; a view where they came at once."""
-        assert 0 < num_tokens <= self.num_queries, (
-            f"{num_tokens} queries were asked for, {self.num_queries} held"
-        )
-        whole = joined(self.queries, 2)
-        return whole[:, :, whole.shape[2] - num_tokens :]
+    def num_tokens(self, kind: str) -> int:
+        return sum(chunk.shape[AXES[kind]] for chunk in self.chunks[kind])
 
-    def keep_queries(self, num_tokens: int) -> None:
-        """Let go of all queries but those of the last tokens."""
+    def last(self, kind: str, num_tokens: int) -> Float[Tensor, "..."]:
+        """The last tokens; a view where they came in one forward."""
+        axis, chunks = AXES[kind], self.chunks[kind]
+        held = self.num_tokens(kind)
+        assert 0 < num_tokens <= held, f"{num_tokens} {kind} were asked for, {held} held"
+        if len(chunks) > 1:  # beams ask at every step
+            chunks[:] = [torch.cat(chunks, axis)]
+        return chunks[0].narrow(axis, held - num_tokens, num_tokens)
+
+    def keep(self, kind: str, num_tokens: int) -> None:
+        """Free all but the last tokens."""
         if num_tokens == 0:
-            self.queries = []
-        elif num_tokens < self.num_queries:
-            self.queries = [self.last_queries(num_tokens).clone()]  # a view would hold what it is a view of
+            self.chunks[kind] = []
+        elif num_tokens < self.num_tokens(kind):
+            self.chunks[kind] = [
+                self.last(kind, num_tokens).clone()
+            ]  # a view would hold what it is a view of
 
-    def cut(self, num_tokens: int) -> "Recent":
-        """The same without the last `num_tokens` tokens."""
-
-        def left(chunks: list[Tensor], dim: int) -> list[Tensor]:
-            whole = joined(chunks, dim) if chunks else None
-            kept = 0 if whole is None else max(0, whole.shape[dim] - num_tokens)
-            return [] if whole is None else [whole.narrow(dim, 0, kept).clone()]
-
-        return Recent(left(self.queries, 2), left(self.hidden, 1), left(self.stream, 1))
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything that is held, one tensor a kind."""
+        return {kind: self.last(kind, num) for kind in AXES if (num := self.num_tokens(kind))}
 
     def fork(self) -> "Recent":
-        """The same, to go on apart: no tensor here is changed in place."""
-        return Recent(list(self.queries), list(self.hidden), list(self.stream))
+        return Recent(self.chunks)  # no tensor here is changed in place
 
     def select_batch(self, idx: Int[Tensor, " N"]) -> "Recent":
-        """Of some of the sequences; chunks are joined, since beams ask for this at every step."""
-
-        def chosen(chunks: list[Tensor], dim: int) -> list[Tensor]:
-            if len(chunks) > 1:
-                chunks[:] = [joined(chunks, dim)]
-            return [chunk.index_select(0, idx.to(chunk.device)) for chunk in chunks]
-
-        return Recent(chosen(self.queries, 2), chosen(self.hidden, 1), chosen(self.stream, 1))
+        held = {
+            kind: tensor.index_select(0, idx.to(tensor.device)) for kind, tensor in self.tensors().items()
+        }
+        return Recent({kind: [held[kind]] if kind in held else [] for kind in AXES})
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the storages behind what is held here."""
-        held = (*self.queries, *self.hidden, *self.stream)
-        storages = {chunk.untyped_storage().data_ptr(): chunk.untyped_storage().nbytes() for chunk in held}
-        return sum(storages.values())
+        """Bytes of the storages behind the tensors."""
+        held = [chunk.untyped_storage() for chunks in self.chunks.values() for chunk in chunks]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in held}.values())
 
 
 class Layer(CacheLayerMixin):
-    """One layer: nothing, dense keys and values (a prefill that was not evicted), or a ragged store, with
-    what the last tokens showed.
+    """One layer: nothing, dense keys and values (a prefill that was not evicted), or a ragged store.
 
     Args:
         window: a query sees only the last `window` entries, itself included; None for all.
@@ -180,21 +164,15 @@ class Layer(CacheLayerMixin):
                 f"{H} KV heads x {T} entries: pass a bool tensor [{B}, {H}, {T}], True = kept."
             )
 
-    def held_BH(self, seen_B: Int[Tensor, " B"], num_heads: int) -> Int[Tensor, "B H"]:
-        """Entries that each sequence and KV head holds, on the CPU: all that were seen, where none went."""
-        if self.store is None:
-            return seen_B[:, None].expand(-1, num_heads)
-        return self.store.lengths_BH.cpu().long()
-
     def fork(self) -> "Layer":
-        """A layer that can go its own way: a store is copied, dense tensors (never changed in place) are
-        shared."""
+        """A copy: of a store a copy, dense tensors (never changed in place) are shared."""
         other = copy.copy(self)
         other.store = None if self.store is None else self.store.fork()
         other.recent = self.recent.fork()
         return other
 
     def select_batch(self, idx: Int[Tensor, " N"]) -> None:
+        """Keep the sequences `idx`, in that order."""
         self.recent = self.recent.select_batch(idx)
         if self.store is not None:
             self.store = self.store.select_batch(idx)

@@ -1,8 +1,6 @@
 """Says when a cache evicts: after its first prompt, after everything that it reads, or every few tokens.
 
-Three independent questions (is the first prompt over, was this a read, have enough tokens come) say all that
-the published regimes say, so that a new regime is a new combination and no new code. A name is parts joined
-by `+`:
+A name is one or two parts joined by `+`:
 
     prefill    once, when the first prompt has been read, all its chunks together
     chunked    after every read: every chunk of a prompt, every later turn
@@ -13,7 +11,6 @@ from dataclasses import dataclass
 
 from retain.process.registry import suggest
 
-PARTS = ("prefill", "chunked", "decode")
 NAMES = ("prefill", "chunked", "decode", "prefill+decode", "chunked+decode")
 
 
@@ -34,14 +31,11 @@ class Regime:
     every: int = 32
 
     def __post_init__(self) -> None:
-        problems = []
-        if not isinstance(self.name, str) or self.name not in NAMES:
+        if self.name not in NAMES:
             hint = suggest(str(self.name), NAMES)
-            problems.append(f"regime is {self.name!r}{hint}, and must be one of {', '.join(NAMES)}")
+            raise ValueError(f"regime is {self.name!r}{hint}, and must be one of {', '.join(NAMES)}.")
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
-            problems.append(f"every is {self.every!r}, and must be a whole number of tokens, at least 1")
-        if problems:
-            raise ValueError(f"regime: {'; '.join(problems)}.")
+            raise ValueError(f"every is {self.every!r}, and must be a whole number of tokens, at least 1.")
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -49,16 +43,16 @@ class Regime:
 
     @property
     def again(self) -> bool:
-        """Whether it evicts after the first prompt too."""
+        """True if it evicts after the first prompt too."""
         return self.name != "prefill"
 
     @property
     def evicts_prompt(self) -> bool:
-        """Whether it evicts from the first prompt."""
-        return self.due(read=True, prompt_ends=True, tokens=0)
+        """True if it evicts from the first prompt."""
+        return self.parts != ("decode",)
 
     def due(self, *, read: bool, prompt_ends: bool, tokens: int) -> bool:
-        """Whether to evict after a forward.
+        """True if it evicts after a forward.
 
         Args:
             read: it was part of a prompt: the first forward, or more than one new token.

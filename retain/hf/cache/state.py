@@ -1,13 +1,13 @@
-"""The state of a conversation: what a cache has seen, token by token, what it holds, what it was asked for.
+"""The state of a conversation: the tokens that a cache has seen, the entries that it holds, its settings.
 
-A change that breaks off midway (no memory left) leaves a state that says so at its next use, and never one
-that goes on with half of its layers cut.
+A change that breaks off midway (no memory left) leaves a state that refuses every further use.
 """
 
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,14 +16,15 @@ from torch import Tensor
 
 from retain.budget.statement import Stock
 from retain.cache.dense_view import last_tokens
-from retain.cache.layer_store import Store
+from retain.cache.layer_store import Store, stacked
+from retain.cache.layout import normal_tensors
 from retain.cache.precision import Precision
-from retain.cache.store import RaggedStore
-from retain.correction.cuts import correct_
+from retain.cache.store import LOG_WEIGHT, RaggedStore
+from retain.correction.cuts import correct_, cut_
 from retain.correction.merge import Merge
 from retain.eviction import Arriving, BoundPolicy
 from retain.evidence import Evidence, in_reach
-from retain.hf.cache.layer import Layer
+from retain.hf.cache.layer import Layer, Recent
 from retain.hf.cache.regime import Regime
 from retain.hf.intercept.forward_call import Call
 from retain.hf.model import pass_through_layers
@@ -33,7 +34,7 @@ from retain.protection import pinned_mask
 
 @dataclass(eq=False)
 class History:
-    """All tokens of a batch, padding included: which are padding, their positions, their ids.
+    """All tokens of a batch, padding included: their validity, positions and ids.
 
     Chunks are kept as they came and joined when asked for, so that a decoding step copies nothing.
 
@@ -49,39 +50,34 @@ class History:
     id_chunks: list[Tensor] | None
     last_B: Int[Tensor, " B"]
 
-    _lengths_B: list[int] | None = field(default=None, repr=False)
-    _first_of_last: dict[int, int] = field(default_factory=dict, repr=False)
+    # Answers that the device was waited for, until the next token.
+    _answers: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, call: Call) -> "History":
-        """What the first call shows."""
-        last_B = _last(call.mask_BT, call.positions_BS)
-        ids = None if call.token_ids_BS is None else [call.token_ids_BS]
-        return cls(call.mask_BT, [call.positions_BS], ids, last_B)
+        """The history after the first call."""
+        empty = call.mask_BT[:, :0], [], [], call.positions_BS.new_full((len(call.positions_BS),), -1)
+        return cls(*empty).after(call)
 
     def add_(self, call: Call) -> None:
-        """Another call has gone through."""
+        """Add the tokens of another call."""
         last_B = call.positions_BS[:, -1]
         if call.valid_BS is not None:
             last_B = torch.maximum(_last(call.valid_BS, call.positions_BS), self.last_B.to(last_B.device))
-        if self.id_chunks is not None and call.token_ids_BS is not None:
-            self.id_chunks.append(call.token_ids_BS)
-        else:
-            self.id_chunks = None
-        self.position_chunks.append(call.positions_BS)
-        self.valid_BT, self.last_B, self._lengths_B = call.mask_BT, last_B, None
-        self._first_of_last = {}
+        self._extend_(call.mask_BT, call.positions_BS, call.token_ids_BS, last_B)
 
-    def came_(self, positions_BN: Int[Tensor, "B N"], ids_BN: Int[Tensor, "B N"] | None) -> None:
-        """Tokens were decoded."""
-        self.valid_BT = torch.cat([self.valid_BT, self.valid_BT.new_ones(positions_BN.shape)], dim=1)
-        self.position_chunks.append(positions_BN)
-        self.last_B = self.last_B + positions_BN.shape[1]
-        self.id_chunks = None if self.id_chunks is None or ids_BN is None else [*self.id_chunks, ids_BN]
-        self._lengths_B, self._first_of_last = None, {}
+    def add_decoded_(self, positions_BN: Int[Tensor, "B N"], ids_BN: Int[Tensor, "B N"] | None) -> None:
+        """Add tokens that were decoded in a graph."""
+        valid_BT = torch.cat([self.valid_BT, self.valid_BT.new_ones(positions_BN.shape)], dim=1)
+        self._extend_(valid_BT, positions_BN, ids_BN, self.last_B + positions_BN.shape[1])
+
+    def _extend_(self, valid_BT: Tensor, positions_BS: Tensor, ids_BS: Tensor | None, last_B: Tensor) -> None:
+        self.id_chunks = None if self.id_chunks is None or ids_BS is None else [*self.id_chunks, ids_BS]
+        self.position_chunks.append(positions_BS)
+        self.valid_BT, self.last_B, self._answers = valid_BT, last_B, {}
 
     def after(self, call: Call) -> "History":
-        """The same once this call has gone through."""
+        """A copy to which this call is added."""
         other = self.fork()
         other.add_(call)
         return other
@@ -103,32 +99,30 @@ class History:
 
     @property
     def token_ids_BT(self) -> Int[Tensor, "B T"] | None:
-        """Every token's id; None if a caller ever passed embeddings."""
-        if self.id_chunks is None:
-            return None
-        if len(self.id_chunks) > 1:
+        """The id of every token; None if a caller ever passed embeddings."""
+        if self.id_chunks is not None and len(self.id_chunks) > 1:
             self.id_chunks = [torch.cat(self.id_chunks, dim=1)]
-        return self.id_chunks[0]
+        return None if self.id_chunks is None else self.id_chunks[0]
 
     @property
     def lengths_B(self) -> list[int]:
         """Real tokens of each sequence (asks the device once)."""
-        if self._lengths_B is None:
-            self._lengths_B = self.valid_BT.sum(-1).tolist()
-        return self._lengths_B
+        if "lengths" not in self._answers:
+            self._answers["lengths"] = self.valid_BT.sum(-1).tolist()
+        return self._answers["lengths"]
 
     def first_of_last(self, num_tokens: int) -> int:
         """The first token that is among the last `num_tokens` of some sequence (asks the device once)."""
-        if num_tokens not in self._first_of_last:
-            self._first_of_last[num_tokens] = int(last_tokens(self.valid_BT, num_tokens).min())
-        return self._first_of_last[num_tokens]
+        if num_tokens not in self._answers:
+            self._answers[num_tokens] = int(last_tokens(self.valid_BT, num_tokens).min())
+        return self._answers[num_tokens]
 
     def fork(self) -> "History":
-        """The same, to go on apart."""
         ids = None if self.id_chunks is None else list(self.id_chunks)
         return History(self.valid_BT, list(self.position_chunks), ids, self.last_B)
 
     def select_batch(self, idx: Int[Tensor, " N"]) -> "History":
+        """The sequences `idx`, in that order."""
         idx = idx.to(self.valid_BT.device)
         ids = None if self.token_ids_BT is None else [self.token_ids_BT[idx]]
         return History(self.valid_BT[idx], [self.positions_BT[idx]], ids, self.last_B[idx])
@@ -139,18 +133,11 @@ class History:
         ids = None if self.token_ids_BT is None else [self.token_ids_BT[:, :length]]
         return History(valid_BT, [positions_BT], ids, _last(valid_BT, positions_BT))
 
-    def without(self, forgotten_BT: Bool[Tensor, "B P"]) -> "History":
-        """The same, with these tokens declared padding."""
-        valid_BT = self.valid_BT & ~forgotten_BT
-        ids = None if self.id_chunks is None else list(self.id_chunks)
-        last_B = _last(valid_BT, self.positions_BT)
-        return History(valid_BT, list(self.position_chunks), ids, last_B)
-
     @classmethod
     def concat(cls, parts: "list[History]") -> "History":
-        """Stacked along the batch; all of one length."""
+        """Stack histories of one length along the batch."""
         ids = [part.token_ids_BT for part in parts]
-        known = [own for own in ids if own is not None]
+        known = [ids_BT for ids_BT in ids if ids_BT is not None]
         return cls(
             torch.cat([part.valid_BT for part in parts]),
             [torch.cat([part.positions_BT for part in parts])],
@@ -164,12 +151,12 @@ def _last(valid_BT: Bool[Tensor, "B T"], positions_BT: Int[Tensor, "B T"]) -> In
 
 
 class State:
-    """What a `retain.Cache` has seen and holds; `retain.hf.cache.engine.Engine` changes it during forwards.
+    """State of a `retain.Cache`; `retain.hf.cache.engine.Engine` changes it during forwards.
 
     Args:
         layout: the model's layers.
-        bound: what is kept.
-        regime: when.
+        bound: decides what is kept.
+        regime: decides when.
         slack: free entries per row that an evicted layer is given for new tokens.
         seeds, pinned: as the user stated them.
     """
@@ -185,13 +172,14 @@ class State:
         pinned: Any,
     ):
         self.layout, self.specs, self.slack = layout, layout.evicting, slack
-        # As stated; what holds now (a later `evict` may name another rule) is forgotten by a reset.
-        self.stated: tuple[BoundPolicy, Regime, Sequence[int] | None, Any] = (bound, regime, seeds, pinned)
+        self.bound_policy, self.regime = bound, regime
+        # As stated; a prompt that `generate` repeats has them repeated, until a reset.
+        self.stated: tuple[Sequence[int] | None, Any] = (seeds, pinned)
         self.layers: list[Any] = []
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Forget everything that was read."""
         layout = self.layout
         # In place: transformers' side of the cache holds the same list.
         self.layers[:] = [
@@ -200,29 +188,23 @@ class State:
             else Layer(layout.spec_of[idx].window)
             for idx in range(layout.num_layers)
         ]
-        self.bound_policy, self.regime, self.seeds, self.pinned = self.stated
+        self.seeds, self.pinned = self.stated
         self.history: History | None = None
         self.evidence: list[Evidence] | None = None
         self.call: Call | None = None  # the forward that runs
-        # Of the model, when it began to fill this (`retain.hf.model.identity.marks_of`).
-        self.marks: Any = None
-        # Tokens of the prompt that is being read, padding included, where it comes in chunks; and its
-        # padding.
-        self.width: int | None = None
-        self.announced_BT: Bool[Tensor, "B T"] | None = None
-        # Own tokens of each sequence's first prompt, once it was read.
-        self.prompt_B: list[int] | None = None
-        # Tokens seen at each eviction that was due, and when the first prompt ended; none before the last at
-        # which something went.
-        self.moments: list[int] = []
-        self.noted = 0  # tokens of which the layers have noted what later evictions want
-        self.decodes = False  # the last forward was a decoding step
+        # Padding of the whole prompt, while it is read in chunks.
+        self.prompt_mask_BT: Bool[Tensor, "B T"] | None = None
+        self.prompt_B: list[int] | None = (
+            None  # real tokens of each sequence's first prompt, once it was read
+        )
+        self.last_due = 0  # tokens seen at the last eviction that was due, or at the prompt's end
+        self.recorded = 0  # tokens of which layers have stored the metadata that later evictions read
         self.broken = False  # a change broke off midway
-        self.evictions = 0  # moments at which something went
+        self.evictions = 0  # times that entries were evicted
         self.evicted_at = 0  # tokens seen at the last of them
         self.packed_at = 0  # tokens seen when entries were last packed, where precision says so
         self.decoded: str | None = None  # how a `generate` that was to compile its steps ran
-        self.held_whole: list[int] = []  # short sequences that the last of its policy's moments left whole
+        self.held_whole: list[int] = []  # short sequences that the last eviction left whole
 
     @property
     def ragged(self) -> list[Layer]:
@@ -266,66 +248,51 @@ class State:
         stores = self.stores
         return stores[0].dtype.itemsize if stores else self.specs[0].dtype.itemsize
 
+    @property
+    def prompt_width(self) -> int:
+        """Tokens of a prompt that is read in chunks, padding included; 0: it is read at once."""
+        return 0 if self.prompt_mask_BT is None else self.prompt_mask_BT.shape[1]
+
+    @property
+    def evicts_again(self) -> bool:
+        """True if it evicts after the first prompt too."""
+        return self.regime.again and not self.bound_policy.keeps_all
+
     def is_read(self, call: Call) -> bool:
-        """Whether a call is part of a prompt."""
+        """True if a call is part of a prompt or a turn, rather than a decoding step."""
         return call.is_prefill or self.prompt_B is None or call.positions_BS.shape[1] > 1
 
     def due(self, call: Call) -> bool:
-        """Whether an eviction is due after this call."""
+        """True if an eviction is due after this call."""
         if self.bound_policy.keeps_all:
             return False
         seen = call.mask_BT.shape[1]
-        ends = self.prompt_B is None and seen >= (self.width or 0)
-        tokens = 0 if self.prompt_B is None else seen - (self.moments or [0])[-1]
+        ends = self.prompt_B is None and seen >= self.prompt_width
+        tokens = 0 if self.prompt_B is None else seen - self.last_due
         return self.regime.due(read=self.is_read(call), prompt_ends=ends, tokens=tokens)
 
     def check_whole(self) -> None:
-        """Refuse to go on with what an earlier error left half-changed.
+        """Refuse to go on after a forward or a change that broke off.
 
         Raises:
-            ValueError: a change broke off midway, or a forward that was not the first.
+            ValueError: it did.
         """
-        if self.broken or self.call is not None and self.num_seen:
+        if self.broken or self.call is not None:
             raise ValueError(
                 "an earlier forward or change broke off and left this cache half-updated: make a new one, or "
                 "reset() it."
             )
 
-    def check_marks(self, marks: tuple[Any, Any]) -> None:
-        """Refuse to go on with entries that the model, as it is now, would not have made.
-
-        Raises:
-            ValueError: adapters were switched, or weights written to, since it began to fill this.
-        """
-        if self.marks in (None, marks):
-            return
-        what = "weights were written to" if self.marks[0] == marks[0] else "adapters were switched"
-        raise ValueError(
-            f"the model's {what} since this cache began to read, so that its entries are not those of the "
-            "model as it is now: go on with the model as it was, or reset() the cache and read again."
-        )
-
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """While layers are changed one after another: what breaks off in here leaves the cache refused."""
+        """While layers are changed between forwards: an error in here leaves the cache refused."""
         self.broken = True
         yield
         self.broken = False
 
-    def announce(self, width: int | None, attention_mask: Tensor | None = None) -> None:
-        """Say how many tokens the prompt has that is about to be read in chunks.
-
-        Args:
-            width: padding included; None: no such prompt is to come.
-            attention_mask: which of them are real; None: behind a sequence's first token none is padding.
-        """
-        self.width = width
-        known = isinstance(attention_mask, Tensor) and attention_mask.ndim == 2
-        self.announced_BT = attention_mask.bool() if known and attention_mask is not None else None
-
     def unused_bytes_B(self, store: Store) -> Int[Tensor, " B"]:
-        """Of the bytes that each sequence holds in a layer, those that stand there for others of its batch
-        alone: nothing went of it, and what is added to its logits is zero."""
+        """Bytes of log weights that a layer holds of each sequence whose entries are all there and count one:
+        they are stored for others of its batch alone."""
         seen_B = torch.tensor(self.history.lengths_B if self.history else [], device=store.device)
         held_B = store.lengths_BH.sum(-1)
         return held_B * (held_B == seen_B * store.num_heads) * store.plain.log_weight_bytes
@@ -337,23 +304,19 @@ class State:
         return tuple(tuple(row) for row in held.tolist())
 
     def arriving(self, valid_BT: Bool[Tensor, "B T"], stock: Stock | None = None) -> Arriving:
-        """What is known of these tokens before a layer is scored; pinned spans count each sequence's own
-        tokens of the first prompt."""
+        """The batch as an eviction is told of it before a layer is scored; pinned spans count each sequence's
+        real tokens of the first prompt."""
         pinned_BT = None
         if self.pinned is not None:
-            pinned_BT = pinned_mask(self.pinned, self.known(valid_BT))[:, : valid_BT.shape[1]]
+            pinned_BT = pinned_mask(self.pinned, self.with_prompt(valid_BT))[:, : valid_BT.shape[1]]
         return Arriving(valid_BT, self.element_size, stock, self.seeds, pinned_BT)
 
-    def known(self, valid_BT: Bool[Tensor, "B T"]) -> Bool[Tensor, "B whole"]:
-        """Padding of the tokens seen and of those that are announced."""
-        B, seen = valid_BT.shape
-        known_BT = self.announced_BT
-        if known_BT is not None and known_BT.shape[1] > seen and B % known_BT.shape[0] == 0:
-            # `generate` may have repeated the prompts.
-            later_BT = known_BT[:, seen:].repeat_interleave(B // known_BT.shape[0], dim=0)
-            return torch.cat([valid_BT, later_BT.to(valid_BT.device)], dim=1)
-        to_come = max(0, (self.width or 0) - valid_BT.shape[1])
-        return torch.cat([valid_BT, valid_BT.new_ones(valid_BT.shape[0], to_come)], dim=1)
+    def with_prompt(self, valid_BT: Bool[Tensor, "B T"]) -> Bool[Tensor, "B whole"]:
+        """Padding of the tokens seen, and of those of the prompt that are still to come."""
+        seen = valid_BT.shape[1]
+        if self.prompt_mask_BT is None or self.prompt_width <= seen:
+            return valid_BT
+        return torch.cat([valid_BT, self.prompt_mask_BT[:, seen:].to(valid_BT.device)], dim=1)
 
     def cut_dense(
         self,
@@ -361,17 +324,19 @@ class State:
         keep_BHT: Tensor | None,
         valid_BT: Tensor,
         positions_BT: Tensor,
-        beside: dict[str, Tensor] | None = None,
+        metadata: dict[str, Tensor] | None = None,
         correction: Merge | None = None,
         precision: Precision | None = None,
         pack: bool = True,
     ) -> Store:
-        """A layer's dense keys and values, cut to a store, corrected, packed, and let go; None keeps all but
-        padding. What has left the layer's window goes with whatever goes, and nothing makes up for it.
+        """Cut a layer's dense keys and values to a store, corrected and packed, and free them. Entries that
+        have left the layer's window are evicted with the others, uncorrected.
 
         Args:
-            precision: how what stays is packed; None: it is not.
-            pack: False where entries may still go, so that it is packed later.
+            keep_BHT: None keeps all but padding.
+            metadata: columns `[B, H, T, ...]` that are stored with the entries.
+            precision: of the entries that stay; None: as they are.
+            pack: False where entries may still be evicted, so that they are packed later.
         """
         layer.check(keep_BHT)
         keys, values = layer.dense()
@@ -381,7 +346,7 @@ class State:
         correction = None if keep_BHT is None else correction
         keep_BHT = exists_BHT if keep_BHT is None else keep_BHT.to(keys.device) & exists_BHT
         positions_BT = positions_BT.to(keys.device)
-        plain = RaggedStore.from_dense(keys, values, positions_BT, keep_BHT, self.slack, side=beside)
+        plain = RaggedStore.from_dense(keys, values, positions_BT, keep_BHT, self.slack, side=metadata)
         if correction is not None:
             correct_(plain, keys, values, exists_BHT, keep_BHT, correction)
         store = Store(plain, precision)
@@ -390,8 +355,69 @@ class State:
         layer.keys = layer.values = None
         return store
 
+    def hold_ragged(self) -> None:
+        """Move layers that still hold a prompt densely to stores, which keep all of it."""
+        for layer in self.ragged:
+            if layer.store is None:
+                layer.store = self.cut_dense(layer, None, self.valid_BT, self.positions_BT)
+
+    def cut_all(
+        self,
+        keep: Sequence[Tensor | None],
+        correction: Merge | None = None,
+        precision: Precision | None = None,
+    ) -> None:
+        """Cut all dense layers by keep masks, each of which is checked before the first layer is cut."""
+        for layer, keep_BHT in zip(self.ragged, keep, strict=True):
+            layer.check(keep_BHT)
+        self.evidence = None  # it shares the dense tensors, which each layer frees in turn
+        with self.changing():
+            for layer, keep_BHT in zip(self.ragged, keep, strict=True):
+                where = self.valid_BT, self.positions_BT
+                layer.store = self.cut_dense(
+                    layer, keep_BHT, *where, correction=correction, precision=precision
+                )
+        self.packed_at = self.num_seen
+        assert self.history is not None
+        self.count_eviction(sum(self.history.lengths_B) * self.layout.num_kv_heads)
+
+    def count_eviction(self, held_before: int) -> None:
+        """Count an eviction, if any entry was evicted."""
+        if sum(map(sum, self.held_BL())) < held_before:
+            self.evictions, self.evicted_at = self.evictions + 1, self.num_seen
+
+    def end_prompt(self) -> None:
+        """Free what only an eviction from the first prompt reads."""
+        assert self.history is not None
+        self.prompt_B, self.prompt_mask_BT = list(self.history.lengths_B), None
+        if not self.regime.again:
+            for layer in self.ragged:
+                layer.recent = Recent()
+                if layer.store is not None:
+                    _drop_metadata(layer.store)
+        for left in self.pass_through:
+            pass_through_layers.trim_(left)
+
+    def shrink(self, lower: Sequence[Tensor | None], rows: list[int] | None) -> None:
+        """Evict from lower layers what a cascade no longer keeps, one layer at a time.
+
+        Args:
+            lower: keep masks over the entries of these sequences; None keeps a layer.
+            rows: the sequences; None for all.
+        """
+        for store, keep_N in zip(self.stores, lower, strict=False):
+            if keep_N is None:
+                continue
+            keep_N = keep_N.to(store.device)
+            if rows is not None and len(rows) < len(store.lengths_BH):
+                inside_B = torch.zeros(len(store.lengths_BH), dtype=torch.bool, device=keep_N.device)
+                inside_B[rows] = True
+                inside_N = inside_B[store.rows_N() // store.num_heads]
+                keep_N = torch.ones_like(inside_N).masked_scatter_(inside_N, keep_N)
+            cut_(store, keep_N, self.bound_policy.correction)
+
     def fork(self) -> "State":
-        """A copy that goes its own way. Of a dense prefill nothing is copied until a fork evicts."""
+        """A copy. Of a dense prefill nothing is copied until a fork evicts."""
         other, alone = copy.copy(self), self.layout.alone
         other.layers = [
             pass_through_layers.fork(layer) if idx in alone else layer.fork()
@@ -399,5 +425,97 @@ class State:
         ]
         other.evidence = None if self.evidence is None else list(self.evidence)
         other.history = None if self.history is None else self.history.fork()
-        other.moments, other.held_whole = list(self.moments), list(self.held_whole)
         return other
+
+    def select_batch(self, indices: Int[Tensor, " N"]) -> None:
+        """Keep these sequences, in this order; an index may repeat."""
+        assert self.history is not None
+        rows = indices.tolist()
+        with self.changing():
+            for left in self.pass_through:
+                left.reorder_cache(indices)
+            for layer in self.ragged:
+                layer.select_batch(indices)
+            if self.evidence is not None:
+                self.evidence = [evidence.select_batch(indices) for evidence in self.evidence]
+            if self.seeds is not None:
+                self.seeds = [self.seeds[row] for row in rows]
+            if self.pinned is not None:
+                self.pinned = [self.pinned[row] for row in rows]
+            if self.prompt_B is not None:
+                self.prompt_B = [self.prompt_B[row] for row in rows]
+            self.held_whole = [place for place, row in enumerate(rows) if row in self.held_whole]
+            self.history = self.history.select_batch(indices)
+
+    def cannot_crop(self, length: int) -> str | None:
+        """The reason why the conversation cannot go back to a length; None if it can."""
+        if length < self.evicted_at:
+            return f"entries were evicted when it had seen {self.evicted_at}"
+        if self.evicts_again or self.prompt_B is None:
+            return f"regime {self.regime.name!r} evicts by what the last tokens showed"
+        if self.layout.alone:
+            return "layers with a sliding window or a recurrent state cannot forget tokens"
+        return None
+
+    def crop(self, length: int) -> None:
+        """Forget all tokens but the first `length`; `cannot_crop` was asked."""
+        assert self.history is not None
+        cut = self.history.cut(length)
+        with self.changing():
+            self.evidence, self.history = None, cut
+            for layer in self.ragged:
+                layer.seen = length
+                if layer.store is not None:
+                    layer.store.crop_(cut.last_B + 1)
+                else:
+                    layer.hold(*(tensor[:, :, :length].clone() for tensor in layer.dense()))
+        self.packed_at, self.last_due = min(self.packed_at, length), min(self.last_due, length)
+        if self.prompt_B is not None:
+            self.prompt_B = [*map(min, self.prompt_B, cut.lengths_B)]
+
+
+def _drop_metadata(store: Store) -> None:
+    """Free the columns that only later evictions read."""
+    store.drop_side_(*({*store.side} - {LOG_WEIGHT}))
+
+
+def concat(parts: Sequence[State], slack: int | None) -> State:
+    """Stack conversations along the batch, which have all seen equally many tokens; the parts are used up.
+
+    Args:
+        parts: of one model.
+        slack: free entries per row for new tokens; None: theirs.
+    """
+    for part in parts:
+        part.hold_ragged()
+        for store in part.stores:
+            _drop_metadata(store)
+    bound = BoundPolicy(" + ".join(sorted({part.bound_policy.name for part in parts})))
+    whole = State(parts[0].layout, bound, Regime(), slack=parts[0].slack, seeds=None, pinned=None)
+    whole.layers[:] = parts[0].layers
+    for idx, layer in enumerate(whole.layers):
+        if idx in whole.layout.alone:
+            whole.layers[idx] = pass_through_layers.concat([part.layers[idx] for part in parts])
+            continue
+        layer.store = stacked(_with_weights([part.layers[idx].store for part in parts]), slack)
+        layer.recent = Recent()
+    whole.history = History.concat([part.history for part in parts if part.history is not None])
+    whole.prompt_B = list(whole.history.lengths_B)
+    whole.last_due = whole.recorded = whole.num_seen
+    whole.evictions = max(part.evictions for part in parts)
+    whole.evicted_at = max(part.evicted_at for part in parts)
+    sizes = [0, *accumulate(part.batch_size for part in parts)]
+    whole.held_whole = [
+        size + row for size, part in zip(sizes, parts, strict=False) for row in part.held_whole
+    ]
+    return whole
+
+
+@normal_tensors()
+def _with_weights(stores: list[Store]) -> list[Store]:
+    """The same stores, all with log weights if some have them: zero where an entry counts once."""
+    weights = next((store.log_weight_C for store in stores if store.log_weight_C is not None), None)
+    for store in stores if weights is not None else ():
+        if store.log_weight_C is None:
+            store.write_side_(LOG_WEIGHT, weights.new_zeros(store.entries_held))
+    return stores

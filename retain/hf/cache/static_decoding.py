@@ -16,7 +16,7 @@ from retain.cache.layout import normal_tensors
 from retain.cache.precision import GROUP
 from retain.cache.static_rows import Pool, StaticRows, packed_of, pools_of, rounded
 from retain.cache.store import LOG_WEIGHT, RaggedStore
-from retain.hf.cache.layer import MOST_UNNOTED, Layer
+from retain.hf.cache.layer import MOST_RECENT, Layer
 from retain.hf.cache.state import State
 from retain.hf.model.families import SLIDING
 from retain.hf.model.layout import LayerSpec
@@ -24,69 +24,52 @@ from retain.kernels.decode_step import build, path_of
 
 # Tokens to come for which rows are given places at once, at most.
 MOST_ROOM = 1024
-# Layers of a pool: a column of them is two full layers at most.
+# Layers of a pool, of which a column exists twice while it is filled: that is two full layers at most.
 TOGETHER = 4
 
 
 def refused(state: State) -> str | None:
-    """Why a cache decodes as written, in words; None: it may be static."""
+    """The reason why a cache decodes as written; None: it may be static."""
     if kinds := {left.kind for left in state.layout.alone.values()} - {SLIDING}:
         return f"the model has layers of another kind ({', '.join(sorted(kinds))})"
     return None
 
 
 def unlike(state: State) -> str | None:
-    """Why the layers of a cache that has read its prompt share no pool, in words; None: they may."""
+    """The reason why the layers of a cache that has read its prompt share no pool; None: they may."""
     stores = [layer.store for layer in state.ragged]
     if len({store is not None and store.packed is not None for store in stores}) > 1:
         return "some of its layers hold entries in fewer bits, and others none yet"
-    own = [layer.dense()[0] if layer.store is None else layer.store.plain.keys_CD for layer in state.ragged]
-    own += [state.layers[idx].keys for idx in state.layout.alone]
-    kinds = {(one.shape[-1], one.dtype, one.device) for one in own}
+    keys = [layer.dense()[0] if layer.store is None else layer.store.plain.keys_CD for layer in state.ragged]
+    keys += [state.layers[idx].keys for idx in state.layout.alone]
+    kinds = {(one.shape[-1], one.dtype, one.device) for one in keys}
     return "its layers differ in width, precision or device" if len(kinds) > 1 else None
 
 
-def _looked_at(state: State) -> list[str]:
-    """What later evictions look at of tokens that are decoded, by the names of `Recent`."""
-    wants = state.bound_policy.wants
-    if state.bound_policy.keeps_all or not state.regime.again:
-        return []
-    asked = wants.queries != 0 or wants.running or wants.entry_queries
-    return ["queries"] * asked + [name for name in ("hidden", "stream") if name in wants.inputs]
-
-
 def steps_unseen(state: State, most: int) -> int:
-    """Steps until one as written is due, at most so many: behind it an eviction runs, entries are packed, or
-    what later evictions want to know is noted."""
-    evicts = not state.bound_policy.keeps_all
-    if evicts and "decode" in state.regime.parts:
-        most = min(most, state.regime.every - 1 - (state.num_seen - (state.moments or [0])[-1]))
-    if evicts and state.regime.again:
-        most = min(most, MOST_UNNOTED - 1 - (state.num_seen - state.noted))
+    """Steps, at most so many, until a step as written is due, behind which an eviction runs, entries are
+    packed, or metadata is stored."""
+    if state.evicts_again:
+        most = min(most, MOST_RECENT - 1 - (state.num_seen - state.recorded))
+        if "decode" in state.regime.parts:
+            most = min(most, state.regime.every - 1 - (state.num_seen - state.last_due))
     elif state.bound_policy.precision is not None:
         most = min(most, GROUP - 1 - (state.num_seen - state.packed_at))
     return most
 
 
-def _together(state: State) -> int:
-    """Layers that share a pool, of which a column exists twice while it is filled: a few, so that this is two
-    full layers at most; all, where what a layer keeps depends on others, since then only their sum repeats.
-    """
-    policy = state.bound_policy.policy
-    alike = state.bound_policy.keeps_all or policy is not None and not policy.crosses_layers
-    return TOGETHER if alike else len(state.layers)
-
-
 def _windowed(layer: Any, state: State) -> RaggedStore:
     """A layer of transformers with a sliding window, as a store."""
     held = layer.keys.shape[2]
-    valid_BT, positions_BT = (own[:, own.shape[1] - held :] for own in (state.valid_BT, state.positions_BT))
+    valid_BT, positions_BT = (
+        x_BT[:, x_BT.shape[1] - held :] for x_BT in (state.valid_BT, state.positions_BT)
+    )
     keep_BHT = valid_BT.to(layer.keys.device)[:, None].expand(layer.keys.shape[:3])
     return RaggedStore.from_dense(layer.keys, layer.values, positions_BT.to(layer.keys.device), keep_BHT)
 
 
 def _put_back(layer: Any, store: RaggedStore, came: int) -> None:
-    """The same layer of transformers, with the last tokens of a store in its window, padding before them."""
+    """Fill a layer of transformers with the last tokens of a store in its window, padding before them."""
     keys_ND, values_ND, _, row_N = store.flat()
     layer.cumulative_length += came
     B, H = store.lengths_BH.shape
@@ -102,25 +85,31 @@ def _put_back(layer: Any, store: RaggedStore, came: int) -> None:
 
 
 def _columns_of(store: Any) -> list[Tensor | None]:
-    """What a store holds, by which one that was laid out anew is told."""
+    """The columns of a store, which are others once it was laid out anew."""
     columns = [*store.plain.entries.values(), store.plain.log_weight_C]
-    codes = store.packed
-    return columns if codes is None else [*columns, *codes.entries.values(), codes.key_scales_G2D]
+    if store.packed is not None:
+        columns += [*store.packed.entries.values(), store.packed.key_scales_G2D]
+    return columns
 
 
 @normal_tensors()
 def _to_show(state: State, spec: LayerSpec) -> dict[str, Tensor]:
-    """Room for what later evictions look at of the tokens that come, of one layer."""
-    store = state.layers[spec.layer_idx].store
-    shape, shown = (MOST_UNNOTED, state.batch_size), {}
-    for name in _looked_at(state):
-        width = (spec.num_heads, spec.head_dim) if name == "queries" else (spec.hidden_size,)
-        shown[name] = torch.zeros(*shape, *width, dtype=store.dtype, device=store.device)
+    """Room for the tensors of a layer's decoded tokens that later evictions read, by kind."""
+    store, wants = state.layers[spec.layer_idx].store, state.bound_policy.wants
+    kinds = []
+    if state.evicts_again:
+        kinds += ["queries"] * bool(wants.queries != 0 or wants.running or wants.entry_queries)
+        kinds += [kind for kind in ("hidden", "stream") if kind in wants.inputs]
+    shown = {}
+    for kind in kinds:
+        width = (spec.num_heads, spec.head_dim) if kind == "queries" else (spec.hidden_size,)
+        shape = MOST_RECENT, state.batch_size, *width
+        shown[kind] = torch.zeros(shape, dtype=store.dtype, device=store.device)
     return shown
 
 
 class StaticDecoding:
-    """A cache whose layers are static rows.
+    """The layers of a cache as static rows.
 
     Args:
         state: of the cache, whose prompt was read.
@@ -129,51 +118,56 @@ class StaticDecoding:
 
     def __init__(self, state: State, room: int):
         self.state = state
-        for layer in state.ragged:
-            if layer.store is None:
-                layer.store = state.cut_dense(layer, None, state.valid_BT, state.positions_BT)
-        assert state.history is not None
+        state.hold_ragged()
         self.windowed = {idx: state.layers[idx] for idx in state.layout.alone}
         stores: list[Any] = [store.plain for store in state.stores]
         stores += [_windowed(layer, state) for layer in self.windowed.values()]
-        coded: list[Any] = [store.packed for store in state.stores]
-        weighted = any(part is not None and part.log_weight_C is not None for part in (*stores, *coded))
-        if stores[0].device.type == "cpu":
+        coded: list[Any] = [store.packed for store in state.stores if store.packed is not None]
+        weighted = any(part.log_weight_C is not None for part in (*stores, *coded))
+        device, room = stores[0].device, max(1, min(room, MOST_ROOM))
+        if device.type == "cpu":
             build.load()
-        room = max(1, min(room, MOST_ROOM))
+        policy, plain_room = state.bound_policy.policy, room
+        if state.bound_policy.precision is not None:  # packed entries leave these rows
+            plain_room = GROUP
+        elif state.evicts_again and "decode" in state.regime.parts:
+            plain_room = min(room, state.regime.every)
+        # Where layers compete for entries, only the sum of all layers repeats from prompt to prompt.
+        alike = state.bound_policy.keeps_all or policy is not None and not policy.crosses_layers
+        together = TOGETHER if alike else len(state.layers)
         with state.changing():
-            together = _together(state)
-            places = pools_of(stores, self._until_written(room), weighted, together)
-            packed: list[Any] = packed_of(coded, room, weighted, together) if coded[0] is not None else []
+            places = pools_of(stores, plain_room, weighted, together)
+            packed: list[Any] = packed_of(coded, room, weighted, together) if coded else []
         with normal_tensors():
-            clock_1, seen_1 = torch.zeros(2, 1, dtype=torch.int64, device=stores[0].device)
-            last_B = torch.zeros(state.batch_size, dtype=torch.int64, device=stores[0].device)
+            clock_1, seen_1 = torch.zeros(2, 1, dtype=torch.int64, device=device)
+            last_B = torch.zeros(state.batch_size, dtype=torch.int64, device=device)
         pools = {
-            id(own): Pool(
-                own["keys"], own["values"], own["positions"], clock_1, seen_1, last_B, own.get(LOG_WEIGHT)
+            id(held): Pool(
+                held["keys"], held["values"], held["positions"], clock_1, seen_1, last_B, held.get(LOG_WEIGHT)
             )
-            for own, _ in places
+            for held, _ in places
         }
         self.pool = pools[id(places[0][0])]
         specs: dict[int, tuple[float | None, int | None]]
         specs = {spec.layer_idx: (spec.scaling, spec.window) for spec in state.specs}
         specs |= {idx: (None, layer.sliding_window) for idx, layer in self.windowed.items()}
         self.stores = dict(zip(specs, stores, strict=True))
-        self.columns = [_columns_of(store) for store in state.stores]
         self.rows: dict[int, StaticRows] = {}
         for (idx, (scaling, window)), (columns, offsets_R1) in zip(specs.items(), places, strict=True):
             base_R = self.stores[idx].lengths_R.clone()
             pool = pools[id(columns)]
             self.rows[idx] = StaticRows(pool, offsets_R1, base_R, idx == 0, scaling, window)
-        for spec, own, part in zip(state.specs, packed, coded, strict=False):
+        for spec, codes, part in zip(state.specs, packed, coded, strict=False):
             rows = self.rows[spec.layer_idx]
-            rows.packed, rows.bits, rows.span = own, part.codec.bits, part.codec.span
+            rows.packed, rows.bits, rows.span = codes, part.codec.bits, part.codec.span
         for spec in state.specs:
             self.rows[spec.layer_idx].shown = _to_show(state, spec)
+        self.columns = [_columns_of(store) for store in state.stores]
         if path_of(self.pool.keys_PD, self.pool.values_PV) == "triton":
             self._plan_work()
-        for tensor in self._tensors():
-            torch._dynamo.mark_static_address(tensor, guard=False)
+        for rows in self.rows.values():
+            for tensor in (*rows.pool.tensors(), *rows.tensors()):
+                torch._dynamo.mark_static_address(tensor, guard=False)
 
     def _plan_work(self) -> None:
         """Cut the work of each layer for a GPU."""
@@ -185,18 +179,8 @@ class StaticDecoding:
         ]
         group = max(spec.num_heads // spec.num_kv_heads for spec in self.state.specs)
         work = tables(rooms, group, self.pool.values_PV.shape[1], self.pool.keys_PD.device, rounded)
-        for rows, own in zip(self.rows.values(), work, strict=True):
-            rows.work = own.tensors()
-
-    def _until_written(self, room: int) -> int:
-        """Tokens by which rows grow, of so many to come, until they are laid out anew or evicted from."""
-        state, evicts = self.state, not self.state.bound_policy.keeps_all
-        if evicts and "decode" in state.regime.parts:
-            room = min(room, state.regime.every)
-        if state.bound_policy.precision is not None:
-            # Packed entries leave these rows. As many whatever is to come, so that the size stays.
-            room = MOST_UNNOTED + GROUP if evicts and state.regime.again else GROUP
-        return room
+        for rows, table in zip(self.rows.values(), work, strict=True):
+            rows.work = table.tensors()
 
     def enter(self, steps: int, before: int) -> None:
         """Let steps run in the graph.
@@ -223,17 +207,14 @@ class StaticDecoding:
             state.layers[idx].static = rows
 
     def is_whole(self) -> bool:
-        """Whether the layers still live in the pool, with a free place in each row, so that it can be entered
+        """True if the layers still live in the pool, with a free place in each row, so that it can be entered
         again."""
-        now = [_columns_of(store) for store in self.state.stores]
-        same = [[*map(id, columns)] for columns in now] == [[*map(id, columns)] for columns in self.columns]
+        now = [[*map(id, _columns_of(store))] for store in self.state.stores]
+        same = now == [[*map(id, columns)] for columns in self.columns]
         return not self.windowed and same and all(store.free for store in self.stores.values())
 
-    def _tensors(self) -> list[Tensor]:
-        return [tensor for rows in self.rows.values() for tensor in (*rows.pool.tensors(), *rows.tensors())]
-
     def is_full(self, sampled: int) -> bool:
-        """Whether the next step is not one of the graph, once a `generate` has sampled so many tokens, of
+        """True if the next step is not one of the graph, once a `generate` has sampled so many tokens, of
         which the last is still to be read."""
         return sampled - 1 - self.before >= self.room
 
@@ -243,10 +224,10 @@ class StaticDecoding:
         return int(self.pool.clock_1)
 
     def leave(self, ids_BN: Int[Tensor, "B N"] | None) -> None:
-        """The cache goes on as before, and has seen what was decoded.
+        """Count the decoded tokens as seen; the cache goes on as before.
 
         Args:
-            ids_BN: of the tokens that came, or more; None: they are not known.
+            ids_BN: of these tokens; None: they are not known.
         """
         state, came = self.state, self.came
         state.layers[:] = [self.windowed.get(idx, layer) for idx, layer in enumerate(state.layers)]
@@ -254,21 +235,19 @@ class StaticDecoding:
             layer.static = None
         if not came:
             return
-        for layer, spec in zip(state.ragged, state.specs, strict=True):
-            for name, column in self.rows[spec.layer_idx].shown.items():
-                # Heads before tokens; attention inputs have none.
-                axes = (1, 2, 0, 3) if name == "queries" else (1, 0, 2)
-                getattr(layer.recent, name).append(column[:came].permute(axes).contiguous())
         history = state.history
         assert history is not None
-        last_B = history.last_B
-        steps_N = torch.arange(1, came + 1, device=last_B.device)
-        positions_BN = last_B[:, None] + steps_N
         with state.changing():
+            for layer, spec in zip(state.ragged, state.specs, strict=True):
+                for kind, column in self.rows[spec.layer_idx].shown.items():
+                    # Heads before tokens; attention inputs have none.
+                    axes = (1, 2, 0, 3) if kind == "queries" else (1, 0, 2)
+                    layer.recent.add(kind, column[:came].permute(axes).contiguous())
             for store in self.stores.values():
                 store.came_(came)
             for idx, layer in self.windowed.items():
                 _put_back(layer, self.stores[idx], came)
-            history.came_(positions_BN, None if ids_BN is None else ids_BN[:, :came])
+            steps_N = torch.arange(1, came + 1, device=history.last_B.device)
+            history.add_decoded_(history.last_B[:, None] + steps_N, ids_BN)
             for layer in state.ragged:
                 layer.seen = state.num_seen

@@ -31,7 +31,7 @@ from retain.hf.intercept.interceptor import (
     outside_graphs,
     register,
 )
-from retain.hf.model.decoder import base_model, describe, refuse_prefix, rotary_of, windowed
+from retain.hf.model.decoder import base_model, describe, refuse_learned_prompt, rotary_of, windowed
 from retain.hf.model.layout import LayerSpec
 from retain.hf.version_names import CACHE, NAMES
 
@@ -149,6 +149,8 @@ REFUSED = {
     "candidates and forgets all but one of them, and an eviction cannot be undone. Leave it out.",
     "cache_implementation": f"asks transformers for a cache of its own, and {CACHE} is a retain.Cache, which "
     "grows and shrinks: pass one of the two.",
+    "prefill_chunk_size": "reads a prompt in chunks, whose end the cache would not know: read the context "
+    "with cache.prefill(input_ids, attention_mask, chunk_size=...), and generate from there.",
     "use_cache": "asks for no cache, so that generate reads all tokens again for each new one, and "
     f"{CACHE} is a retain.Cache, which has read them: leave one of the two out.",
 }
@@ -193,12 +195,10 @@ class _Listener(StoppingCriteria):
 
 
 def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """The `generate` of an attached model: its class's, with what cannot work on our cache refused first, and
-    with our cache told how long a prompt is that comes in chunks.
+    """The `generate` of an attached model: its class's, with what cannot work on our cache refused first.
 
     Raises:
-        ValueError: something of `REFUSED` with a `retain.Cache`, or chunks that cannot be told apart; or,
-            once it is over, our cache was never used.
+        ValueError: something of `REFUSED` with a `retain.Cache`; or our cache was never used.
     """
     plain = type(model).generate
     names = list(inspect.signature(plain).parameters)[1:]
@@ -212,21 +212,15 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
         "model.generation_config": model.generation_config,
     }
     # Of peft, which puts a method on the model for as long as it generates.
-    refuse_prefix(getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None))
+    refuse_learned_prompt(getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None))
     _refuse(given, configs, {**REFUSED, **OF_A_FORWARD})
     _refuse({}, {"model.config": base_model(model).config}, OF_A_FORWARD)  # no argument overrides it
     ids = given.get("inputs") if given.get("input_ids") is None else given["input_ids"]
     mask = given.get("attention_mask")
-    place, chunk_size = _stated("prefill_chunk_size", given, configs)
-    if chunk_size is not None and (engine.num_seen or not isinstance(ids, Tensor)):
-        why = "needs input_ids: of embeddings transformers makes no chunks"
-        if engine.num_seen:
-            why = f"on a cache that has seen {engine.num_seen} tokens makes transformers read all input again"
-        raise ValueError(f"{place}={chunk_size} {why}. Use cache.prefill(input_ids, chunk_size=...) instead.")
     engine.check_ids(ids, mask, given.get("inputs_embeds"))
     before, criteria = engine.num_seen, given.get("stopping_criteria")
     room = _room(model, given, configs, ids)
-    with engine.generating(None if chunk_size is None else ids.shape[1], mask, room) as hear:
+    with engine.generating(room) as hear:
         if room:
             given["stopping_criteria"] = StoppingCriteriaList([*(criteria or ()), _Listener(hear)])
         by_place = [given.pop(name) for name in names[: len(args)]]

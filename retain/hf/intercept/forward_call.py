@@ -5,7 +5,6 @@ before the first layer runs, with a single transfer from the device. A decoding 
 its tokens are real, and nothing waits for the device.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,15 +14,22 @@ from torch import Tensor
 
 from retain.attention.rotary import Rotary
 
-MASK_VALUES = (
+# In the order in which they are looked for.
+PROBLEMS = (
     "attention_mask holds other values than 1 and 0 (NaN, or logits of an additive mask): pass 1 on tokens "
-    "and 0 on padding."
+    "and 0 on padding.",
+    "right padding: a row of the attention mask has 0 behind tokens of a prompt, or ends in 0: set "
+    "tokenizer.padding_side = 'left'.",
+    "a sequence of this prompt is all padding: drop it from the batch.",
+    "attention_mask calls tokens padding that were read as tokens (generate puts them behind a sequence that "
+    "has ended): show them as tokens, or continue such sequences in separate caches (batch_select_indices).",
+    "attention_mask shows tokens as real that were padding when the cache saw them: continue the mask of the "
+    "earlier call.",
+    "position_ids of a sequence do not increase from token to token: give each sequence a row, and let "
+    "positions go on where they were. After a prompt with padding, continue through generate or pass "
+    "position_ids: without them transformers counts padding too. And without an attention_mask generate "
+    "takes every token that equals pad_token_id for padding: pass one.",
 )
-
-
-def shown(value: Any) -> str:
-    """The shape of what should be a tensor, or what it is instead, for a message."""
-    return str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +42,6 @@ class Call:
         valid_BS: the new tokens' part of it; None when it is known that nothing of it is padding.
         positions_BS: int64 RoPE positions of the new tokens.
         token_ids_BS: None if the caller passed embeddings.
-        forgotten_BT: past tokens that the mask of this turn calls padding; None: none.
         rotary: the model's rotary embedding, where it is understood.
     """
 
@@ -45,14 +50,12 @@ class Call:
     valid_BS: Bool[Tensor, "B S"] | None
     positions_BS: Int[Tensor, "B S"]
     token_ids_BS: Int[Tensor, "B S"] | None
-    forgotten_BT: Bool[Tensor, "B P"] | None = None
     rotary: Rotary | None = None
 
 
 def read_call(
     past_BT: Bool[Tensor, "B P"] | None = None,
     last_B: Int[Tensor, " B"] | None = None,
-    positions: Callable[[], Int[Tensor, "B P"]] | None = None,
     *,
     input_ids: Tensor | None,
     inputs_embeds: Tensor | None,
@@ -67,9 +70,7 @@ def read_call(
     Args:
         past_BT: True on real tokens among those seen; None before the first.
         last_B: position of the last real token of each sequence; None before the first.
-        positions: gives those of all tokens seen; asked where a turn's mask takes tokens back.
-        attention_mask: 2D over past and new tokens, or None for no padding. A turn's may call tokens padding
-            that `generate` put behind sequences that had ended.
+        attention_mask: 2D over past and new tokens, or None for no padding.
         position_ids: of the new tokens, or None to count on from what was seen, padding included, as
             transformers does.
         rotary: the model's rotary embedding, for those who look at queries before it.
@@ -97,61 +98,35 @@ def read_call(
     positions_BS = _positions(seen, tokens, position_ids)
     if not reads_prompt and S == 1:
         mask_BT = torch.cat([past_BT, past_BT.new_ones(B, 1)], dim=1)
-        return Call(False, mask_BT, None, positions_BS, input_ids, None, rotary)
-    strange = past_BT.new_zeros(())
-    if attention_mask is None:
-        mask_BT = torch.cat([past_BT, past_BT.new_ones(B, S)], dim=1)
-    else:
+        return Call(False, mask_BT, None, positions_BS, input_ids, rotary)
+    mask_BT, strange = torch.cat([past_BT, past_BT.new_ones(B, S)], dim=1), past_BT.new_zeros(())
+    if attention_mask is not None:
         mask_BT = attention_mask.to(device=device, dtype=torch.bool)
-        if attention_mask.dtype != torch.bool:
-            strange = ((attention_mask != 0) & (attention_mask != 1)).any().to(device)
+        strange = ((attention_mask != 0) & (attention_mask != 1)).any().to(device)
     valid_BS, before_BT = mask_BT[:, seen:], mask_BT[:, :seen]
-    forgotten_BT, revived_BT = past_BT & ~before_BT, before_BT & ~past_BT
+    forgotten, revived = (past_BT & ~before_BT).any(), (before_BT & ~past_BT).any()
     if reads_prompt:
-        right = (mask_BT[:, :-1] & ~mask_BT[:, 1:]).any()
+        right = (mask_BT[:, :-1] & ~mask_BT[:, 1:]).any() | forgotten
     else:  # a token that nobody has read yet may stand before the padding of a turn
         right = (valid_BS.any(1) & ~valid_BS[:, -1]).any()
-    questions = (strange, forgotten_BT.any(), revived_BT.any(), right, ~valid_BS.all(), ~mask_BT.any(1).all())
-    answers = torch.stack([*questions, *_disorder(valid_BS, positions_BS, last_B)]).tolist()
-    other, forgotten, revived, behind, padded, empty, disorder, back = answers
-    if other:
-        raise ValueError(MASK_VALUES)
-    if behind or forgotten and reads_prompt:
-        raise ValueError(
-            "right padding: a row of the attention mask has 0 behind tokens of a prompt, or ends in 0: set "
-            "tokenizer.padding_side = 'left' (a learned prompt of peft takes no padding)."
-        )
-    if empty and seen + S >= (width or 0):
-        raise ValueError("a sequence of this prompt is all padding: drop it from the batch.")
-    if revived:
-        raise ValueError(
-            "attention_mask shows tokens as real that were padding when the cache saw them: continue the "
-            "mask of the earlier call, with 0 for what generate put behind a sequence that has ended."
-        )
-    if back and forgotten and positions is not None:
-        # `last_B` may be that of a pad which `generate` put behind a finished row: what stays counts.
-        last_B1 = positions().to(device).masked_fill(~(past_BT & ~forgotten_BT), -1).amax(1, keepdim=True)
-        back = bool(((positions_BS <= last_B1) & valid_BS).any())
-    if disorder or back:
-        raise ValueError(
-            "position_ids of a sequence do not increase from token to token: give each sequence a row, and "
-            "let positions go on where they were. After a prompt with padding, continue through generate or "
-            "pass position_ids: without them transformers counts padding too. And without an attention_mask "
-            "generate takes every token that equals pad_token_id for padding: pass one."
-        )
-    known_BS, gone_BT = valid_BS if padded else None, forgotten_BT if forgotten else None
-    return Call(seen == 0, mask_BT, known_BS, positions_BS, input_ids, gone_BT, rotary)
+    empty = ~mask_BT.any(1).all() & (seen + S >= (width or 0))
+    problems = (strange, right, empty, forgotten, revived, _disorder(valid_BS, positions_BS, last_B))
+    *found, padded = torch.stack([*problems, ~valid_BS.all()]).tolist()
+    for is_there, message in zip(found, PROBLEMS, strict=True):
+        if is_there:
+            raise ValueError(message)
+    return Call(seen == 0, mask_BT, valid_BS if padded else None, positions_BS, input_ids, rotary)
 
 
 def _disorder(
     valid_BS: Bool[Tensor, "B S"], positions_BS: Int[Tensor, "B S"], last_B: Int[Tensor, " B"] | None
-) -> tuple[Tensor, Tensor]:
-    """Returns whether positions do not increase among the new tokens, and from the last one seen."""
+) -> Tensor:
+    """Returns whether positions do not increase among the new tokens, or from the last one seen."""
     before_BS = positions_BS.masked_fill(~valid_BS, -1).cummax(-1).values
     disorder = ((positions_BS[:, 1:] <= before_BS[:, :-1]) & valid_BS[:, 1:]).any()
     if last_B is None:
-        return disorder, torch.zeros_like(disorder)
-    return disorder, ((positions_BS <= last_B.to(valid_BS.device)[:, None]) & valid_BS).any()
+        return disorder
+    return disorder | ((positions_BS <= last_B.to(valid_BS.device)[:, None]) & valid_BS).any()
 
 
 def _check_shapes(past_BT: Bool[Tensor, "B P"], tokens: Tensor, attention_mask: Any) -> None:
@@ -164,8 +139,9 @@ def _check_shapes(past_BT: Bool[Tensor, "B P"], tokens: Tensor, attention_mask: 
         )
     if attention_mask is None or isinstance(attention_mask, Tensor) and attention_mask.shape == (B, seen + S):
         return
+    given = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask)
     raise ValueError(
-        f"attention_mask is {shown(attention_mask)}, but the cache has seen {seen} tokens and {S} are "
+        f"attention_mask is {given}, but the cache has seen {seen} tokens and {S} are "
         f"new: pass the 2D mask [{B}, {seen + S}] over the past and the new tokens (1 = token, "
         "0 = padding)."
     )

@@ -2,8 +2,7 @@
 
 Gates belong to a base model: `fingerprint` hashes a sample of every weight of the decoder, adapters apart.
 Stored keys and values depend on the adapters that are active too: `identity_of` adds these, and how positions
-turn. A living cache asks at every turn whether its model is still the same, by `marks_of`, which looks at
-no number.
+turn.
 """
 
 import hashlib
@@ -70,25 +69,6 @@ def identity_of(model: nn.Module, *, head: bool = False) -> dict[str, str | int]
         weights = ((name, _sample(tensor)) for name, tensor in _weights(output))
         known["head"] = _hash(chain(weights, _adapters(output)))
     return known
-
-
-def marks_of(model: nn.Module) -> tuple[Any, Any]:
-    """Which adapters of a model are switched on, and how; and how often each weight was written to. Two calls
-    differ where the model may have changed in between. Nothing waits for a device."""
-    base = base_model(model)
-    switches = [
-        (
-            tuple(module.active_adapters),
-            bool(module.disable_adapters),
-            tuple(getattr(module, "merged_adapters", ())),
-            tuple(getattr(module, "scaling", {}).items()),
-        )
-        for _, module in _wrappers(base)
-    ]
-    # Parts that DeepSpeed gathers for each forward are written to then.
-    parts = base.parameters()
-    versions = [0 if one.is_inference() or hasattr(one, "ds_id") else one._version for one in parts]
-    return switches, versions
 
 
 def _dims(base: Any, layout: Layout) -> dict[str, str | int]:

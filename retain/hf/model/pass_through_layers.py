@@ -1,7 +1,7 @@
 """Handles the cache layers that are left to transformers: a sliding window or a recurrent state.
 
-transformers decides what such a layer is and how it is updated; here are its bytes, a copy of it, some of its
-sequences, whether its last tokens can be forgotten, and its tensors for a file.
+transformers decides what such a layer is and how it is updated; here are its bytes, a copy of it, and its
+tensors for a file. Tokens that it has read cannot be forgotten.
 """
 
 import copy
@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from jaxtyping import Int
 from torch import Tensor
 
 from retain.hf.intercept.forward_call import Call
@@ -28,16 +27,15 @@ def refuse_padding(alone: Mapping[int, LeftAlone], call: Call, seen_BT: Tensor |
     `seen_BT` is False on padding among the tokens that were seen; None before the first.
 
     Raises:
-        ValueError: padding behind a sequence's tokens; or, with a recurrent state, tokens are taken back.
+        ValueError: padding behind a sequence's tokens.
     """
     valid_BS = call.valid_BS
-    taken_for_tokens = call.forgotten_BT is not None and any(left.window is None for left in alone.values())
-    if valid_BS is not None:
-        begun_BS = valid_BS.cumsum(-1) > 0
-        if seen_BT is not None:
-            begun_BS |= seen_BT.any(-1, keepdim=True).to(begun_BS.device)
-        taken_for_tokens |= bool((begun_BS & ~valid_BS).any())
-    if taken_for_tokens:
+    if valid_BS is None:
+        return
+    begun_BS = valid_BS.cumsum(-1) > 0
+    if seen_BT is not None:
+        begun_BS |= seen_BT.any(-1, keepdim=True).to(begun_BS.device)
+    if bool((begun_BS & ~valid_BS).any()):
         kinds = ", ".join(sorted({left.kind for left in alone.values()}))
         raise ValueError(
             "this call has padding behind tokens that its sequences have seen already, which layers left to "
@@ -100,12 +98,6 @@ def fork(layer: Any) -> Any:
     return other
 
 
-def select_batch(layer: Any, idx: Int[Tensor, " N"]) -> None:
-    """Keep these sequences, in this order; an index may repeat."""
-    for name, tensor in tensors_of(layer).items():
-        _put(layer, name, tensor.index_select(0, idx.to(tensor.device)))
-
-
 def concat(layers: list[Any]) -> Any:
     """Makes one layer with the sequences of several, which have all seen equally many tokens."""
     whole = fork(layers[0])
@@ -113,29 +105,6 @@ def concat(layers: list[Any]) -> Any:
     for name in parts[0]:
         _put(whole, name, torch.cat([part[name].to(parts[0][name].device) for part in parts]))
     return whole
-
-
-def can_crop(layer: Any, num_tokens: int) -> bool:
-    """Returns whether the last `num_tokens` tokens can be forgotten, as if they had never come.
-
-    A layer with a window can while nothing has left the window. A recurrent state has all of its tokens in
-    one, and cannot forget any.
-    """
-    tensors = tensors_of(layer)
-    if num_tokens == 0 or not tensors:
-        return True
-    return tensors.keys() == {*TENSORS} and tensors["keys"].shape[-2] == getattr(layer, COUNT, None)
-
-
-def crop(layer: Any, num_tokens: int) -> None:
-    """Forget the last `num_tokens` tokens, and give their bytes back. Ask `can_crop` first."""
-    assert can_crop(layer, num_tokens)
-    if num_tokens == 0 or not tensors_of(layer):
-        return
-    length = getattr(layer, COUNT) - num_tokens
-    for name, tensor in tensors_of(layer).items():
-        _put(layer, name, tensor[..., :length, :].clone())
-    setattr(layer, COUNT, length)
 
 
 def state(layer: Any) -> dict[str, Tensor]:
