@@ -293,14 +293,6 @@ def test_heads_are_spread_over_threads(name, number):
     assert all(torch.equal(getattr(found[1], each), getattr(found[2], each)) for each in kwargs["wanted"])
 
 
-def test_errors_in_a_thread_are_raised(monkeypatch):
-    monkeypatch.setattr(reference._Walk, "fold", lambda walk, rows: torch.zeros(2) + torch.zeros(3))
-    torch.set_num_threads(2)
-    with pytest.raises(RuntimeError, match="must match the size"):
-        attention_stats(**inputs(CASES["plain"], torch.float32, "cpu"))
-    assert torch.get_num_threads() == 2
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_reference_holds_little_at_any_length(dtype):
     """128K entries, whose keys alone are 67 MB a head in float32: also they are made a tile at a time."""
