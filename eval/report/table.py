@@ -5,12 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pandas import DataFrame, Series
+
 from retain.eval.config import FULL, PRESET
 from retain.eval.run.table import read_manifest, read_table
-from retain.process.extras import deferred
-
-with deferred("eval", "pandas", what="the table of a comparison"):
-    from pandas import DataFrame, Series
 
 WHEN = {
     "prefill": "Eviction once, behind the prompt",
