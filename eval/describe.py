@@ -14,6 +14,7 @@ import itertools
 import platform
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -80,21 +81,20 @@ class ModelDescription:
 
     @property
     def evicting(self) -> dict[str, list[int]]:
-        """Layers that evict, by what they are in words."""
-        kinds: dict[str, list[int]] = {}
+        """Layers that evict, by their heads and window in words."""
+        kinds = defaultdict(list)
         for spec in self.layout.evicting if self.layout else ():
             window = "" if spec.window is None else f", inside a window of {spec.window:,} tokens"
-            of = f"{spec.num_kv_heads} KV heads of width {spec.head_dim}, {spec.num_heads} query heads"
-            kinds.setdefault(of + window, []).append(spec.layer_idx)
+            heads = f"{spec.num_kv_heads} KV heads of width {spec.head_dim}, {spec.num_heads} query heads"
+            kinds[heads + window].append(spec.layer_idx)
         return kinds
 
     @property
     def alone(self) -> dict[str, list[int]]:
-        """Layers that are left alone, by what they are in words."""
-        kinds: dict[str, list[int]] = {}
+        """Layers that are left alone, by their kind and window in words."""
+        kinds = defaultdict(list)
         for idx, left in self.layout.alone.items() if self.layout else ():
-            window = "" if left.window is None else f" of {left.window:,} tokens"
-            kinds.setdefault(left.kind + window, []).append(idx)
+            kinds[left.kind + ("" if left.window is None else f" of {left.window:,} tokens")].append(idx)
         return kinds
 
     def __str__(self) -> str:
@@ -269,16 +269,13 @@ def versions() -> Iterator[Finding]:
         yield Finding(NOTE, DISTRIBUTION, "used from a folder, not installed: versions are not checked")
         return
     yield Finding(OK, DISTRIBUTION, metadata.version(DISTRIBUTION))
-    extras = metadata.metadata(DISTRIBUTION).get_all("Provides-Extra") or []
     for one in stated:
-        found, wanted = _installed(one.name), str(one.specifier)
-        fits = found is not None and one.specifier.contains(found, prereleases=True)
-        of = [name for name in extras if one.marker and one.marker.evaluate({"extra": name})]
-        text = f"{found or 'not installed'} (wanted: {wanted or 'any'})"
-        if one.marker is None or one.marker.evaluate({"extra": ""}):
-            yield Finding(OK if fits else WRONG, one.name, text)
-        elif of and not fits:
-            yield Finding(NOTE, one.name, f"{text}: pip install '{DISTRIBUTION}[{of[0]}]'")
+        if one.marker is None or one.marker.evaluate(
+            {"extra": ""}
+        ):  # not of an extra, nor of another platform
+            found, wanted = _installed(one.name), str(one.specifier)
+            fits = found is not None and one.specifier.contains(found, prereleases=True)
+            yield Finding(OK if fits else WRONG, one.name, f"{found or 'not installed'} (wanted: {wanted})")
 
 
 def _installed(package: str) -> str | None:

@@ -71,8 +71,8 @@ class View:
         key: of its document, for keyed draws.
         document: over the document, a query for each entry.
         sources: of the branches.
-        behind: evidence over `[document | branch]` with the branch's queries, made whenever it is asked for:
-            of all branches but the first, keys and values of the document are copied.
+        behind: makes evidence over `[document | branch]` with the branch's queries, for each branch: of all
+            but the first, keys and values of the document are copied.
     """
 
     layer_idx: int
@@ -80,12 +80,12 @@ class View:
     key: int
     document: Evidence
     sources: Sequence[str]
-    behind: Sequence[Evidence]
+    behind: Sequence[Callable[[], Evidence]]
 
     @property
     def branches(self) -> Iterator[tuple[str, Evidence]]:
         """Sources and evidence of the branches, one at a time."""
-        return ((source, self.behind[number]) for number, source in enumerate(self.sources))
+        return ((source, make()) for source, make in zip(self.sources, self.behind, strict=True))
 
 
 def walk(
