@@ -5,8 +5,8 @@
     retain doctor
 
 `describe` reads no weights, so that a model can be looked at before it is fetched: which layers evict, what
-full and kept caches take. Each line of `doctor` is `ok`, a `note` (something that some commands need is
-missing) or `WRONG` (the library cannot be trusted to work).
+full and kept caches take, and what a step of training gates takes. Each line of `doctor` is `ok`, a `note`
+(something that some commands need is missing) or `WRONG` (the library cannot be trusted to work).
 """
 
 import argparse
@@ -57,7 +57,7 @@ class ModelDescription:
         dtype: of weights and entries.
         layout: its layers, on the meta device; None: it is refused.
         budget: kept / seen, and whose budget it is.
-        footprints: caches, one a length.
+        footprints, steps: caches, and operations and bytes of `training_step`, one a length.
     """
 
     name: str
@@ -69,6 +69,7 @@ class ModelDescription:
     layout: Layout | None = None
     budget: str = ""
     footprints: tuple[Footprint, ...] = ()
+    steps: tuple[tuple[float, float], ...] = ()
 
     def __str__(self) -> str:
         rows = [("model_type", self.model_type)]
@@ -80,12 +81,35 @@ class ModelDescription:
             precision = str(self.dtype).removeprefix("torch.")
             rows.append(("weights", f"{self.parameters / 1e9:.4g} B parameters in {precision}"))
             rows += layer_rows(self.layout)
-        for one in self.footprints:
+        for one, (flops, peak) in zip(self.footprints, self.steps, strict=True):
             text = f"full cache {size(one.full)}; {size(one.kept)} kept at {self.budget}"
             alone = "" if one.alone == 0 else f", and {size(one.alone)} left alone"
             rows.append((f"{one.tokens:,} tokens", text + alone))
+            rows.append(("", f"a step of training: {flops / 1e12:,.3g} TFLOP, about {size(int(peak))}"))
         width = max(len(label) for label, _ in rows)
         return "\n".join([f"model: {self.name}", *(f"  {label:<{width}}  {text}" for label, text in rows)])
+
+
+def training_step(model: Any, layout: Layout, tokens: int) -> tuple[float, float]:
+    """Operations and peak bytes of training gates (`stage: local`) by a document of N tokens, on one device.
+
+        operations  2 P N (frozen forward) + 2 Q D N^2 a layer (attention), and again where a layer evicts
+        bytes       weights + 2 N E b (hidden states) + N b (E + 4 (Q + H) D) (a layer's attention)
+
+    P parameters in layers that a token meets; Q query and H KV heads of width D; E the hidden state's width;
+    b bytes of an element; `m x k` by `k x n` counts `2 m k n`. The gates, a thousandth of it, do not count.
+    """
+    base, spec = base_model(model), layout.evicting[0]
+    text, layers = base.config, base.layers
+    experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
+    met = getattr(text, "num_experts_per_tok", 1) / experts if experts else 1.0
+    parameters = sum(
+        one.numel() * (met if ".experts." in path else 1.0) for path, one in layers.named_parameters()
+    )
+    E, Q, H, D, b = spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.dtype.itemsize
+    flops = 2.0 * parameters * tokens + 2.0 * Q * D * tokens**2 * (len(layers) + len(layout.evicting))
+    weights = sum(one.nbytes for one in model.parameters())
+    return flops, weights + float(tokens) * b * (3 * E + 4 * (Q + H) * D)
 
 
 def layer_rows(layout: Layout) -> list[tuple[str, str]]:
@@ -163,6 +187,7 @@ def describe_model(
         layout=layout,
         budget=f"keep_ratio {keep_ratio:g} by {policy!r}",
         footprints=tuple(footprint(layout, one, policy=chosen, keep_ratio=keep_ratio) for one in tokens),
+        steps=tuple(training_step(model, layout, one) for one in tokens),
     )
 
 

@@ -265,7 +265,8 @@ def summarise(readings: Sequence[Sequence[Reading]]) -> list[dict[str, Any]]:
                 "kl": mean["kl_S"],
                 "kl_se": float(kl_D.std() / len(same) ** 0.5) if len(same) > 1 else None,
                 "agreement": mean["agree_S"],
-                "perplexity": math.exp(mean["loss_S"]),
+                "perplexity": (perplexity := math.exp(mean["loss_S"])),
+                "perplexity_ratio": perplexity / (rows[0]["perplexity"] if rows else perplexity),
                 "kept": mean["keep_NT"],
                 "mib_held": sum(one.bytes_held for one in same) / len(same) / 2**20,
             }

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -217,11 +218,15 @@ def reading(coverage_NS, kl, loss, kept=3):
 def test_a_row_is_over_the_steps_of_all_documents():
     first = reading([[1.0, 0.2], [0.8, 0.4]], [0.1, 0.3], [1.0, 2.0])
     second = reading([[0.5], [0.49]], [0.8], [4.0], kept=1)
-    (row,) = summarise([[first], [second]])
+    worse = replace(second, policy="worse", loss_S=second.loss_S + 0.6)
+    row, over = summarise([[first, first], [second, worse]])
+    assert over["perplexity_ratio"] == pytest.approx(math.exp(0.6 / 3)), (
+        "over the full cache's, the first row's"
+    )
     wanted = {
         **{"keep_ratio": 0.5, "coverage": sum([1.0, 0.2, 0.8, 0.4, 0.5, 0.49]) / 6, "coverage_worst": 0.2},
         **{"oracle_overlap": 0.75, "kl": 0.4, "agreement": 2 / 3, "perplexity": math.exp(7 / 3)},
-        **{"kept": 0.5, "mib_held": 2.0},
+        **{"perplexity_ratio": 1.0, "kept": 0.5, "mib_held": 2.0},
         "kl_se": 0.3,  # of the documents' means 0.2 and 0.8: their deviation of 0.6 / sqrt(2), over sqrt(2)
     }
     assert row.pop("policy") == "it" and row == pytest.approx(wanted)
