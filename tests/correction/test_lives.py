@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import retain
-from retain.cache.store import LOG_WEIGHT
 from retain.correction.merge import Merge
 from retain.evidence import attention_probs
 from retain.hf.cache.cache import Cache

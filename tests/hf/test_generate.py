@@ -8,7 +8,6 @@ import torch
 from transformers import (
     DynamicCache,
     GenerationConfig,
-    GenerationMixin,
 )
 
 import retain
@@ -231,25 +230,6 @@ def test_settings_that_are_off_are_no_reason(counted):
     model.generate(ids, **{CACHE: cache}, max_new_tokens=4, do_sample=False, **off)
     model(ids[:, :1], **{CACHE: cache}, **off)
     assert cache.num_seen == 16
-
-
-def test_generate_that_gets_round_the_attached_model_is_refused():
-    model, forwards = tiny_model("llama"), []
-    ids = tiny_batch((0,), 12)[0]
-    model.register_forward_pre_hook(lambda *args: forwards.append(1))
-    how = {"max_new_tokens": 4, "do_sample": False}
-    want = model.generate(ids, **how)
-    forwards.clear()
-    with attach(model.model):
-        cache = Cache(model, policy=None)
-        with pytest.raises(ValueError, match="not called through the model that was attached"):
-            model.generate(ids, **{CACHE: cache}, **how)
-        assert untouched(cache, forwards)
-        with attach(model):  # which puts that right
-            assert torch.equal(model.generate(ids, **{CACHE: cache}, **how), want)
-        with pytest.raises(ValueError, match="not called through the model that was attached"):
-            GenerationMixin.generate(model, ids, **{CACHE: Cache(model, policy=None)}, **how)
-    assert "generate" not in vars(model) and torch.equal(model.generate(ids, **how), want)
 
 
 def test_a_cache_of_another_model_is_refused():

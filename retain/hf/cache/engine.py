@@ -399,10 +399,7 @@ class Engine(Interceptor):
         if self._waiting:
             self._cut_waiting(call)
         due, read, problem = state.due(call), state.is_read(call), None
-        if self._next is None and state.history is not None:
-            state.history.add_(call)
-        else:
-            state.history = self._after(call)
+        state.history = self._after(call)
         ends = state.prompt_B is None and state.num_seen >= state.prompt_width
         for layer in state.ragged:
             layer.seen = state.num_seen

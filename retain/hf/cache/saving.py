@@ -201,8 +201,7 @@ def _fill(cache: "Cache", header: Mapping[str, Any], tensors: Mapping[str, Tenso
     state, base = cache.state, base_model(model)
     device = base.get_input_embeddings().weight.device
     past = {name: tensor.to(device) for name, tensor in within(tensors, "history.").items()}
-    ids = [past["ids"]] if "ids" in past else None
-    state.history = History(past["valid"], [past["positions"]], ids, past["last"])
+    state.history = History(past["valid"], past["positions"], past.get("ids"), past["last"])
     for spec, layer in zip(state.specs, state.ragged, strict=True):
         saved = within(tensors, f"layer.{spec.layer_idx}.")
         saved = {name: tensor.to(spec.device) for name, tensor in saved.items()}
