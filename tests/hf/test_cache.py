@@ -9,7 +9,6 @@ from transformers import DynamicCache
 import retain
 from retain.hf.cache.cache import Cache
 from retain.hf.version_names import CACHE
-from retain.kernels import backend
 from retain.kernels.ragged_attention.pages import PAGE
 from tests.close import MODEL, assert_close
 from tests.hf.masked import masked, masked_logits, positions_of, random_keep
@@ -139,18 +138,6 @@ def test_the_report_folds_equal_layers_and_the_repr_is_one_line():
     assert repr(cache).startswith(f"retain.Cache: policy recency, 64 tokens seen, {held} and 0.0")
     first, _, third = report.layers
     assert "\n2 of layers 0-2, each " in str(replace(report, layers=(first, third)))
-
-
-def test_the_report_says_which_path_attention_takes():
-    ids, mask = tiny_batch((0, 3))
-    model = attached("qwen3")
-    cache, dense = Cache(model, policy=None), Cache(model, policy=None)
-    assert "attention: nothing is held yet" in str(cache.report())
-    dense.prefill(ids, mask, evict=False)
-    cache.prefill(ids, mask)
-    assert cache.report().path == dense.report().path == "plain PyTorch over ragged rows"
-    with backend.using("triton"):
-        assert cache.report().path == dense.report().path == "Triton kernels over ragged rows"
 
 
 @torch.no_grad()

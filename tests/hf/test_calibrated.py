@@ -1,8 +1,5 @@
 """Calibrated gates in a cache and in an artifact: curves and thresholds."""
 
-import re
-import warnings
-
 import pytest
 import torch
 
@@ -137,24 +134,3 @@ def test_calibrated_gates_are_saved_loaded_and_held_to_a_threshold(tmp_path):
         abs(share - ratio) < 0.15 for share, ratio in zip(shares, (0.2, 0.5, 0.8), strict=True)
     )
     assert Cache(model, policy(**RISK), gates=back, keep_ratio=0.3).prefill(ids, mask).entries_evicted > 0
-
-
-def test_heads_that_compete_by_ranks_are_warned_of():
-    """Order inside a head is all that such a gate promises, and one budget for all compares numbers."""
-    model, told = (
-        tiny_model("qwen3"),
-        r"policy 'merge' lets heads compete .* in 'rank'.*calibrate them to risk",
-    )
-    gates = gates_of(model)
-    for unit, warned in (("rank", True), ("mass", False), ("log_risk", False)):
-        for layer in gates.layers:
-            gates[layer].unit = unit
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            Cache(model, gates=gates, keep_ratio=0.5)
-            Cache(model, "gate", gates=gates, keep_ratio=0.5)
-            Cache(model, gates=gates, keep_ratio=0.5, scope="head", draw=None)
-            Cache(model, "gate", gates=gates, keep_ratio=0.5, scope="model")
-        assert len(said) == warned, unit
-        for one in said:
-            assert re.search(told, str(one.message)) and one.filename == __file__

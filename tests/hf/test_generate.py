@@ -13,7 +13,6 @@ from transformers import (
 import retain
 from retain.hf.cache.cache import Cache
 from retain.hf.cache.regime import NAMES
-from retain.hf.intercept.attach import attach
 from retain.hf.version_names import CACHE
 from tests.close import MODEL, assert_close
 from tests.hf.moments import oracle, policy
@@ -121,20 +120,6 @@ def test_a_second_generate_continues_the_first(family, regime):
     assert cache.evictions == full.evictions >= (1 if regime == "prefill" else 3)
 
 
-def test_guidance_reads_its_own_context_beside_ours():
-    model = tiny_model("llama")
-    ids, mask = tiny_batch((0,))
-    how = {"guidance_scale": 1.5, "do_sample": False}
-    want = generated(model, DynamicCache(config=model.config), ids, mask, **how)
-    with retain.attach(model):
-        assert torch.equal(
-            generated(model, Cache(model, policy=None), ids, mask, **how).sequences, want.sequences
-        )
-        cache = Cache(model, policy=policy)
-        got = generated(model, cache, ids, mask, **how)
-    assert not torch.equal(got.sequences, want.sequences) and cache.num_seen == 40 + NEW - 1
-
-
 CANNOT = {
     "assistant_model": ("model", "assisted decoding"),
     "prompt_lookup_num_tokens": (2, "assisted decoding"),
@@ -199,37 +184,6 @@ def test_a_forward_refuses_to_give_attention_weights(counted):
         assert cache.num_seen == seen
         model(read, **{CACHE: cache}, output_attentions=None)
     assert cache.num_seen == 13  # which it was told by no call that was refused
-
-
-def test_a_config_that_asks_for_attention_weights_is_refused_and_one_without_caches_is_not():
-    """A decoder goes by the one, and uses a cache that it is given whatever the other says."""
-    model, ids = tiny_model("llama", attn="eager"), tiny_batch((0,), 12)[0]
-    model.config.output_attentions, model.config.use_cache = True, False
-    how = {"max_new_tokens": 4, "do_sample": False}
-    with attach(model):
-        cache = Cache(model, policy=policy).prefill(ids)  # whose outputs nobody sees
-        said = r"^model\.config\.output_attentions=True asks for attention weights"
-        refused(said, model, ids[:, :1], **{CACHE: cache})
-        refused(said, model.generate, ids, **{CACHE: Cache(model, policy=policy)}, **how)
-        refused(said, model.generate, ids, output_attentions=False, **{CACHE: cache.fork()}, **how)
-        assert cache.num_seen == 12
-        want = model(ids[:, :1], output_attentions=False, **{CACHE: cache.fork()}).logits
-        model.config.output_attentions = False
-        assert torch.equal(model(ids[:, :1], **{CACHE: cache}).logits, want) and cache.num_seen == 13
-        model.generate(ids, **{CACHE: (fresh := Cache(model, policy=policy))}, **how)
-        assert fresh.num_seen == 15
-
-
-def test_settings_that_are_off_are_no_reason(counted):
-    model, _ = counted
-    ids = tiny_batch((0,), 12)[0]
-    off = {"use_mtp": False, "penalty_alpha": 0.0, "use_cache": True, "output_attentions": False}
-    # What checkpoints with sliding windows were published with; transformers takes it for nothing.
-    model.generation_config.cache_implementation = "hybrid"
-    cache = Cache(model, policy=policy)
-    model.generate(ids, **{CACHE: cache}, max_new_tokens=4, do_sample=False, **off)
-    model(ids[:, :1], **{CACHE: cache}, **off)
-    assert cache.num_seen == 16
 
 
 def test_a_cache_of_another_model_is_refused():

@@ -9,7 +9,6 @@ import torch
 from retain.hf.cache.cache import Cache
 from retain.hf.intercept.attach import attach
 from retain.hf.version_names import CACHE
-from tests.refused import refused
 from tests.tiny import tiny_batch, tiny_model
 
 FEW = {"protection": {"recent": 4}, "observed_settings": {"window": 4}}
@@ -50,22 +49,6 @@ def test_embeddings_of_both_say_what_ids_of_both_say():
         assert torch.equal(got[:, -3:], want)
 
 
-@pytest.mark.parametrize("used", [True, False])
-def test_a_forward_that_is_given_another_shape_is_refused_before_anything_is_read(used):
-    model, (ids, mask) = tiny_model("llama"), tiny_batch((0, 3))
-    with attach(model):
-        cache = Cache(model, "snapkv", keep_ratio=0.5, **FEW)
-        if used:
-            cache.prefill(ids, mask)
-        wrong = {
-            r"input_ids are \(5,\): pass \[B, S\]": {"input_ids": ids[0, :5]},
-            r"input_ids are \(2, 0\): pass .*at least one": {"input_ids": ids[:, :0]},
-        }
-        for said, given in wrong.items():
-            refused(said, model, **given, **{CACHE: cache})
-        assert cache.num_seen == 40 * used
-
-
 def test_a_generate_that_reads_nothing_is_no_silent_success(monkeypatch):
     model, ids = tiny_model("llama"), tiny_batch()[0]
     monkeypatch.setattr(type(model), "generate", lambda self, inputs, **given: inputs)
@@ -74,8 +57,8 @@ def test_a_generate_that_reads_nothing_is_no_silent_success(monkeypatch):
 
 
 NUMBERS = {
-    "keep_ratio": (0.3, np.float64(0.3), np.float32(0.3), Fraction(3, 10)),
-    "tokens_per_head": (20, np.int64(20), np.uint8(20), Fraction(20), torch.tensor(20)),
+    "keep_ratio": (0.3, np.float64(0.3), Fraction(3, 10)),
+    "tokens_per_head": (20, np.int64(20), torch.tensor(20)),
     "bytes": (4000, np.int32(4000)),
     "threshold": (0.25, np.float32(0.25), Fraction(1, 4)),
 }

@@ -189,30 +189,6 @@ def test_decoded_tokens_are_packed_once_a_group_of_them_has_come(policy):
     assert all(store.packed.codec.bits == 4 for store in cache.state.stores)
 
 
-@every_setting
-def test_what_is_held_is_what_full_precision_keeps_to_a_step(name):
-    """The same entries stay, whatever they are held in; those that stay whole are untouched."""
-    model, (ids, mask) = attached(), tiny_batch((0, 7), 40)
-    how = policy_of(name)
-    plain = Cache(model, **{**how, "precision": None}).prefill(ids, mask)
-    packed = Cache(model, **how).prefill(ids, mask)
-    bits = SETTINGS[name]["bits"]
-    for a, b in zip(plain.state.stores, packed.state.stores, strict=True):
-        sides = []
-        for store in (a, b):
-            keys, values, positions, rows = store.flat()
-            order = (rows * 1000 + positions).argsort()
-            sides.append([side[order] for side in (keys, values, positions, rows)])
-        (keys, values, *where), (keys8, values8, *where8) = sides
-        assert all(torch.equal(x, y) for x, y in zip(where, where8, strict=True))
-        span = (values.amax(-1) - values.amin(-1))[:, None]
-        steps = 0.51 / (2**bits - 1) + 2e-3
-        assert bool(((values - values8).abs() <= steps * span + 1e-3).all())
-        if bits == 8:
-            assert float((keys - keys8).abs().max()) < 0.02 * float(keys.abs().max())
-        assert torch.equal(b.plain.lengths_R, b.lengths_R.clamp_max(4)) and b.packed is not None
-
-
 @pytest.mark.always
 def test_beams_repeats_and_forks_share_nothing_and_encode_nothing_again(name="4 bits"):
     model, (ids, mask) = attached(num_hidden_layers=2), tiny_batch((0, 3), 40)

@@ -224,7 +224,6 @@ ALL_CHECKS = [
         if own[:2] != ("mistral_window", "packed_merged")  # refused: its prompt is beyond the window
     ),
     (evictions_while_decoding, ("criticalkv", 12)),
-    (evictions_while_decoding, ("packed_ragged", 12)),
     *((further_prompts_make_no_graph, ((policy,),)) for policy in ("merge", *PACKED)),
     (a_crop_comes_back_to_the_graph, ("packed_merged",)),
     (the_same_by_inductor, ("llama",)),
