@@ -72,7 +72,7 @@ def test_a_byte_ratio_is_never_exceeded_and_what_fits_stays(correction):
     assert cache.evictions == 1 and cache.bytes_held() <= full - 1
 
 
-def test_a_sequence_that_fits_is_held_as_it_is_beside_one_that_is_merged():
+def test_a_sequence_that_fits_is_held_as_it_is_next_to_one_that_is_merged():
     model, (ids, mask) = attached("qwen3", num_hidden_layers=3), tiny_batch((0, 20), 41)
     how = {"protection": SMALL, "correction": {"threshold": -1.0}}
     alone = Cache(model, "snapkv", bytes=10**6, **how).prefill(ids[1:, 20:])
@@ -90,12 +90,12 @@ def test_a_prefill_holds_exactly_what_was_stated_and_each_head_its_share(budget,
     importance = (0.35, 0.05, 0.2, 0.15, 0.1, 0.15)
     table.write_text(format_weights({i: importance[2 * i : 2 * i + 2] for i in range(3)}))
     allocation = {"weights": str(table)}
-    model, own = attached("qwen3"), policy_of("own", "knorm", protection=FEW, allocation=allocation)
+    model, chosen = attached("qwen3"), policy_of("own", "knorm", protection=FEW, allocation=allocation)
     ids, mask = tiny_batch((0, 5, 30), 120)
-    cache = Cache(model, own, **budget).prefill(ids, mask)
+    cache = Cache(model, chosen, **budget).prefill(ids, mask)
     batch = [layer.store.lengths_R.view(3, 2).tolist() for layer in cache.layers]
     for b in range(3):
-        alone = Cache(model, own, **budget)
+        alone = Cache(model, chosen, **budget)
         alone.prefill(ids[b : b + 1, mask[b].bool()], mask[b : b + 1, mask[b].bool()])
         assert [layer.store.lengths_R.tolist() for layer in alone.layers] == [row[b] for row in batch]
     totals = spread(Budget(**budget), mask.sum(-1).tolist(), [LayerShape(2, 128)] * 3)

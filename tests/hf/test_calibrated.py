@@ -78,9 +78,9 @@ def test_what_ages_is_calibrated_at_the_time_of_the_eviction():
     bent = curve(gates)
     assert bent.unit == "risk"
     shown = observe(model, *tiny_batch((0,), 30))[0]
-    noted = bent.noted(shown)
+    plain = bent.noted(shown)
     age = torch.arange(29, -1, -1)
-    wanted = bent.calibrators["0"](noted * age)
+    wanted = bent.calibrators["0"](plain * age)
     assert torch.equal(bent.score(shown).values_BHT, wanted)
     Cache(model, policy(**RISK), gates=bent, keep_ratio=0.5)  # max of two risks
 

@@ -173,10 +173,10 @@ def test_a_forward_refuses_to_give_attention_weights(counted):
     cache = Cache(model, policy=policy)
     for read in (ids, ids[:, :1]):
         seen = cache.num_seen
-        for own in (model, model.model):
+        for module in (model, model.model):
             refused(
                 "^output_attentions.*asks for attention weights",
-                own,
+                module,
                 read,
                 **{CACHE: cache},
                 output_attentions=True,
@@ -197,7 +197,7 @@ def test_a_cache_of_another_model_is_refused():
         model.generate(ids, **{CACHE: cache}, max_new_tokens=4)
 
 
-def test_a_prefix_that_brings_its_own_cache_is_no_silent_success():
+def test_a_prefix_that_brings_another_cache_is_no_silent_success():
     peft = pytest.importorskip("peft")
     model, ids = tiny_model("llama"), tiny_batch((0,), 12)[0]
     prefix = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)

@@ -1,4 +1,4 @@
-"""What a newcomer does wrong is named by what it is, and what means a number is taken for one."""
+"""Mistakes of newcomers are named, and numbers of other libraries are numbers."""
 
 from fractions import Fraction
 

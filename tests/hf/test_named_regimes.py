@@ -65,17 +65,17 @@ def test_every_scope_and_budget(name, budget):
 
 
 @pytest.mark.parametrize(
-    ("own", "threshold"),
+    ("case", "threshold"),
     [
         (policy("risk", "observed_risk", observed_settings={"window": 4}), 2.0),
         (policy("gate", learned=True), 0.6),
         (policy("mass", "h2o"), 0.9),
     ],
-    ids=lambda own: getattr(own, "name", own),
+    ids=lambda case: getattr(case, "name", case),
 )
-def test_admission_keeps_what_scores_enough_once_it_is_protected_no_longer(own, threshold):
+def test_admission_keeps_what_scores_enough_once_it_is_protected_no_longer(case, threshold):
     model = exact_model()
-    naive = agree(model, own, life(3), threshold=threshold)
+    naive = agree(model, case, life(3), threshold=threshold)
     counts = {int(held.sum()) for held in naive.history[-1]}
     assert len(counts) > 1  # no budget says how many
 
@@ -89,25 +89,25 @@ FAMILY = {
 @pytest.mark.parametrize("family", FAMILY)
 def test_windows_sinks_and_layers_left_alone(family, heads_file):
     model = exact_model(family)
-    own = life_of(model, 3)
-    agree(model, small(FAMILY[family], heads_file), own, tokens_per_head=11)
+    scenario = life_of(model, 3)
+    agree(model, small(FAMILY[family], heads_file), scenario, tokens_per_head=11)
 
 
-def test_observed_queries_whose_entries_are_gone():
+def test_observed_queries_whose_entries_were_evicted():
     """A window of 6 queries, of which 2 are protected: others ask, and are not held."""
     model = exact_model()
-    own = policy("wide", "snapkv", observed_settings={"window": 6, "pool_size": 3}, scope="layer")
+    case = policy("wide", "snapkv", observed_settings={"window": 6, "pool_size": 3}, scope="layer")
     for turn_pads in ((0, 1, 2), (0, 6, 3)):
-        own_life = life(3, turn_pads=turn_pads)
-        agree(model, own, own_life, every=2, tokens_per_head=8)
+        scenario = life(3, turn_pads=turn_pads)
+        agree(model, case, scenario, every=2, tokens_per_head=8)
 
 
 def test_metadata_is_stored_once_between_evictions(monkeypatch, heads_file):
     monkeypatch.setattr("retain.hf.cache.engine.MOST_RECENT", 3)
     model = exact_model()
     for name in ("h2o", "lru", "learned"):
-        own = life(3, chunk=None, steps=(7, 8), turn=0)
-        agree(model, small(name, heads_file), own, regime="decode", every=7, tokens_per_head=12)
+        scenario = life(3, chunk=None, steps=(7, 8), turn=0)
+        agree(model, small(name, heads_file), scenario, regime="decode", every=7, tokens_per_head=12)
 
 
 def test_pins_stay(heads_file):
@@ -160,14 +160,14 @@ def drawn(name: str = "model", share: float = 0.4) -> Policy:
 def test_a_share_is_drawn_in_every_regime(name, regime):
     naive = agree(exact_model(), drawn(name), life(3), regime=regime, keep_ratio=0.4)
     plain = agree(exact_model(), replace(drawn(name), draw=None), life(3), regime=regime, keep_ratio=0.4)
-    for own, other in zip(naive.history[-1], plain.history[-1], strict=True):
-        assert not torch.equal(own, other)
+    for one, other in zip(naive.history[-1], plain.history[-1], strict=True):
+        assert not torch.equal(one, other)
     counts = [sum(held.sum() for held in run.history[-1]) for run in (naive, plain)]
     assert counts[0] == counts[1]
 
 
 @pytest.mark.parametrize("family", ["gemma3", "mistral_window", "qwen3_next"])
-def test_a_share_is_drawn_beside_windows_and_layers_left_alone(family):
+def test_a_share_is_drawn_with_windows_and_layers_left_alone(family):
     model = exact_model(family)
     agree(model, drawn(), life_of(model, 3), tokens_per_head=11)
 

@@ -26,8 +26,8 @@ every_setting = pytest.mark.parametrize("name", SETTINGS)
 
 def policy_of(name, **more):
     """A policy whose score decides, by windows of 2."""
-    own = {"protection": FEW, "precision": SETTINGS[name], "observed_settings": {"window": 2}}
-    return {"policy": "snapkv", "keep_ratio": 0.5, **own, **more}
+    parts = {"protection": FEW, "precision": SETTINGS[name], "observed_settings": {"window": 2}}
+    return {"policy": "snapkv", "keep_ratio": 0.5, **parts, **more}
 
 
 class Held(DynamicLayer):
@@ -100,7 +100,7 @@ def dense_logits(model, cache, ids, mask):
 
 
 def held(cache):
-    """What each layer holds packed: (row, position) -> key and value."""
+    """The packed entries of each layer: (row, position) -> key and value."""
     found = []
     for store in cache.state.stores:
         packed = {}
@@ -115,7 +115,7 @@ def held(cache):
 
 
 def num_packed(cache):
-    return sum(len(own) for own in held(cache))
+    return sum(len(parts) for parts in held(cache))
 
 
 @torch.no_grad()
@@ -214,15 +214,15 @@ def test_a_concatenated_cache_packs_no_new_entries():
     model, (ids, mask) = attached(), tiny_batch((0, 3), 40)
     cache = Cache(model, **policy_of("4 bits")).prefill(ids, mask)
     whole, before = Cache.concat([cache]), num_packed(cache)
-    for own in (cache, whole):
-        decode(model, own, TOKENS, mask)
+    for parts in (cache, whole):
+        decode(model, parts, TOKENS, mask)
     assert num_packed(whole) == before < num_packed(cache)
     assert whole.bytes_held() > cache.bytes_held()
 
 
 @pytest.mark.parametrize("policy", ["snapkv", "lava"])
 def test_one_eviction_merges_and_then_packs(policy):
-    """Of a budget that layers share too, where lower layers are cut again as others come."""
+    """Layers may share the budget: then lower ones are cut again as others come."""
     model, (ids, mask) = tiny_model(dtype=torch.float64), tiny_batch((0, 7), 60)
     how = {"keep_ratio": 0.4, "protection": FEW, "observed_settings": {"window": 2}}
     how |= {"correction": {"threshold": 0.2, "recent": 3}}

@@ -1,4 +1,4 @@
-"""What is refused of a regime, before any work; and lives that are cropped, forked or partly forgotten."""
+"""Regimes, budgets and turns that are refused before any work."""
 
 import itertools
 import re

@@ -33,11 +33,13 @@ def test_a_pool_takes_a_quarter_more_than_its_entries_at_most(policy):
     for store in stores:
         for part in store.parts:
             columns = list(part.columns.values())
-            each = sum(own[:1].numel() * own.element_size() for own in columns)
+            each = sum(column[:1].numel() * column.element_size() for column in columns)
             # Places for what comes, of codes too; of plain rows beside codes until they are packed.
             come = NEW if part is store.packed or store.packed is None else 32
             places += (part.entries_held + len(part.lengths_R) * come) * each
-            tables += sum(own.nbytes for own in part.storages()) - sum(own.nbytes for own in columns)
+            tables += sum(column.nbytes for column in part.storages()) - sum(
+                column.nbytes for column in columns
+            )
     assert total.bytes_held < places < total.bytes_allocated <= 1.25 * places + tables
     if "merge" not in policy:  # which has temporaries of its own
         assert taken - alone <= total.bytes_allocated + 2 * LAYER

@@ -73,9 +73,9 @@ def test_a_prompt_in_chunks_that_is_evicted_once_equals_the_prompt_at_once(name,
 @pytest.mark.parametrize("every", [1, 3])
 def test_decoding_goes_back_to_the_budget_and_never_into_the_recent_window(every, exact, heads_file):
     policy = replace(small("tova", heads_file), protection=replace(FEW, recent=5))
-    own = life(3, chunk=None, steps=(13, 0), turn=0)
+    scenario = life(3, chunk=None, steps=(13, 0), turn=0)
     cache = named(exact, policy, regime="prefill+decode", every=every, keep_ratio=None, tokens_per_head=9)
-    _, held = lived(exact, cache, own)
+    _, held = lived(exact, cache, scenario)
     for step, layers in enumerate(held):
         for layer in layers:
             assert set(layer.sum(-1).flatten().tolist()) == {9 + step % every}
@@ -88,8 +88,8 @@ def test_decoding_goes_back_to_the_budget_and_never_into_the_recent_window(every
 
 def test_a_ratio_grows_with_what_was_seen_and_decode_alone_waits_for_the_prompt_to_end(exact, heads_file):
     policy = small("knorm", heads_file)
-    own = life(1, chunk=None, steps=(12, 0), turn=0)
+    scenario = life(1, chunk=None, steps=(12, 0), turn=0)
     cache = named(exact, policy, batch=1, regime="decode", every=4, keep_ratio=0.5)
-    _, held = lived(exact, cache, own)
+    _, held = lived(exact, cache, scenario)
     entries = [sum(int(layer.sum()) for layer in layers) // 6 for layers in held]
     assert entries == [40, 41, 42, 43, 22, 23, 24, 25, 24, 25, 26, 27, 26]

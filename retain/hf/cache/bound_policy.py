@@ -200,7 +200,7 @@ def seeds_from(seeds: Any) -> Sequence[int] | None:
 
 
 def one_per_sequence(given: Sequence[Any] | None, num_sequences: int, what: str) -> Sequence[Any] | None:
-    """One a sequence of what was stated for prompts, which `generate` repeats (for beams, ...).
+    """Repeat what was stated for prompts as `generate` repeats them (for beams, ...): one a sequence.
 
     Raises:
         ValueError: a number that does not fit.

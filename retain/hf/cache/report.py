@@ -24,7 +24,7 @@ CALLED = {"triton": "Triton kernels over ragged rows", "reference": "plain PyTor
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One layer that evicts, or the total of all.
+    """Report of a layer that evicts, or the total of all.
 
     Args:
         name: `layer 0`, ..., `total`.
@@ -54,7 +54,7 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class LeftAloneReport:
-    """One layer that no policy evicts from: its attention has a window, or a recurrent state is all it has.
+    """Report of a layer that no policy evicts from, with a window or a recurrent state.
 
     Args:
         name: `layer 0`, ...
