@@ -1,6 +1,5 @@
 """Calibrated gates in a cache and in an artifact: curves and thresholds."""
 
-import pytest
 import torch
 
 from retain.gates import GateSet, MLPGate
@@ -10,12 +9,10 @@ from retain.hf.cache.cache import Cache
 from retain.hf.intercept.observe import observe
 from retain.hf.model.decoder import describe
 from retain.hf.model.identity import fingerprint
-from retain.policy import Policy, score_entries
-from retain.scores import Score
+from retain.policy import Policy
 from retain.train.calibration.fit import CalibrationSettings, calibrate_, look_at
 from tests.evictions import policy_of
-from tests.hf.naive_regimes import Naive
-from tests.hf.regime_runs import FEW, agree, exact_model, gates_of, life
+from tests.hf.regime_runs import FEW, exact_model, gates_of
 from tests.tiny import attached, tiny_batch, tiny_model
 
 RISK = {"observed": "observed_risk", "observed_settings": {"window": 4}}
@@ -37,39 +34,6 @@ def curve(gates: GateSet, *, seed: int = 0) -> GateSet:
         made.gain_H.copy_(torch.rand(H, generator=draw) + 0.5)
         gates.calibrators[str(layer)] = made
     return gates
-
-
-class NaiveCurve(Naive):
-    """Learned scores head by head through the curve, fused by a formula of its own."""
-
-    def _score(self, layer, seeds):
-        shown, gates = layer, self.gates
-        plain = GateSet({number: gates[number] for number in gates.layers})
-        learned = plain.score(shown).values_BHT
-        made = gates.calibrators[str(layer.layer_idx)]
-        for h in range(layer.num_heads):
-            there = learned[0, h] > float("-inf")
-            learned[0, h, there] = made(learned[:, :, there])[0, h]
-        if self.policy.observed is None:
-            return Score(learned, "risk")
-        observed = score_entries(
-            policy_of("o", self.policy.observed, dict(self.policy.observed_settings)), layer
-        ).values_BHT
-        fused = torch.full_like(learned, float("-inf"))
-        for h in range(layer.num_heads):
-            for i in range(layer.num_seen):
-                if learned[0, h, i] > float("-inf"):
-                    fused[0, h, i] = observed[0, h, i] + learned[0, h, i]
-        return Score(fused, "risk")
-
-
-@pytest.mark.parametrize("scope", ["head", "layer", "model"])
-@pytest.mark.parametrize("fused", [False, True], ids=["gate", "learned"])
-def test_a_calibrated_gate_evicts_as_its_formula_says(fused, scope):
-    both = {**RISK, "fusion": "sum"} if fused else {}
-    model = exact_model()
-    gates = curve(gates_of(model))
-    agree(model, policy(scope=scope, **both), life(3), naive=NaiveCurve, gates=gates, keep_ratio=0.3)
 
 
 def test_what_ages_is_calibrated_at_the_time_of_the_eviction():

@@ -167,25 +167,6 @@ def test_what_cannot_work_is_refused_before_any_work(name, counted):
     assert cache.num_seen == 15
 
 
-def test_a_forward_refuses_to_give_attention_weights(counted):
-    model, _ = counted
-    ids = tiny_batch((0,), 12)[0]
-    cache = Cache(model, policy=policy)
-    for read in (ids, ids[:, :1]):
-        seen = cache.num_seen
-        for module in (model, model.model):
-            refused(
-                "^output_attentions.*asks for attention weights",
-                module,
-                read,
-                **{CACHE: cache},
-                output_attentions=True,
-            )
-        assert cache.num_seen == seen
-        model(read, **{CACHE: cache}, output_attentions=None)
-    assert cache.num_seen == 13  # which it was told by no call that was refused
-
-
 def test_a_cache_of_another_model_is_refused():
     model, other = tiny_model("llama"), tiny_model("llama", seed=1)
     ids = tiny_batch((0,), 12)[0]
@@ -213,3 +194,41 @@ def test_a_prefix_that_brings_another_cache_is_no_silent_success():
                 refused("PREFIX_TUNING.*another cache.*left unread", call)
             with wrapped.disable_adapter():
                 assert Cache(wrapped, policy=policy).prefill(ids).num_seen == 12
+
+
+FEW = {"protection": {"recent": 4}, "observed_settings": {"window": 4}}
+HOW = {"max_new_tokens": 3, "do_sample": False}
+
+
+@pytest.mark.parametrize("num_ids", [1, 7, 40, 41, 60])
+def test_ids_of_the_question_alone_are_refused_by_name(num_ids):
+    model, (ids, mask) = tiny_model("llama"), tiny_batch((0, 3))
+    question = tiny_batch((0, 0), num_ids, seed=9)[0]
+    with retain.attach(model):
+        cache = Cache(model, "snapkv", keep_ratio=0.5, **FEW).prefill(ids, mask)
+        said = (
+            f"has {num_ids} tokens a row, and this cache has read 40" if num_ids <= 40 else "does not begin"
+        )
+        for given in ({}, {"attention_mask": torch.ones_like(question)}):
+            with pytest.raises(
+                ValueError, match=rf"input_ids {said}.*torch.cat\(\[context_ids, question_ids"
+            ):
+                model.generate(question, **{CACHE: cache}, **given, **HOW)
+        assert cache.num_seen == 40
+
+
+def test_embeddings_of_both_say_what_ids_of_both_say():
+    model, (ids, mask) = tiny_model("gemma3"), tiny_batch((0, 3))
+    question = tiny_batch((0, 0), 7, seed=9)[0]
+    whole = {"attention_mask": torch.cat([mask, torch.ones_like(question)], dim=1)}
+    embed, both = model.get_input_embeddings(), torch.cat([ids, question], dim=1)
+    with retain.attach(model):
+        cache = Cache(model, "snapkv", keep_ratio=0.5, **FEW).prefill(ids, mask)
+        want = model.generate(both, **{CACHE: cache.fork()}, **whole, **HOW)[:, -3:]
+        rounded = embed(both).bfloat16().float()[:, :40]
+        for given in (embed(both), torch.cat([rounded, embed(question)], dim=1)):
+            got = model.generate(inputs_embeds=given, **{CACHE: cache.fork()}, **whole, **HOW)
+            assert torch.equal(got, want)
+        given = {"input_ids": both, "inputs_embeds": embed(both)}
+        got = model.generate(**given, **{CACHE: cache.fork()}, **whole, **HOW)
+        assert torch.equal(got[:, -3:], want)

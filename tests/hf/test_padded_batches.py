@@ -5,8 +5,6 @@ Padding may stand behind tokens of the same call, as transformers runs it: an un
 that is padded on its left, virtual tokens before a padded prompt.
 """
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -19,11 +17,9 @@ from tests.hf.masked import masked_logits
 from tests.hf.moments import policy
 from tests.hf.regime_runs import (
     assert_same_held,
-    assert_same_logits,
     differs,
     eviction_free,
     exact_model,
-    gates_of,
     held_by,
     life,
     lived,
@@ -97,37 +93,6 @@ def test_padding_that_layers_left_alone_would_take_for_tokens_is_refused(family,
         # It goes on as if nothing had been asked.
         got, want = (forward(model, one, turn, grown(mask, 6)) for one in (cache, before))
         assert torch.equal(got, want)
-
-
-def with_gaps(scenario, prompt=40):
-    """A life whose turn has a token before its padding."""
-    mask = scenario.mask.clone()
-    mask[:, prompt + 2] = 1  # before the turn's padding
-    return replace(scenario, mask=mask)
-
-
-@pytest.mark.parametrize(
-    ("name", "regime", "chunk"),
-    [
-        ("snapkv", "prefill", None),
-        ("h2o", "chunked+decode", None),
-        ("learned", "chunked+decode", 13),
-    ],
-)
-def test_a_batch_with_gaps_equals_solo_runs(name, regime, chunk, heads_file):
-    model, policy = exact_model("qwen3"), small(name, heads_file)
-    scenario = with_gaps(life(3, chunk=chunk, steps=(2, 1), turn=9, turn_pads=(0, 4, 7)))
-    settings = {"tokens_per_head": 12, "regime": regime, "every": 2}
-    settings |= {"gates": gates_of(model)} if policy.learned else {}
-    with retain.attach(model):
-        cache = Cache(model, policy, **settings)
-        got, held = lived(model, cache, scenario)
-        for b in range(3):
-            want, want_held = lived(model, Cache(model, policy, **settings), scenario.alone(b))
-            logits, mine = of_sequence(scenario, b, got, held)
-            assert_same_held(mine, want_held)
-            assert_same_logits(logits, want, scenario.alone(b).mask)
-    assert cache.evictions and not bool(scenario.mask[:, 43:].all())
 
 
 def test_lookahead_tokens_ask_each_sequence_as_alone(heads_file):
