@@ -37,7 +37,7 @@ DISTILL := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_p
 
 # One recipe a family of gates.
 FAMILIES := $(notdir $(basename $(wildcard configs/distill/families/*.yaml)))
-.PHONY: help demo try demo-offline gates-smollm2 gates-gemma3 compare report golden test test-all test-lowest test-vllm size faults-draw faults gpu gpu-wheels bench builds sanitize quantised serve serve-demo lint format install docs release \
+.PHONY: help demo try demo-offline gates-smollm2 gates-gemma3 compare report golden test test-all test-lowest test-vllm size faults-draw faults gpu gpu-wheels bench builds sanitize serve serve-demo lint format install docs release \
 	gates gates-seed0 $(addprefix family-,$(FAMILIES))
 
 # The targets that a newcomer wants.
@@ -87,7 +87,9 @@ demo-offline: $(INSTALLED)
 gates-smollm2: $(READY) $(DOCUMENTS)
 	ACCELERATE_USE_CPU=true $(BIN)/accelerate launch --quiet --config_file configs/accelerate/two_cpu_processes.yaml train/distill.py \
 		--config configs/distill/smollm2.yaml seed=$(SEED) output=runs/gates-smollm2-seed$(SEED)
-	test $(SEED) != 0 || $(BIN)/python -m retain.gates.shrink runs/gates-smollm2-seed0 retain/models/gates/smollm2-135m
+	test $(SEED) != 0 || $(BIN)/python -c "from retain.gates.artifact import *; gates = load_gates('runs/gates-smollm2-seed0'); \
+		save_gates(gates, 'retain/models/gates/smollm2-135m', fingerprint=gates.metadata['fingerprint'], half=True); \
+		load_gates('retain/models/gates/smollm2-135m').generate_model_card(place='smollm2-135m').save('retain/models/gates/smollm2-135m/README.md')"
 
 # The second model's, from text that it writes itself: fetches 240 MB, under Gemma's terms of use.
 gates-gemma3: $(READY)
@@ -154,7 +156,7 @@ faults: $(INSTALLED)
 	$(BIN)/python -m tests.faults table
 
 # Everything that waits for a GPU, in the order in which the first ten minutes tell most, with the interpreter that is there: nothing is installed.
-# `make gpu OUT=results/gpu MINUTES=14`; the same command goes on with the steps that have not passed. `make gpu GPU="--only ops-*"`, `GPU=--list`.
+# `make gpu OUT=results/gpu MINUTES=14`; the same command goes on with the steps that have not passed. `make gpu GPU="--only bench-*"`.
 # `make gpu-wheels` downloads what such a machine may lack; they travel along in wheels/.
 GPU :=
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
@@ -167,23 +169,17 @@ gpu-wheels: $(INSTALLED)
 
 # The ops beside the machine's ceilings, on its GPU if it has one; `make bench OUT=FILE` keeps the report.
 bench: $(INSTALLED)
-	$(BIN)/python -m retain.kernels.bench $(if $(OUT),--out $(OUT))
+	$(BIN)/python -m retain.kernels.bench $(if $(OUT),> $(OUT))
 
 # Memory accesses and races of every kernel, on a GPU with CUDA's compute-sanitizer.
 SANITIZE := PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 1
 sanitize: $(INSTALLED)
-	$(SANITIZE) --tool memcheck $(BIN)/python -m retain.kernels.bench --check --device cuda
-	$(SANITIZE) --tool racecheck $(BIN)/python -m retain.kernels.bench --check --device cuda
+	$(SANITIZE) --tool memcheck $(BIN)/python -m pytest -q --all -m gpu tests/kernels
+	$(SANITIZE) --tool racecheck $(BIN)/python -m pytest -q --all -m gpu tests/kernels
 
 # Every kernel, compiled for GPUs that need not be here: shared memory, registers, spills.
 builds: $(INSTALLED)
 	$(BIN)/python -m retain.kernels.build
-
-# Weights as torchao and bitsandbytes pack them, in an environment of its own: what they warn of is not ours.
-quantised:
-	$(MAKE) $(VENV)-quantised/installed VENV=$(VENV)-quantised
-	$(VENV)-quantised/bin/pip install torchao bitsandbytes
-	$(VENV)-quantised/bin/python -m pytest -q -o filterwarnings=ignore tests/optional/quantised.py
 
 # vLLM's OpenAI server on this machine's CPU, with gates: `make serve MODEL=owner/name GATES=runs/mine`. The hub may be asked, for the model.
 # `make serve POLICY=snapkv MODEL=...` needs no gates. SERVE has further arguments of vLLM: a pool of 1 GiB, which a laptop has.

@@ -5,13 +5,14 @@ command is a row of `COMMANDS`, and its module is imported only when it is calle
 needs none of the extras.
 """
 
+import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 
 import retain
 from retain.process.command import command
-from retain.process.extras import MissingExtra, require
+from retain.process.extras import require
 from retain.process.registry import lookup
 
 __all__ = ["COMMANDS", "main"]
@@ -19,7 +20,7 @@ __all__ = ["COMMANDS", "main"]
 # name -> meaning, in a line; `module:function` that it calls with the arguments behind it.
 COMMANDS: dict[str, tuple[str, str]] = {
     "policies": ("list the policies that ship, and what each needs", "retain.eval.cli:list_policies"),
-    "doctor": ("report versions, devices, kernels, free memory and the hub", "retain.eval.describe:doctor"),
+    "doctor": ("report versions, devices and kernels", "retain.eval.describe:doctor"),
     "describe": (
         "say what a model would evict and keep, from its config alone",
         "retain.eval.describe:main",
@@ -39,13 +40,11 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 def list_policies(arguments: Sequence[str]) -> int:
     """Prints the table of presets."""
-    if [*arguments] in (["-h"], ["--help"]):
-        print("usage: retain policies\n\nList the policies that ship, and what each needs.")
-        return 0
-    if arguments:
-        raise ValueError(f"retain policies takes no arguments, got {' '.join(arguments)}.")
     from retain.presets import policies
 
+    argparse.ArgumentParser(description="List the policies that ship, and what each needs.").parse_args(
+        arguments
+    )
     print(policies())
     return 0
 
@@ -59,42 +58,21 @@ def compare(arguments: Sequence[str]) -> int:
 
 
 def lm_eval(arguments: Sequence[str]) -> int:
-    """Runs the command line of lm-eval, in a process that knows the model class `retain`.
-
-    lm_eval 0.4.13 looks for no plug-ins, so the class is imported first. If no model is named, `retain` is
-    meant: the default of lm-eval would be the full cache.
-    """
-    try:
-        require("lm-eval", "lm_eval", what="retain lm-eval")
-    except MissingExtra as error:
-        if not {"-h", "--help"} & {*arguments}:
-            raise
-        print(
-            f"usage: retain lm-eval -- ARGUMENTS\n\nRun lm-evaluation-harness with an evicting cache. {error}"
-        )
+    """Runs the command line of lm-eval, in a process that knows the model class `retain`: lm_eval 0.4.13
+    looks for no plug-ins, so the class is imported first."""
+    if [*arguments] in (["-h"], ["--help"]):
+        print("usage: retain lm-eval -- ARGUMENTS\n\nRun lm-evaluation-harness; --model retain evicts.")
         return 0
+    require("lm-eval", "lm_eval", what="retain lm-eval")
     import_module("retain.eval.harness.model")
-    entry: Callable[[], None] = import_module("lm_eval.__main__").cli_evaluate
-    given = [*arguments[1:]] if arguments[:1] == ["--"] else [*arguments]
-    named = {argument.partition("=")[0] for argument in given} & {"--model", "-M", "--config", "-C"}
-    if not named and given and given[0] not in ("ls", "validate", "-h", "--help"):
-        at = 1 if given[0] == "run" else 0
-        given[at:at] = ["--model", "retain"]
-    before, sys.argv = sys.argv, ["lm-eval", *given]
-    try:
-        entry()
-    finally:
-        sys.argv = before
+    sys.argv = ["lm-eval", *(arguments[1:] if arguments[:1] == ["--"] else arguments)]
+    import_module("lm_eval.__main__").cli_evaluate()
     return 0
 
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command, and returns its exit status.
-
-    Args:
-        arguments: As typed behind `retain`; None: of this process.
-    """
+    """Runs a command, as typed behind `retain` (None: of this process), and returns its exit status."""
     typed = list(sys.argv[1:] if arguments is None else arguments)
     if typed == ["--version"]:
         print(f"retain {retain.__version__}")

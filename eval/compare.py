@@ -20,7 +20,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from retain.eval.config import CompareConfig, all_candidates, compare_parser, config_of, policy_settings
+from retain.eval.config import (
+    CompareConfig,
+    all_candidates,
+    compare_parser,
+    config_of,
+    gates_identity,
+    policy_settings,
+)
 from retain.process.command import command, parse_first
 
 if __name__ == "__main__":
@@ -32,10 +39,10 @@ import retain
 from retain.config import to_mapping
 from retain.eval.report.render import write_report
 from retain.eval.run.checks import load_checked
-from retain.eval.run.measure import Keys, measure
+from retain.eval.run.measure import measure
 from retain.eval.run.memory import check_equal_bytes
-from retain.eval.run.plan import Context, Loaded, Unit, task_settings, units_of
-from retain.eval.run.table import append_lines, digest, finish_run, key_of, open_run, read_table
+from retain.eval.run.plan import Context, Loaded, Unit, naming, task_settings, units_of
+from retain.eval.run.table import LOCK, append_lines, digest, finish_run, key_of, open_run, read_table
 from retain.hf.model.identity import fingerprint, identity_of
 from retain.models.named import commit_of
 from retain.process.disk import disk_errors
@@ -76,7 +83,7 @@ def launched() -> Iterator[Processes]:
 
 
 def identity_of_run(config: CompareConfig, loaded: Loaded) -> dict[str, Any]:
-    """What decides a value of the table, apart from the rows: never where it came from."""
+    """Settings and weights that decide a value of the table, apart from the rows; never their places."""
     model = loaded.model
     return {
         "retain": retain.__version__,
@@ -88,33 +95,28 @@ def identity_of_run(config: CompareConfig, loaded: Loaded) -> dict[str, Any]:
             "device": loaded.device.type,
         },
         "settings": {
-            name: getattr(config, name)
-            for name in ("every", "chunk_tokens", "context_tokens", "chat", "template")
+            name: getattr(config, name) for name in ("every", "chunk_tokens", "context_tokens", "chat")
         },
         "policies": {
-            one.label: {"policy": policy_settings(loaded.policies[one]), "gates": _gates(loaded, one)}
+            one.label: {
+                "policy": policy_settings(loaded.policies[one]),
+                "gates": gates_identity(loaded.gates_of(one)),
+            }
             for one in all_candidates(config)
         },
     }
 
 
-def _gates(loaded: Loaded, candidate: Any) -> dict[str, Any] | None:
-    gates = loaded.gates_of(candidate)
-    names = ("sha256", "family", "layers", "inputs", "unit")
-    return None if gates is None else {name: gates.metadata.get(name) for name in names}
-
-
 def manifest_of(
     config: CompareConfig, loaded: Loaded, contexts: dict[str, list[Context]], typed: str
 ) -> dict[str, Any]:
-    """What made the lines of a run. `identity` decides their values; `rows` are the items of each task and
+    """The manifest of a run. `identity` decides their values; `rows` are the items of each task and
     seed that this config asks for."""
     tasks = {task: {"settings": task_settings(config, task)} for task in contexts}
     machine = environment(loaded.device.type, 0)
-    rows: dict[str, dict[str, list[int]]] = {task: {} for task in contexts}
-    for task, of_task in contexts.items():
-        for row in (row for context in of_task for row in context.rows):
-            rows[task].setdefault(str(row.seed), []).append(row.item)
+    rows: dict[str, dict[str, list[int]]] = {}
+    for row in (row for of_task in contexts.values() for context in of_task for row in context.rows):
+        rows.setdefault(row.task, {}).setdefault(str(row.seed), []).append(row.item)
     return {
         "run": config.run,
         "command": typed or f"retain compare {config.model} run={config.run}",
@@ -132,15 +134,8 @@ def manifest_of(
 
 
 def compare(config: CompareConfig, processes: Processes | None = None, *, typed: str = "") -> Any:
-    """Runs a comparison to its end, and reports it.
-
-    Args:
-        config: Of the comparison.
-        processes: Of the launch; the first of them writes the manifest and the report.
-        typed: Command for the manifest.
-
-    Returns:
-        The report; None in processes after the first.
+    """Runs a comparison to its end, and reports it; None in processes after the first. `typed` is the command
+    for the manifest.
 
     Raises:
         ValueError: The config is wrong, another run holds the folder, or it holds lines of another identity.
@@ -148,38 +143,38 @@ def compare(config: CompareConfig, processes: Processes | None = None, *, typed:
     require("eval", "matplotlib", "scipy", what="a comparison")  # the report needs them, hours later
     processes = processes or Processes()
     loaded, contexts = load_checked(config, processes.local_rank)
-    units = [unit for of_task in contexts.values() for unit in units_of(config, of_task)]
     manifest = manifest_of(config, loaded, contexts, typed)
-    keys = Keys(config, manifest["identity"])
+    rows = [context for of_task in contexts.values() for context in of_task]
+    units = [*units_of(config, rows, manifest["identity"])]
     if processes.rank > 0:
         processes.wait()
-        measure_all(config, loaded, units, keys, processes)
+        measure_all(config, loaded, units, processes)
         return None
     with lock_folder(config.folder, otherwise="another name (run=...)"):
-        expected = {key: value for unit in units for key, value in keys.expected(unit).items()}
+        expected = {key: value for unit in units for key, value in unit.identities.items()}
         complete = open_run(config.folder, manifest, expected)
         processes.wait()
-        measure_all(config, loaded, units, keys, processes)
+        measure_all(config, loaded, units, processes)
+        (config.folder / LOCK).unlink(missing_ok=True)
         if not complete:
             finish_run(config.folder, finished=now(), processes=processes.count)
         return write_report(config.folder)
 
 
-def measure_all(
-    config: CompareConfig, loaded: Loaded, units: Sequence[Unit], keys: Keys, processes: Processes
-) -> None:
+def measure_all(config: CompareConfig, loaded: Loaded, units: Sequence[Unit], processes: Processes) -> None:
     """Measures this process's share of the units that are not complete, and appends their lines."""
     done = read_table(config.folder)
     processes.wait()  # nobody writes before all have read
-    left = [unit for unit in units if not keys.expected(unit).keys() <= done.keys()]
+    left = [unit for unit in units if not unit.identities.keys() <= done.keys()]
     policies = {(one.policy, one.protection): policy for one, policy in loaded.policies.items()}
     mine = left[processes.rank :: processes.count]
     with tqdm(mine, config.run, unit="unit", smoothing=0.05, disable=processes.rank > 0) as bar:
         for unit in bar:
             bar.set_postfix_str(unit.name, refresh=False)
-            lines = measure(config, loaded, unit, keys, done)
-            done |= {key_of(asdict(line)): asdict(line) for line in lines}
-            check_equal_bytes([done[key] for key in keys.expected(unit)], policies)
+            with naming(unit):
+                lines = measure(config, loaded, unit, done.keys())
+                done |= {key_of(asdict(line)): asdict(line) for line in lines}
+                check_equal_bytes([done[key] for key in unit.identities], policies)
             append_lines(config.folder, lines)
     processes.wait()
 

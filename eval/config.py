@@ -80,7 +80,6 @@ class CompareConfig:
             of `protection` or `scope`, e.g. `none: [protection.sinks=0, protection.prefix_fraction=0]`.
         task_settings: Task or group -> settings of it, e.g. `facts: {haystack: "file:TEXT"}`.
         chat: Whether a chat template is used, where tokenizer and task have one.
-        template: More keyword arguments of the chat template.
         dtype: Of the model's weights, as torch calls it; "auto": as the checkpoint says.
         revision: Of a hub model.
         trust_remote_code: Run code that comes with the checkpoint.
@@ -88,8 +87,7 @@ class CompareConfig:
             nothing then.
         device: Where the model runs: "cpu", "cuda" (under `accelerate launch` each process on one GPU),
             or "auto".
-        batch_items: Contexts that are read together; fewer take less memory, and more steps.
-        max_sequences: Most sequences that are decoded together.
+        max_sequences: Most candidates that are decoded together; fewer take less memory, and more steps.
         baseline: Policy that the report compares every other one with; None: it compares each policy with
             gates to the best one without.
         margin_points: Difference that would not matter, in points of 100, for the verdict "equivalent".
@@ -117,13 +115,11 @@ class CompareConfig:
     protections: dict[str, tuple[str, ...]] = field(default_factory=dict)
     task_settings: dict[str, dict[str, Any]] = field(default_factory=dict)
     chat: bool = True
-    template: dict[str, Any] = field(default_factory=dict)
     dtype: str = "auto"
     revision: str | None = None
     trust_remote_code: bool = False
     device_map: str | None = None
     device: str = "cpu"
-    batch_items: Count = 8
     max_sequences: Count = 128
     baseline: str | None = None
     margin_points: Annotated[float, Field(ge=1e-6, le=100)] = 2.0
@@ -176,11 +172,9 @@ def find_policy(config: CompareConfig, candidate: Candidate) -> Policy:
     Raises:
         ValueError: There is no such policy, or it cannot be changed so.
     """
-    first, *changes = _parts(config, candidate.policy)
-    changes = [change for change in changes if not change.startswith(GATES)]
-    if candidate.protection != PRESET:
-        changes += config.protections[candidate.protection]
-    return _policy(candidate.label, (first, *changes))
+    protection = config.protections[candidate.protection] if candidate.protection != PRESET else ()
+    parts = [part for part in _parts(config, candidate.policy) if not part.startswith(GATES)]
+    return _policy(candidate.label, (*parts, *protection))
 
 
 def _parts(config: CompareConfig, name: str) -> tuple[str, ...]:
@@ -207,6 +201,12 @@ def policy_settings(policy: Policy) -> dict[str, Any]:
     return settings
 
 
+def gates_identity(gates: Any) -> dict[str, Any] | None:
+    """Metadata of gates that decides their scores; None without gates."""
+    names = ("sha256", "family", "layers", "inputs", "unit")
+    return None if gates is None else {name: gates.metadata.get(name) for name in names}
+
+
 def gates_of(config: CompareConfig, name: str) -> str | None:
     """Where a policy's gates come from; None if it takes none, as controls do."""
     if name in CONTROLS or not find_policy(config, Candidate(name)).learned:
@@ -231,11 +231,7 @@ def budget_for(budget: Budget, policy: Policy | None) -> Budget:
 
 
 def resolve_device(name: str, local_rank: int = 0) -> torch.device:
-    """Device of this process's model.
-
-    Args:
-        name: "cpu", "cuda", "cuda:1" or "auto".
-        local_rank: Number of the process on its machine.
+    """Device ("cpu", "cuda", "cuda:1" or "auto") of the model of the process `local_rank` of a machine.
 
     Raises:
         ValueError: It is no device, or there is none of that kind here.
@@ -246,11 +242,9 @@ def resolve_device(name: str, local_rank: int = 0) -> torch.device:
     except RuntimeError:
         raise ValueError(f"device is {name!r}, and must be 'cpu', 'cuda', 'cuda:1', or 'auto'.") from None
     if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError(f"device is {name!r}, and torch sees no GPU here: take device=cpu, or auto.")
         if (device.index or 0) >= (count := torch.cuda.device_count()):
-            raise ValueError(f"device is {name!r}, and torch sees {count} GPUs, counted from 0.")
-        if ":" not in kind:
+            raise ValueError(f"device is {name!r}, and torch sees {count} GPUs: take device=cpu, or auto.")
+        if device.index is None:
             device = torch.device("cuda", local_rank % count)
     return device
 

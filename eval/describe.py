@@ -2,31 +2,24 @@
 
     retain describe Qwen/Qwen3-8B
     retain describe runs/my-model --tokens 8192,131072 --keep-ratio 0.1 --policy snapkv
-    retain describe config.json
     retain doctor
 
 `describe` reads no weights, so that a model can be looked at before it is fetched: which layers evict, what
 full and kept caches take, and what a step of training its gates takes. Each line of `doctor` is `ok`, a
 `note` (something that some commands need is missing) or `WRONG` (the library cannot be trusted to work).
-Nothing is written, and of the network only the hub's address is asked for, once.
 """
 
 import argparse
 import itertools
-import os
 import platform
-import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import httpx
 import torch
-from huggingface_hub import constants, get_token
 from packaging.requirements import Requirement
 
 import retain
@@ -39,7 +32,7 @@ from retain.kernels.build import OPS
 from retain.models.catalogue import CATALOGUE
 from retain.models.named import dtype_of, reference_seed
 from retain.models.unloaded import meta_model_of, named_config, named_precision
-from retain.presets import Policy, load_policy
+from retain.presets import load_policy
 from retain.process.command import command
 
 TOKENS = (8192, 32768, 131072)
@@ -54,7 +47,6 @@ OK, NOTE, WRONG = "ok", "note", "WRONG"
 # The name under which packages are installed; that of the import belongs to another project.
 DISTRIBUTION = "retain-kv"
 GIB = 2**30
-HUB_SECONDS = 5.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,9 +56,9 @@ class ModelDescription:
     Args:
         model_type: of its decoder; if it is refused, of the config.
         refusal, whole: why it cannot be used, or why only its text decoder is described.
-        dtype, stated: of weights and entries; whether the config or the caller said so.
+        dtype: of weights and entries.
         layout: its layers, on the meta device; None: it is refused.
-        gates, gate_parameters: a family of gates, and their parameters in all layers.
+        gate_parameters: of `mlp` gates in all layers.
         positions: that it was made for; None: its config does not say.
         policy, keep_ratio: whose budget is kept, and what.
         footprints, steps: caches, and operations and bytes of `training_step`, one a length.
@@ -77,13 +69,11 @@ class ModelDescription:
     refusal: str | None = None
     whole: str | None = None
     dtype: torch.dtype = UNSTATED
-    stated: bool = True
     parameters: int = 0
     layout: Layout | None = None
-    gates: str = "mlp"
     gate_parameters: int = 0
     positions: int | None = None
-    policy: Policy | None = None
+    policy: str = POLICY
     keep_ratio: float = 1.0
     footprints: tuple[Footprint, ...] = ()
     steps: tuple[tuple[float, float], ...] = ()
@@ -108,40 +98,27 @@ class ModelDescription:
         return kinds
 
     def __str__(self) -> str:
-        rows = [
-            ("model_type", self.model_type),
-            *(self._rows() if self.layout else [("refused", self.refusal)]),
-        ]
-        width = max(len(label) for label, _ in rows)
-        return "\n".join(
-            [f"model: {self.name}", *(f"  {label.ljust(width)}  {text}" for label, text in rows)]
-        )
-
-    def _rows(self) -> Iterator[tuple[str, str]]:
-        """Labels, and what is said."""
-        assert self.layout is not None and self.policy is not None
+        rows = [("model_type", self.model_type)]
+        if self.refusal is not None:
+            rows.append(("refused", self.refusal))
         if self.whole is not None:
-            yield "text decoder", f"what follows is of it alone. As a whole: {self.whole}"
-        how = "" if self.stated else " (taken: its config names no precision)"
-        precision = str(self.dtype).removeprefix("torch.")
-        yield "weights", f"{self.parameters / 1e9:.4g} B parameters in {precision}{how}"
-        for label, kinds in (("layers evict", self.evicting), ("left alone", self.alone)):
-            yield from ((label, f"{len(one)} ({ranges(one)}): {of}") for of, one in kinds.items())
-        sizes = {", ".join(f"{name} {n}" for name, n in spec.sizes.items()) for spec in self.layout.evicting}
-        family = f"{self.gate_parameters:,} parameters of family {self.gates!r}"
-        yield "gates", f"{family}, of layers with {' or '.join(sorted(sizes))}"
-        by = f"kept at keep_ratio {self.keep_ratio:g} by {self.policy.name!r}"
-        by += ", which needs gates" if self.policy.learned else ""
-        for one in self.footprints:
-            alone = f", and {size(one.alone)} left alone" if self.layout.alone else ""
-            beyond = ""
-            if self.positions is not None and one.tokens > self.positions:
-                beyond = f" (more than the {self.positions:,} positions of its config)"
-            text = f"full cache {size(one.full)}; {size(one.kept)} {by}{alone}{beyond}"
-            yield f"{one.tokens:,} tokens", text
+            rows.append(("text decoder", f"what follows is of it alone. As a whole: {self.whole}"))
+        if self.layout is not None:
+            precision = str(self.dtype).removeprefix("torch.")
+            rows.append(("weights", f"{self.parameters / 1e9:.4g} B parameters in {precision}"))
+            for label, kinds in (("layers evict", self.evicting), ("left alone", self.alone)):
+                rows += [(label, f"{len(one)} ({ranges(one)}): {of}") for of, one in kinds.items()]
+            rows.append(("gates", f"{self.gate_parameters:,} parameters of family 'mlp'"))
         for one, (flops, peak) in zip(self.footprints, self.steps, strict=True):
+            text = f"full cache {size(one.full)}; {size(one.kept)} kept at keep_ratio {self.keep_ratio:g} "
+            text += f"by {self.policy!r}{f', and {size(one.alone)} left alone' if self.alone else ''}"
+            if self.positions is not None and one.tokens > self.positions:
+                text += f" (more than the {self.positions:,} positions of its config)"
+            rows.append((f"{one.tokens:,} tokens", text))
             cost = f"{flops / 1e12:,.3g} TFLOP, about {size(int(peak))}"
-            yield "training", f"{cost} for a step on a document of {one.tokens:,} tokens"
+            rows.append(("training", f"{cost} for a step on a document of {one.tokens:,} tokens"))
+        width = max(len(label) for label, _ in rows)
+        return "\n".join([f"model: {self.name}", *(f"  {label:<{width}}  {text}" for label, text in rows)])
 
 
 def training_step(model: Any, layout: Layout, tokens: int, gate_parameters: int) -> tuple[float, float]:
@@ -196,7 +173,6 @@ def describe_model(
     *,
     keep_ratio: float = 0.2,
     policy: str = POLICY,
-    gates: str = "mlp",
     dtype: str = "auto",
 ) -> ModelDescription:
     """Describes a model by its config.
@@ -207,11 +183,10 @@ def describe_model(
             for, or, if it has fewer, as many as it has.
         keep_ratio: kept / seen.
         policy: whose budget it is; what is stored next to entries is paid for out of it.
-        gates: the family whose parameters are counted.
         dtype: of weights and entries; `auto`: as its config says.
 
     Raises:
-        ValueError: the config cannot be read; or a length, ratio, policy or family is none.
+        ValueError: the config cannot be read; or a length, ratio or policy is none.
     """
     chosen = load_policy(policy)
     config: Any = named_config(name)
@@ -232,24 +207,26 @@ def describe_model(
     if tokens is None:
         tokens = [one for one in TOKENS if positions is None or one <= positions] or [positions]
     with torch.device("meta"):
-        built = build_gates(gates, dims_for(gates, {spec.layer_idx: spec.sizes for spec in layout.evicting}))
+        built = build_gates("mlp", dims_for("mlp", {spec.layer_idx: spec.sizes for spec in layout.evicting}))
     trained = sum(one.numel() for one in built.parameters())
-    how: dict[str, Any] = {"policy": chosen, "keep_ratio": keep_ratio}
     return ModelDescription(
         name,
         base_model(model).config.model_type,
         whole=refusals[0] if refusals else None,
         dtype=precision,
-        stated=dtype != "auto" or named is not None,
         parameters=sum(one.numel() for one in model.parameters()),
         layout=layout,
-        gates=gates,
         gate_parameters=trained,
         positions=positions,
-        footprints=tuple(footprint(layout, one, **how) for one in tokens),
+        policy=policy,
+        keep_ratio=keep_ratio,
+        footprints=tuple(footprint(layout, one, policy=chosen, keep_ratio=keep_ratio) for one in tokens),
         steps=tuple(training_step(model, layout, one, trained) for one in tokens),
-        **how,
     )
+
+
+def _lengths(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
 
 
 @command
@@ -257,22 +234,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Describes a model; 1 if it is refused."""
     parser = argparse.ArgumentParser(prog="retain describe", description="Describe a model by its config.")
     names = f"hub name, local folder, config.json, {', '.join(CATALOGUE)}, or reference:0"
-    parser.add_argument("model", help=names)
+    parser.add_argument("name", metavar="MODEL", help=names)
     usual = ",".join(map(str, TOKENS))
-    parser.add_argument(
-        "--tokens", help=f"lengths, joined by commas (default {usual}, up to the positions of the model)"
-    )
+    about = f"lengths, joined by commas (default {usual}, up to the positions of the model)"
+    parser.add_argument("--tokens", type=_lengths, help=about)
     parser.add_argument("--keep-ratio", type=float, default=0.2, help="kept / seen (default 0.2)")
     parser.add_argument("--policy", default=POLICY, help=f"whose budget (default {POLICY})")
-    parser.add_argument("--gates", default="mlp", help="family of gates that is counted (default mlp)")
-    precisions = ("auto", "float32", "bfloat16", "float16")
-    parser.add_argument("--dtype", default="auto", choices=precisions, help="of weights and entries")
-    given = vars(parser.parse_args(arguments))
-    name, listed = given.pop("model"), given.pop("tokens")
-    lengths = None if listed is None else listed.replace("_", "").split(",")
-    if lengths is not None and not all(one.strip().isdigit() and int(one) for one in lengths):
-        raise ValueError(f"--tokens {listed}: pass whole numbers of tokens, joined by commas.")
-    found = describe_model(name, None if lengths is None else [*map(int, lengths)], **given)
+    parser.add_argument("--dtype", default="auto", help="of weights and entries, as torch calls it")
+    found = describe_model(**vars(parser.parse_args(arguments)))
     print(found)
     return 0 if found.refusal is None else 1
 
@@ -300,21 +269,16 @@ def versions() -> Iterator[Finding]:
         yield Finding(NOTE, DISTRIBUTION, "used from a folder, not installed: versions are not checked")
         return
     yield Finding(OK, DISTRIBUTION, metadata.version(DISTRIBUTION))
-    missing: dict[str, list[str]] = {}
     extras = metadata.metadata(DISTRIBUTION).get_all("Provides-Extra") or []
     for one in stated:
-        extra = next((name for name in extras if one.marker and one.marker.evaluate({"extra": name})), None)
-        if one.marker is not None and extra is None and not one.marker.evaluate({"extra": ""}):
-            continue  # of another platform
         found, wanted = _installed(one.name), str(one.specifier)
         fits = found is not None and one.specifier.contains(found, prereleases=True)
-        if extra is None:
-            yield Finding(OK if fits else WRONG, one.name, f"{found or 'not installed'} (wanted: {wanted})")
-        else:
-            missing.setdefault(extra, []).extend([] if fits else [f"{one.name} {wanted} (here: {found})"])
-    for extra, absent in missing.items():
-        text = f"not complete: {', '.join(absent)}; pip install '{DISTRIBUTION}[{extra}]'"
-        yield Finding(NOTE, f"extra {extra}", text) if absent else Finding(OK, f"extra {extra}", "complete")
+        of = [name for name in extras if one.marker and one.marker.evaluate({"extra": name})]
+        text = f"{found or 'not installed'} (wanted: {wanted or 'any'})"
+        if one.marker is None or one.marker.evaluate({"extra": ""}):
+            yield Finding(OK if fits else WRONG, one.name, text)
+        elif of and not fits:
+            yield Finding(NOTE, one.name, f"{text}: pip install '{DISTRIBUTION}[{of[0]}]'")
 
 
 def _installed(package: str) -> str | None:
@@ -325,15 +289,10 @@ def _installed(package: str) -> str | None:
 
 
 def devices() -> Iterator[Finding]:
-    """Cores, GPUs and free memory; on each device, which path the ops take, and a trial."""
-    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    free, total = (int(lines[name].split()[0]) / 2**20 for name in ("MemAvailable", "MemTotal"))
-    text = f"{os.cpu_count()} cores, {free:.1f} of {total:.1f} GiB free, {torch.get_num_threads()} threads"
-    yield Finding(OK, "cpu", text)
-    if not torch.cuda.is_available():
-        built = torch.version.cuda and f"built for CUDA {torch.version.cuda}, and sees no GPU"
-        yield Finding(NOTE, "cuda", f"torch {torch.__version__} is {built or 'a build without CUDA'}")
+    """GPUs, and on each device which path the ops take, and a trial."""
     gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    if not gpus:
+        yield Finding(NOTE, "cuda", f"torch {torch.__version__} sees no GPU")
     for gpu in gpus:
         free, total = (count / GIB for count in torch.cuda.mem_get_info(gpu))
         capability = ".".join(map(str, torch.cuda.get_device_capability(gpu)))
@@ -367,32 +326,13 @@ def trial(device: str) -> Finding:
     return Finding(OK, f"trial on {device}", f"{held}, {seconds:.1f} s")
 
 
-def hub() -> Iterator[Finding]:
-    """The hub's address, whether it answers, and the folder that keeps what was fetched."""
-    folder = Path(constants.HF_HUB_CACHE)
-    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    yield Finding(
-        OK, "hub's cache", f"{folder} ({shutil.disk_usage(there).free / GIB:.0f} GiB free on its disk)"
-    )
-    yield Finding(OK, "hub's token", "one is set" if get_token() else "none: no private repositories")
-    if constants.HF_HUB_OFFLINE:
-        yield Finding(NOTE, "hub", "not asked: HF_HUB_OFFLINE is set, and only what is in the cache is found")
-        return
-    try:
-        status = httpx.head(constants.ENDPOINT, timeout=HUB_SECONDS, follow_redirects=True).status_code
-        yield Finding(OK if status < 500 else NOTE, "hub", f"{constants.ENDPOINT} answers ({status})")
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        reason = f"{constants.ENDPOINT} does not answer ({type(error).__name__}: {error})"
-        yield Finding(NOTE, "hub", f"{reason}; models and gates load from folders and the cache")
-
-
 @command
 def doctor(arguments: Sequence[str] | None = None) -> int:
     """Prints every finding; 1 if one is wrong."""
-    about = "Report versions, devices, kernels, free memory and the hub."
+    about = "Report versions, devices and kernels."
     argparse.ArgumentParser(prog="retain doctor", description=about).parse_args(arguments)
     wrong = 0
-    for finding in itertools.chain(versions(), devices(), hub()):
+    for finding in itertools.chain(versions(), devices()):
         print(f"{finding.state:<5}  {finding.about:<20}  {finding.text}", flush=True)
         wrong += finding.state == WRONG
     print(f"{wrong} wrong: retain may not work here." if wrong else "Nothing is wrong.")

@@ -26,13 +26,8 @@ def cut(
 
 def opening_of(tokenizer: Any) -> tuple[int, ...]:
     """The special tokens that begin a text: those that the tokenizer puts there, else its `bos_token`."""
-    whole, plain = (
-        list(tokenizer("a", add_special_tokens=special)["input_ids"]) for special in (True, False)
-    )
-    places = [i for i in range(len(whole) - len(plain) + 1) if whole[i : i + len(plain)] == plain]
-    opening = tuple(whole[: places[0]]) if places else ()
-    first = getattr(tokenizer, "bos_token_id", None)
-    return opening if opening or first is None else (first,)
+    opening = tuple(id for id in tokenizer("")["input_ids"] if id != tokenizer.eos_token_id)
+    return opening or (() if tokenizer.bos_token_id is None else (tokenizer.bos_token_id,))
 
 
 def read_text(path: str, tokenizer: Any) -> list[int]:

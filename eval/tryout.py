@@ -90,12 +90,12 @@ def ask(given: argparse.Namespace) -> int:
         with torch.inference_mode():
             cache.prefill(context_1T)
             total, kept_T = cache.report().total, torch.zeros(len(ids), dtype=torch.int64)
-            heads = [head for layer in positions_held(cache, 0) for head in layer]
+            heads = positions_held(cache)
             for positions in heads:
                 kept_T[positions.cpu()] += 1
             read_1T = torch.tensor([[*ids, *asked.question_ids]], device=model.device)
             how_long: dict[str, Any] = {"new_tokens": ANSWER_TOKENS, "end_ids": asked.end_ids}
-            (answer,) = respond(model, cache, read_1T, torch.ones_like(read_1T), **how_long)
+            (answer,) = respond(model, cache, read_1T, **how_long)
         said = " ".join(tokenizer.decode(list(answer), skip_special_tokens=True).split())
         shown.append(
             Shown(name, f"{begins} {said}".strip(), total.bytes_held, tuple(kept_T.tolist()), len(heads))

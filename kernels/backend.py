@@ -31,6 +31,7 @@ LOG2E = 1.4426950408889634
 
 _log = logging.getLogger("retain.kernels")
 _forced: ContextVar[Path | None] = ContextVar("retain_kernels_path", default=None)
+_target: ContextVar[int | None] = ContextVar("retain_kernels_target", default=None)
 _said: dict[tuple[str, str, str], None] = {}  # in the order in which it was logged
 
 
@@ -49,6 +50,17 @@ def using(path: Path) -> Iterator[None]:
         _forced.reset(token)
 
 
+@contextmanager
+def compiling_for(capability: int) -> Iterator[None]:
+    """Forces kernels with the tiles of such a GPU (90: of 9.0), wherever tensors lie: `build` compiles so."""
+    token = _target.set(capability)
+    try:
+        with using("triton"):
+            yield
+    finally:
+        _target.reset(token)
+
+
 def path_for(op: str, *tensors: Tensor, unsupported: str | None = None) -> Path:
     """The path that a call takes; it is logged once per op and reason.
 
@@ -65,7 +77,9 @@ def path_for(op: str, *tensors: Tensor, unsupported: str | None = None) -> Path:
     """
     check_devices(op, *tensors)
     forced = _forced.get()
-    why = _why_not(tensors, unsupported, anywhere=forced == "triton" and interpreting())
+    why = _why_not(
+        tensors, unsupported, anywhere=forced == "triton" and (interpreting() or _target.get() is not None)
+    )
     if forced == "triton" and why is not None:
         raise ValueError(f"{op}: the Triton path was forced, but {why}; leave the choice to the op.")
     if forced is not None:
@@ -91,12 +105,17 @@ def check_devices(op: str, *tensors: Tensor | None) -> None:
         raise ValueError(f"{op}: the tensors lie on {places}; move them to one device.")
 
 
+def forced() -> Path | None:
+    """The path that `using` forces here; None: none."""
+    return _forced.get()
+
+
 def which(*tensors: Tensor, unsupported: str | None = None) -> Path:
     """The path that `path_for` would choose for such tensors. Nothing is logged, and nothing is raised where
     a forced kernel could not run."""
-    forced = _forced.get()
-    if forced is not None:
-        return forced
+    asked = _forced.get()
+    if asked is not None:
+        return asked
     return "triton" if why_reference(*tensors, unsupported=unsupported) is None else "reference"
 
 
@@ -168,9 +187,9 @@ def architecture(tensor: Tensor) -> int:
 
     Tiles of the latter are small enough for GPUs with 99 KiB of shared memory a block (8.6, 8.9, 12.0).
     """
-    if not tensor.is_cuda:
-        return 90
-    return 90 if torch.cuda.get_device_capability(tensor.device) == (9, 0) else 80
+    if (target := _target.get()) is not None:
+        return 90 if target == 90 else 80
+    return 90 if not tensor.is_cuda or torch.cuda.get_device_capability(tensor.device) == (9, 0) else 80
 
 
 @lru_cache

@@ -2,10 +2,11 @@
 
     python -m retain.kernels.build [--op NAME ...] [--arch 80 90 100]
 
-Each op's launcher lists its `builds()`: every kernel with every tile that the launcher can choose, read from
-the launcher's own tile tables. Printed is a table of shared memory, registers and spilled bytes. The exit
-status is 1 if a kernel needs more shared memory than a block of that architecture may have, or if a kernel
-that should use Hopper's matrix instructions does not, or waits after each of them.
+Each op's `cases.BUILDS` is a table of calls. Each is launched as on such a GPU, with tensors on the CPU, and
+what Triton would compile for the launch is compiled and not run. Printed are the tile, shared memory,
+registers and spilled bytes of each kernel. The exit status is 1 if a kernel needs more shared memory than a
+block of that architecture may have, or if one that should use Hopper's matrix instructions does not, or waits
+after each of them.
 """
 
 import argparse
@@ -17,19 +18,26 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from tqdm import tqdm
+from retain.kernels.backend import compiling_for, dtype_name
 
-OPS = ("attention_stats", "value_norm", "gated_attention", "ragged_attention", "decode_step")
+OPS = ("attention_stats", "gated_attention", "ragged_attention", "decode_step")
 # Bytes of shared memory that one block may take (CUDA programming guide, by compute capability). A build for
 # 8.0 also runs on 8.6, 8.9 and 12.0, whose blocks have the least: 99 KiB, of the 163 of 8.0 itself.
 SHARED_LIMIT = {80: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-# What kernels are compiled for, unless a build says more.
-ARCHS = (80, 90)
+# Kernels whose products take Hopper's matrix instructions, if the rows of a tile (that constant) are 64.
+WGMMA = {
+    **{"lse_kernel": "BLOCK_M", "stats_kernel": "BLOCK_N", "attend": "M"},
+    **{"forward_": "BLOCK_S", "d_queries_": "BLOCK_S", "d_keys_": "BLOCK_T"},
+}
+# Constants that are the rows and the columns of a tile.
+TILES = ("M", "BLOCK_M", "BLOCK_S", "BLOCK_G", "N", "BLOCK_N", "BLOCK_T")
 
 
 @dataclass(frozen=True)
@@ -37,12 +45,11 @@ class Tile:
     """How the work of one program is cut.
 
     Args:
-        m: rows at a time (queries or entries).
-        n: columns at a time (keys, columns of a weight, or words).
+        m: rows at a time (queries).
+        n: columns at a time (keys).
         num_warps: of a program.
         num_stages: of software pipelining: loads under way.
         registers: that a thread may take, so that two programs fit a processor; None: no bound.
-        depth: of the head width at a time; None: all of it.
     """
 
     m: int
@@ -50,7 +57,6 @@ class Tile:
     num_warps: int
     num_stages: int
     registers: int | None = None
-    depth: int | None = None
 
     @property
     def options(self) -> dict[str, int]:
@@ -58,107 +64,74 @@ class Tile:
         return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
-@dataclass(frozen=True)
-class Build:
-    """One kernel as its launcher would launch it.
-
-    Args:
-        name: of the configuration, for the table: "stats bf16 D=128 max".
-        kernel: the `triton.jit` function.
-        types: of run-time arguments ("*bf16", "i64", "fp32"); "i32" where none is named. Names that the
-            kernel does not have are left out.
-        constants: value of each `tl.constexpr` argument, and of arguments that are specialised; a pointer
-            that is None belongs here too. Names that the kernel does not have are left out.
-        tile: whose warps, stages and registers are compiled for.
-        vectors: whole numbers that are multiples of 16, as the strides of vectors are; pointers always are.
-        wgmma: whether it must use Hopper's matrix instructions (on 90).
-        archs: compute capabilities for which its launcher would choose this.
-    """
-
-    name: str
-    kernel: Any
-    types: Mapping[str, str]
-    constants: Mapping[str, Any]
-    tile: Tile
-    vectors: Collection[str] = ()
-    wgmma: bool = False
-    archs: Sequence[int] = ARCHS
-
-    @property
-    def signature(self) -> dict[str, str]:
-        """Type of each run-time argument, in the kernel's order."""
-        names = [name for name in self.kernel.arg_names if name not in self.constants]
-        return {name: self.types.get(name, "i32") for name in names}
-
-    @property
-    def aligned(self) -> list[str]:
-        """Run-time arguments that are multiples of 16."""
-        return [name for name, kind in self.signature.items() if kind[0] == "*" or name in self.vectors]
-
-
-@dataclass(frozen=True)
-class Built:
-    """Resources of a compiled kernel.
-
-    Args:
-        build: its configuration.
-        arch: the compute capability.
-        shared: bytes of shared memory of a block.
-        registers: of a thread.
-        spilled: bytes of local memory of a thread: spilled registers and arrays.
-        wgmma: whether Hopper's matrix instructions are in it.
-        problems: what is wrong with it.
-    """
-
-    build: Build
-    arch: int
-    shared: int = 0
-    registers: int = 0
-    spilled: int = 0
-    wgmma: bool = False
-    problems: tuple[str, ...] = ()
-
-
-def builds_of(op: str) -> list[Build]:
-    """The builds of an op."""
-    return list(importlib.import_module(f"retain.kernels.{op}.launch").builds())
-
-
-def compile_build(build: Build, arch: int) -> Built:
-    """Compiles down to machine code; no GPU is needed.
+@contextmanager
+def compiling(arch: int) -> Iterator[list[tuple[Any, dict[str, Any], Any]]]:
+    """Launches inside only compile, for such a GPU: kernel, arguments and result of each that is new.
 
     Raises:
         ValueError: Triton interprets kernels in this process.
     """
     if os.environ.get("TRITON_INTERPRET", "0") == "1":
         raise ValueError("TRITON_INTERPRET=1: kernels are interpreted in this process; unset it to compile.")
-    import triton
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
 
-    names = list(build.kernel.arg_names)
-    signature = {name: build.signature.get(name, "constexpr") for name in names}
-    constants = {name: value for name, value in build.constants.items() if name in names}
-    attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in build.aligned}
-    source = ASTSource(build.kernel, signature, constexprs=constants, attrs=attrs)
-    options = {**build.tile.options, "maxnreg": build.tile.registers}
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    found = re.search(
-        r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)",
-        _tool("cuobjdump", compiled.asm["cubin"], "--dump-resource-usage", "{}"),
-    )
-    assert found, f"{build.name}: no resources are listed"
-    shared, wgmma = compiled.metadata.shared, "wgmma.mma_async" in compiled.asm["ptx"]
-    problems = []
+    found: list[tuple[Any, dict[str, Any], Any]] = []
+    run = JITFunction.run
+
+    def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        built = run(kernel, *args, grid=grid, warmup=True, **kwargs)
+        if all(built is not other for _, _, other in found):
+            found.append((kernel, dict(zip(kernel.arg_names, args, strict=False)) | kwargs, built))
+
+    # Triton keeps what it compiled by the number of a device.
+    target = GPUTarget("cuda", arch, 32)
+    device: Any = SimpleNamespace(get_current_device=lambda: arch, get_current_stream=lambda device: 0)
+    device.get_current_target = lambda: target
+    driver.set_active(device)
+    JITFunction.run = compile_only
+    try:
+        with compiling_for(arch):
+            yield found
+    finally:
+        JITFunction.run = run
+
+
+def builds_of(op: str, arch: int) -> Iterator[tuple[str, list[str]]]:
+    """A row of the table for each kernel of an op, with the first call of `BUILDS` that takes it, and what is
+    wrong with it. The error of a call that does not compile goes to standard error."""
+    cases = importlib.import_module(f"retain.kernels.{op}.cases")
+    with compiling(arch) as found:
+        for place, (dtype, case) in enumerate(cases.BUILDS):
+            before, call = len(found), f"{op} sm_{arch} call {place}, {dtype_name(dtype)}:"
+            try:
+                cases.run(case, cases.inputs(case, dtype, "cpu"))
+            except Exception:  # any error of a compiler is a row of the table, and the status is 1
+                traceback.print_exc(file=sys.stderr)
+                yield call, ["does not compile"]
+            for kernel, arguments, built in found[before:]:
+                row, problems = examined(kernel, arguments, built, arch)
+                yield f"{call} {row}", problems
+
+
+def examined(kernel: Any, arguments: dict[str, Any], built: Any, arch: int) -> tuple[str, list[str]]:
+    """Tile and resources of a compiled kernel, and what is wrong."""
+    name, ptx, shared = kernel.fn.__name__, built.asm["ptx"], built.metadata.shared
+    usage = _tool("cuobjdump", built.asm["cubin"], "--dump-resource-usage", "{}")
+    found = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", usage)
+    assert found, f"{name}: no resources are listed"
+    wgmma, problems = "wgmma.mma_async" in ptx, []
     if shared > SHARED_LIMIT[arch]:
         problems.append(f"{shared} bytes of shared memory, {SHARED_LIMIT[arch]} exist")
-    if build.wgmma and arch == 90:
+    if arch == 90 and arguments.get(WGMMA.get(name, ""), 0) >= 64 and arguments["PRECISION"] != "ieee":
         if not wgmma:
             problems.append("no wgmma instruction")
-        elif _serialised(compiled.asm["ptx"], arch):
+        elif _serialised(ptx, arch):
             problems.append("waits after every wgmma")
-    spilled = int(found[2]) + int(found[3])
-    return Built(build, arch, shared, int(found[1]), spilled, wgmma, tuple(problems))
+    tile = "x".join(str(arguments[key]) for key in TILES if key in arguments)
+    row = f"{name} D={arguments.get('D')} {tile} warps {built.metadata.num_warps} shared {shared}"
+    return f"{row} registers {found[1]} spilled {int(found[2]) + int(found[3])}{' wgmma' * wgmma}", problems
 
 
 def _serialised(ptx: str, arch: int) -> bool:
@@ -181,20 +154,6 @@ def _tool(name: str, content: bytes, *arguments: str) -> str:
     return done.stdout + done.stderr
 
 
-def compile_all(ops: Sequence[str], archs: Sequence[int]) -> Iterator[tuple[str, Built]]:
-    """Every build of these ops, for each architecture for which its launcher would choose it. A kernel that
-    does not compile is a problem like others; its error goes to standard error."""
-    for op in ops:
-        for build in builds_of(op):
-            for arch in (arch for arch in archs if arch in build.archs):
-                try:
-                    built = compile_build(build, arch)
-                except Exception:  # any error of a compiler is a row of the table, and the status is 1
-                    traceback.print_exc(file=sys.stderr)
-                    built = Built(build, arch, problems=("does not compile",))
-                yield op, built
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m retain.kernels.build", description=__doc__)
@@ -203,16 +162,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if importlib.util.find_spec("triton") is None:
         parser.error("Triton is not installed (pip install 'retain-kv[kernels]')")
-    wrong = number = 0
-    total = sum(arch in build.archs for op in options.op for build in builds_of(op) for arch in options.arch)
-    for op, built in tqdm(compile_all(options.op, options.arch), "builds", total, leave=False):
-        number += 1
-        wrong += bool(built.problems)
-        tqdm.write(
-            f"{op:18} sm_{built.arch} {built.build.name:44} shared {built.shared:6} "
-            f"registers {built.registers:3} spilled {built.spilled:4} "
-            f"{'wgmma' if built.wgmma else '-':5} {'; '.join(built.problems) or 'ok'}"
-        )
+    number = wrong = 0
+    for op, arch in ((op, arch) for op in options.op for arch in options.arch):
+        for row, problems in builds_of(op, arch):
+            number, wrong = number + 1, wrong + bool(problems)
+            print(row, "; ".join(problems) or "ok", flush=True)
     print(f"{number} compiled, {wrong} wrong")
     return 1 if wrong or not number else 0
 

@@ -1,13 +1,13 @@
 """Says what goes with what: one table for all methods, and one function that refuses.
 
 A method declares as class data what it reads (`ScoreFamily.needs`; `Gate.inputs`, `contextual`, `ages`), and
-a row of `TABLE` says what methods that read this cannot do. So a new score or gate needs no row. Padded
+a row of `TABLE` says the uses that it refuses. So a new score or gate needs no row. Padded
 batches have none: every method takes them.
 """
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from retain.budget.statement import Budget
 from retain.policy import check_budget
@@ -15,7 +15,7 @@ from retain.presets import Policy
 from retain.scores import SCORES
 from retain.scores.trial import try_settings
 
-Use = Literal["chunks", "window", "again", "bytes", "bits", "merge", "unknown_rope", "vllm", "ranks"]
+Use = Literal["chunks", "window", "again", "bytes", "bits", "merge", "unknown_rope", "vllm"]
 USES: dict[Use, str] = {
     "chunks": "a prompt that is read in chunks",
     "window": "a prompt beyond the sliding window of the layers that evict",
@@ -25,12 +25,8 @@ USES: dict[Use, str] = {
     "merge": "merging",
     "unknown_rope": "a model whose rotary embedding is not understood",
     "vllm": "vLLM's engine",
-    "ranks": "tensor parallelism",
 }
-assert tuple(USES) == get_args(Use)
 
-# What a step of vLLM's engine shows of its own tokens.
-SHOWN_BY_VLLM = frozenset({"hidden", "queries", "keys", "values", "queries_before", "keys_before"})
 BEFORE_ROPE = frozenset({"queries_before", "keys_before"})
 
 
@@ -42,125 +38,94 @@ class Method:
         kind: which rows are about it.
         name: for messages.
         reads: evidence that a score needs, or inputs of gates.
-        contextual: whether what it says of an entry depends on other entries.
-        by_age: whether it is calibrated by the age of entries, all heads at once.
+        contextual: True where its score of an entry depends on other entries.
     """
 
-    kind: Literal["score", "gates", "scorer", "merge", "bits", "weights"]
+    kind: Literal["score", "gates", "scorer", "merge", "bits"]
     name: str
     reads: frozenset[str] = frozenset()
     contextual: bool = False
-    by_age: bool = False
 
 
 @dataclass(frozen=True)
 class Row:
-    """What methods of a kind cannot do.
+    """Uses that methods of a kind refuse.
 
     Args:
         kind: of the methods.
-        uses: refused where all of them are wanted together.
+        uses: each of them is refused.
         why: the reason, and what to take instead.
         those: which methods of the kind; None: all.
+        along: refused only along with this one; None: in any case.
     """
 
     kind: str
-    uses: frozenset[Use]
+    uses: tuple[Use, ...]
     why: str
     those: Callable[[Method], bool] | None = None
+    along: Use | None = None
 
 
-def _row(kind: str, uses: str, why: str, those: Callable[[Method], bool] | None = None) -> Row:
-    wanted = frozenset(use for use in USES if use in uses.split())
-    assert len(wanted) == len(uses.split())
-    return Row(kind, wanted, why, those)
-
-
-_LOOKS_AROUND = (
-    "they look from one entry at the others, and earlier ones have shown what they had to show: read the "
-    "prompt at once under regime 'prefill', or take gates that look at one entry at a time"
-)
-_OWN_SCORER = (
-    "it reads the attention input of all entries, which is not kept: read the prompt at once under regime "
-    "'prefill', or take a policy that ships"
-)
-_ONCE = (
-    "entries that are held in fewer bits cannot be merged into any more: read the prompt at once under "
-    "regime 'prefill', or leave correction or precision out"
-)
 TABLE = (
-    _row("gates", "again", _LOOKS_AROUND, lambda own: own.contextual),
-    _row("gates", "chunks", _LOOKS_AROUND, lambda own: own.contextual),
-    _row(
+    Row(
         "gates",
-        "window",
+        ("again", "chunks"),
+        "they look from one entry at the others, and earlier ones have shown what they had to show: read the "
+        "prompt at once under regime 'prefill', or take gates that look at one entry at a time",
+        lambda gates: gates.contextual,
+    ),
+    Row(
+        "gates",
+        ("window",),
         "lookahead tokens ask behind a whole prompt: take gates of another family",
-        lambda own: "lookahead" in own.reads,
+        lambda gates: "lookahead" in gates.reads,
     ),
-    _row(
+    Row(
         "gates",
-        "unknown_rope",
+        ("unknown_rope",),
         "they look at queries or keys before RoPE: take gates that look at something else",
-        lambda own: bool(own.reads & BEFORE_ROPE),
+        lambda gates: bool(gates.reads & BEFORE_ROPE),
     ),
-    _row("scorer", "again", _OWN_SCORER),
-    _row("scorer", "chunks", _OWN_SCORER),
-    _row("merge", "bits again", _ONCE),
-    _row("merge", "bits chunks", _ONCE),
-    _row("merge", "bits window", _ONCE),
-    _row(
+    Row(
+        "scorer",
+        ("again", "chunks"),
+        "it reads the attention input of all entries, which is not kept: read the prompt at once under "
+        "regime 'prefill', or take a policy that ships",
+    ),
+    Row(
+        "merge",
+        ("again", "chunks", "window"),
+        "entries that are held in fewer bits cannot be merged into any more: read the prompt at once under "
+        "regime 'prefill', or leave correction or precision out",
+        along="bits",
+    ),
+    Row(
         "bits",
-        "again",
+        ("again",),
         "entries that share scales are packed once, and none of them is evicted then: take regime 'prefill', "
         "or precision None",
     ),
-    _row(
+    Row(
         "score",
-        "vllm",
+        ("vllm",),
         "it reads the queries of all tokens, and the engine keeps those of the last ones: take 'snapkv' or "
         "'tova'",
-        lambda own: bool(own.reads & {"queries", "running"}),
+        lambda score: bool(score.reads & {"queries", "running"}),
     ),
-    _row(
+    Row(
         "score",
-        "vllm",
+        ("vllm",),
         "it reads frequencies of RoPE, and the engine shows tables alone: take 'keydiff'",
-        lambda own: "rotary" in own.reads and "queries" not in own.reads,
+        lambda score: "rotary" in score.reads and "queries" not in score.reads,
     ),
-    _row("merge", "vllm", "packing does not change values yet: set correction=null"),
-    _row("bits", "vllm", "the engine holds entries in its own types: set precision=null"),
-    _row(
-        "weights",
-        "vllm ranks",
-        "they are stated for all heads of the model, of which a rank has some: take tensor_parallel_size 1",
-    ),
-    _row(
+    Row("merge", ("vllm",), "packing does not change values yet: set correction=null"),
+    Row("bits", ("vllm",), "the engine holds entries in its own types: set precision=null"),
+    Row(
         "gates",
-        "vllm",
-        "they look from one token at others, and a prompt comes in chunks: take 'linear', 'mlp', 'lowrank', "
-        "'qkv' or 'decay'",
-        lambda own: own.contextual,
-    ),
-    _row(
-        "gates",
-        "vllm",
-        f"the engine shows each token's {', '.join(sorted(SHOWN_BY_VLLM))}, and hidden states apart from the "
-        "others: take gates that look at hidden states alone, or at some of the others",
-        lambda own: bool(own.reads - SHOWN_BY_VLLM) or ("hidden" in own.reads and len(own.reads) > 1),
-    ),
-    _row(
-        "gates",
-        "vllm ranks",
-        "they look at all heads, of which a rank has some: take tensor_parallel_size 1, or gates that look "
-        "at hidden states",
-        lambda own: "hidden" not in own.reads,
-    ),
-    _row(
-        "gates",
-        "vllm ranks",
-        "they are calibrated by the age of entries, all heads at once: take tensor_parallel_size 1, or gates "
-        "without calibrators",
-        lambda own: own.by_age,
+        ("vllm",),
+        "the engine shows hidden states alone, of the tokens of a chunk: take 'linear', 'mlp', 'lowrank' or "
+        "'decay'",
+        lambda gates: gates.contextual or gates.reads != {"hidden"},
     ),
 )
 
@@ -170,7 +135,7 @@ def methods_of(policy: Policy, gates: Any = None, scorer: Any = None) -> Iterato
 
     Args:
         gates: of a learned policy: a `GateSet`, or what scores in its place; None: not loaded yet.
-        scorer: a function that stands in for the policy's own score.
+        scorer: a function that stands in for the policy's observed score.
     """
     if scorer is not None:
         yield Method("scorer", "a scorer of your own")
@@ -178,36 +143,32 @@ def methods_of(policy: Policy, gates: Any = None, scorer: Any = None) -> Iterato
         needs = SCORES[policy.observed].needs_with(policy.observed_settings)
         yield Method("score", f"score {policy.observed!r}", needs)
     if policy.learned and gates is not None:
-        # What scores in the place of gates may say nothing of itself: it is shown the attention input.
-        yield Method(
-            "gates",
-            f"gates of family {getattr(gates, 'family', 'none')!r}",
-            frozenset(getattr(gates, "inputs", ("hidden",))),
-            getattr(gates, "contextual", False),
-            getattr(gates, "ages", False) and bool(getattr(gates, "calibrators", None)),
-        )
+        # A control that stands in for gates may declare nothing: it is shown the attention input.
+        inputs, contextual = getattr(gates, "inputs", ("hidden",)), getattr(gates, "contextual", False)
+        name = f"gates of family {getattr(gates, 'family', 'none')!r}"
+        yield Method("gates", name, frozenset(inputs), contextual)
     if policy.correction is not None:
         yield Method("merge", "its correction")
     if policy.precision is not None:
         yield Method("bits", "its precision")
-    if policy.weights is not None:
-        yield Method("weights", "allocation.weights")
 
 
 def problems(policy: Policy, uses: Collection[Use], *, gates: Any = None, scorer: Any = None) -> list[str]:
-    """What of a policy does not go with the uses that are wanted of it.
+    """List the wanted uses that do not go with a policy.
 
     Args:
-        uses: besides those that the policy's own settings say (`bits`, `merge`).
+        uses: besides those that the policy's settings say (`bits`, `merge`).
         gates, scorer: as in `methods_of`.
     """
     methods = [*methods_of(policy, gates, scorer)]
-    wanted = {*uses, *(own.kind for own in methods)}
+    wanted = {*uses, *(method.kind for method in methods)}
     return [
-        f"{own.name} and {' with '.join(USES[use] for use in USES if use in row.uses)}: {row.why}"
-        for own in methods
+        f"{method.name} and {USES[use]}{f' with {USES[row.along]}' if row.along else ''}: {row.why}"
+        for method in methods
         for row in TABLE
-        if row.kind == own.kind and row.uses <= wanted and (row.those is None or row.those(own))
+        if row.kind == method.kind and (row.those is None or row.those(method))
+        for use in row.uses
+        if use in wanted and (row.along is None or row.along in wanted)
     ]
 
 

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from retain.budget.allocation import Candidates
-from retain.budget.cascade import Cascade
+from retain.budget.cascade import Cascade, keep_sets
 from retain.budget.statement import Budget, LayerShape, Stock
 from retain.cache.precision import Precision
 from retain.capability import Use, refuse, unit_of
@@ -25,7 +25,7 @@ from retain.correction.merge import Merge
 from retain.evidence import Evidence
 from retain.gates import GateSet
 from retain.kernels.backend import without_autocast
-from retain.policy import Plan, candidates_of, keep_masks, plan_of, score_entries, stock_of
+from retain.policy import Plan, candidates_of, plan_of, score_entries, stock_of
 from retain.presets import Policy
 from retain.scores import SCORES, Score, masked_score
 from retain.scores.trial import entries_read
@@ -38,7 +38,7 @@ Scorer = Callable[[Evidence], Score]
 
 @dataclass(frozen=True, eq=False)
 class Arriving:
-    """What is known of a batch before a layer is scored.
+    """A batch, before any layer of it is scored.
 
     Args:
         valid_BT: False on padding.
@@ -57,7 +57,7 @@ class Arriving:
 
 @dataclass(frozen=True)
 class Wants:
-    """What a later eviction wants to know of entries that came before it.
+    """The record of earlier entries that a later eviction needs.
 
     Args:
         queries: last queries that an evidence shows, of each sequence; None for all since the last eviction.
@@ -78,7 +78,7 @@ class Wants:
 
     @property
     def entry_queries(self) -> bool:
-        """Whether the gate looks at the query of each entry, at the time when it comes."""
+        """True where the gate looks at the query of each entry, when it comes."""
         return not self.inputs.isdisjoint(("queries", "queries_before"))
 
 
@@ -111,12 +111,12 @@ class BoundPolicy:
 
     @property
     def keeps_all(self) -> bool:
-        """Whether it evicts nothing."""
+        """True where nothing is evicted."""
         return self.policy is None and self.function is None
 
     @property
     def learned(self) -> bool:
-        """Whether it takes a gate's score."""
+        """True where a gate scores."""
         return self.policy is not None and self.policy.learned
 
     @property
@@ -131,18 +131,18 @@ class BoundPolicy:
 
     @cached_property
     def inputs(self) -> frozenset[str]:
-        """What the gates look at, of `retain.gates.base.INPUTS`; a control that does not say is shown the
+        """Inputs of the gates, of `retain.gates.base.INPUTS`; a control that declares none is shown the
         attention input."""
         return frozenset(getattr(self.gates, "inputs", ("hidden",))) if self.learned else frozenset()
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether its gates ask through tokens of their own, behind a whole prompt."""
+        """True where gates ask through lookahead tokens, behind a whole prompt."""
         return "lookahead" in self.inputs
 
     @cached_property
     def reads_output(self) -> bool:
-        """Whether it looks at the output projections; gates of ours never do."""
+        """True where a score looks at the output projections; gates of `retain` never do."""
         if self.policy is None or self.scorer is not None:
             return not self.keeps_all
         if self.policy.learned and not isinstance(self.gates, GateSet):
@@ -151,7 +151,7 @@ class BoundPolicy:
 
     @cached_property
     def _read(self) -> frozenset[str]:
-        """What the policy's own score reads of an evidence."""
+        """Fields of an evidence that the policy's observed score reads."""
         policy = self.policy
         if policy is None or policy.observed is None:
             return frozenset()
@@ -164,7 +164,7 @@ class BoundPolicy:
 
     @cached_property
     def wants(self) -> Wants:
-        """What a later eviction wants to know of entries that came before it."""
+        """The record of earlier entries that a later eviction needs."""
         policy, read = self.policy, self._read
         if policy is None:
             return Wants(queries=1)
@@ -196,9 +196,10 @@ class BoundPolicy:
         if self.policy is None:
             return evidence
         if self.wants.learned and evidence.learned_BHT is None:
-            own = self.gates
-            # A control has no more than a score, which does not age.
-            learned_BHT = own.noted(evidence) if hasattr(own, "noted") else own.score(evidence).values_BHT
+            if hasattr(self.gates, "learned"):
+                learned_BHT = self.gates.learned(evidence)
+            else:  # a control has no more than a score, which does not age
+                learned_BHT = self.gates.score(evidence).values_BHT
             evidence = replace(evidence, learned_BHT=learned_BHT)
         if self.wants.value_norm and evidence.value_norm_BQT is None:
             evidence = replace(evidence, value_norm_BQT=value_norms(evidence))
@@ -215,7 +216,7 @@ class BoundPolicy:
         """The policy's score of one layer."""
         assert self.policy is not None
         learned = None
-        if self.learned and evidence.learned_BHT is not None and not hasattr(self.gates, "noted"):
+        if self.learned and evidence.learned_BHT is not None and not hasattr(self.gates, "learned"):
             learned = masked_score(evidence.learned_BHT, evidence.exists_BHT, unit_of(self.gates))
         elif self.learned:
             learned = self.gates.score(evidence)
@@ -223,7 +224,7 @@ class BoundPolicy:
         return score_entries(self.policy, evidence, learned=learned, observed=observed, seeds_B=seeds_B)
 
     def plan(self, call: Arriving) -> Plan:
-        """What is known before any layer is scored, and what can be found to be wrong by then."""
+        """The plan before any layer is scored; refuses sequences that are too short for the policy."""
         assert self.policy is not None and self.budget is not None
         size = call.element_size
         shapes = [LayerShape(heads, width * size, element_size=size) for heads, width in self.layers]
@@ -334,12 +335,12 @@ class ByPolicy:
 
     @property
     def idle(self) -> bool:
-        """Whether every budget holds all that there is, so that nothing goes."""
+        """True where every budget holds all that there is."""
         return not self.rows
 
     @property
     def crosses_layers(self) -> bool:
-        """Whether what a layer keeps depends on other layers."""
+        """True where the keep set of a layer depends on other layers."""
         return self.plan.crosses_layers
 
     @property
@@ -395,7 +396,7 @@ class ByPolicy:
         """Decide on all layers: which columns each keeps."""
         if not self.rows:
             return self.whole
-        kept = zip(keep_masks(self.part, self.candidates), self.whole, strict=True)
+        kept = zip(keep_sets(self.part, self.candidates), self.whole, strict=True)
         return [_with_others(keep_BHT, self.rows, whole_BHT) for keep_BHT, whole_BHT in kept]
 
 

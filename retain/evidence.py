@@ -75,16 +75,14 @@ class Evidence:
             nothing was evicted, and the valid entries are counted.
         queried_BS: False where a sequence has fewer than S queries. None: one query for each valid entry of
             the last S.
-        learned_BHT: the gate's note on each entry when it was written (`GateSet.noted`: its score, or the log
-            of its decay); None without a gate.
+        learned_BHT: the gate's number of each entry, made when it was written (`GateSet.learned`: its
+            score, or the log of its decay); None without a gate.
         log_weight_BHT: float32, added to the logits of each entry, after a cap: the logarithm of what it
             counts, where merges have made it stand for several; None: nothing is added.
         value_norm_BQT: `||v_i W_O^q||_1` of each entry, cached; None: computed on demand.
         stream_BTE: as `hidden_BTE`, before the layer norm: the residual stream; None if not requested.
         lookahead_BQSD: queries of a gate's lookahead tokens, which follow all entries and are not cached.
         lookahead_keys_BHSD: keys of the lookahead tokens.
-        first_head: number of the first KV head shown; not 0 where a process has some of them (tensor
-            parallelism).
     """
 
     layer_idx: int
@@ -111,7 +109,6 @@ class Evidence:
     stream_BTE: Float[Tensor, "B T E"] | None = None
     lookahead_BQSD: Float[Tensor, "B Q lookahead D"] | None = None
     lookahead_keys_BHSD: Float[Tensor, "B H lookahead D"] | None = None
-    first_head: int = 0
 
     @property
     def num_seen(self) -> int:
@@ -164,32 +161,21 @@ class Evidence:
 def visible(evidence: Evidence, start: int, stop: int) -> Bool[Tensor, "B heads s T"]:
     """Mask of the entries that queries `start..stop` see: not later, inside the window, held by the head.
 
-    The mask of `attention_probs`; `heads` is 1 if all heads see the same.
+    Padded queries see nothing. `heads` is 1 if all heads see the same.
 
     Args:
         stop: one past the last query.
     """
     T, S = evidence.num_seen, evidence.num_queries
     entry_T = torch.arange(T, device=evidence.valid_BT.device)
-    own_s1 = entry_T[T - S + start : T - S + stop, None]
-    seen_BsT = (entry_T <= own_s1) & evidence.valid_BT[:, None]
+    here = slice(T - S + start, T - S + stop)
+    seen_BsT = (entry_T <= entry_T[here, None]) & evidence.asks_BS[:, start:stop, None]
     if evidence.window is not None:
-        seen_BsT &= _near(evidence, start, stop)
-    if evidence.queried_BS is not None:
-        seen_BsT &= evidence.queried_BS[:, start:stop, None]
-    if evidence.held_BHT is None:
-        return seen_BsT[:, None]
-    return seen_BsT[:, None] & evidence.held_BHT[:, :, None]
-
-
-def _near(evidence: Evidence, start: int, stop: int) -> Bool[Tensor, "*B s T"]:
-    """Entries that the sliding window of queries `start..stop` reaches back to (later entries included)."""
-    T, S = evidence.num_seen, evidence.num_queries
-    assert evidence.window is not None
-    place_T = evidence.place_BT
-    if place_T is None:  # without gaps, index and place differ by the padding, which is the same for all
-        place_T = torch.arange(T, device=evidence.valid_BT.device)
-    return place_T[..., None, :] > place_T[..., T - S + start : T - S + stop, None] - evidence.window
+        # Without gaps, index and place differ by the padding, which is the same for all.
+        place_T = entry_T if evidence.place_BT is None else evidence.place_BT
+        seen_BsT = seen_BsT & (place_T[..., None, :] > place_T[..., here, None] - evidence.window)
+    held_BHT = evidence.valid_BT[:, None] if evidence.held_BHT is None else evidence.exists_BHT
+    return seen_BsT[:, None] & held_BHT[:, :, None]
 
 
 def in_reach(
@@ -206,24 +192,14 @@ def in_reach(
     return valid_BT & (positions_BT > next_B1 - window)
 
 
-def padded_columns(evidence: Evidence) -> int:
-    """Number of entries up to the last one that is padding in some sequence (waits for the device)."""
-    whole_T = evidence.valid_BT.all(0)
-    return evidence.num_seen - int(whole_T.flip(0).cumprod(0).sum())
-
-
-def attention_probs(
-    evidence: Evidence, start: int, stop: int, *, padded: int | None = None
-) -> Float[Tensor, "B Q s T"]:
+def attention_probs(evidence: Evidence, start: int, stop: int) -> Float[Tensor, "B Q s T"]:
     """Attention weights of queries `start..stop`, in float32 (float64 if the evidence is float64).
 
-    `a_qs = softmax_i(cap(scaling * q_s . k_i) + log_weight_i)` over the valid entries `i <= T - S + s` (and
-    inside the window) that the KV head of q holds. The row of a padded query, and of one that sees nothing,
-    is zeros.
+    `a_qs = softmax_i(cap(scaling * q_s . k_i) + log_weight_i)` over the entries that are `visible`. The row
+    of a padded query, and of one that sees nothing, is zeros.
 
     Args:
         stop: one past the last query.
-        padded: `padded_columns(evidence)`, to compute it once for many calls; None: computed if needed.
 
     Returns:
         weights `[B, Q, stop - start, T]`, of which each row of a real query that sees an entry sums to one
@@ -241,61 +217,19 @@ def attention_probs(
     B, Q, _, D = evidence.queries_BQSD.shape
     H, s = evidence.num_heads, stop - start
     queries = evidence.queries_BQSD[:, :, start:stop].reshape(B, H, evidence.group * s, D).to(dtype)
-    # In place unless gradients are needed: the logits are by far the largest tensor here.
-    logits = (queries @ evidence.keys_BHTD.to(dtype).transpose(-1, -2)).view(B, Q, s, T)
-    logits.mul_(evidence.scaling)
+    logits = queries @ evidence.keys_BHTD.to(dtype).transpose(-1, -2) * evidence.scaling
     if evidence.soft_cap is not None:
-        logits = torch.tanh(logits.div_(evidence.soft_cap)) * evidence.soft_cap
+        logits = torch.tanh(logits / evidence.soft_cap) * evidence.soft_cap
     if evidence.log_weight_BHT is not None:
-        logits.unflatten(1, (H, -1)).add_(evidence.log_weight_BHT[:, :, None, None])
-    device = logits.device
-    # Up to the first query's own entry, causality hides nothing.
-    first = T - S + start + 1
-    own_s1 = torch.arange(first - 1, T - S + stop, device=device)[:, None]
-    later_sT = torch.arange(first, T, device=device) > own_s1
-    logits[..., first:].masked_fill_(later_sT, float("-inf"))
-    if evidence.window is not None:
-        near_sT = _near(evidence, start, stop)
-        logits.masked_fill_(~(near_sT if near_sT.dim() == 2 else near_sT[:, None]), float("-inf"))
-    if evidence.held_BHT is not None:
-        hidden_BHT = ~(evidence.held_BHT & evidence.valid_BT[:, None])
-        logits.unflatten(1, (H, -1)).masked_fill_(hidden_BHT[:, :, None, None], float("-inf"))
-        padded = T
-    else:
-        padded = padded_columns(evidence) if padded is None else padded
-        hidden_BT = ~evidence.valid_BT[:, None, None, :padded]
-        logits[..., :padded].masked_fill_(hidden_BT, float("-inf"))
-    if evidence.sinks_Q is None:
-        probs = torch.softmax(logits, dim=-1)
-    else:
-        sink = evidence.sinks_Q.to(dtype).view(1, Q, 1, 1).expand(B, Q, s, 1)
-        probs = torch.softmax(torch.cat([logits, sink], dim=-1), dim=-1)[..., :T]
-    if first > padded and evidence.queried_BS is None:  # every query is real, and sees itself
-        return probs
+        logits = logits + evidence.log_weight_BHT[:, :, None]
+    seen_BHsT = visible(evidence, start, stop)
+    logits = logits.view(B, H, -1, s, T).masked_fill(~seen_BHsT[:, :, None], float("-inf"))
+    if evidence.sinks_Q is not None:
+        sink = evidence.sinks_Q.to(dtype).view(1, H, -1, 1, 1).expand(B, -1, -1, s, 1)
+        logits = torch.cat([logits, sink], dim=-1)
     # The row of a query that sees nothing is all -inf, and its softmax NaN.
-    blank_BHs = _sees_nothing(evidence, start, stop)
-    # Most often there is none. The check is free on a CPU; on a GPU it would wait for the device.
-    if device.type == "cpu" and not bool(blank_BHs.any()):
-        return probs
-    blank_BHGs1 = blank_BHs[:, :, None, :, None]
-    fill = probs.unflatten(1, (H, -1))
-    fill = fill.masked_fill(blank_BHGs1, 0.0) if probs.requires_grad else fill.masked_fill_(blank_BHGs1, 0.0)
-    return fill.flatten(1, 2)
-
-
-def _sees_nothing(evidence: Evidence, start: int, stop: int) -> Bool[Tensor, "B heads s"]:
-    """Which of the queries `start..stop` are padding or see no entry."""
-    before = evidence.num_seen - evidence.num_queries
-    if evidence.held_BHT is None:  # a real query sees itself
-        blank_BHs = ~evidence.valid_BT[:, None, before + start : before + stop]
-    elif evidence.window is None:
-        held_BHT = evidence.exists_BHT.cumsum(-1, dtype=torch.int32)
-        blank_BHs = held_BHT[..., before + start : before + stop] == 0
-    else:
-        blank_BHs = ~visible(evidence, start, stop).any(-1)
-    if evidence.queried_BS is not None:
-        blank_BHs = blank_BHs | ~evidence.queried_BS[:, None, start:stop]
-    return blank_BHs
+    probs = torch.softmax(logits, dim=-1)[..., :T].masked_fill(~seen_BHsT[:, :, None], 0.0)
+    return probs.flatten(1, 2)
 
 
 UNITS = ("risk", "mass", "rank")

@@ -224,7 +224,14 @@ def future_risk(
         ValueError: if the sources, the document's length or the queries held make no sense.
     """
     T = evidence.num_seen
-    _check(evidence, document_tokens, sources)
+    if not 1 <= document_tokens <= T:
+        raise ValueError(f"document_tokens is 1..{T}, the entries of the sequence; got {document_tokens}.")
+    wanted = T if "own" in sources else T - document_tokens
+    if wanted > evidence.num_queries:
+        raise ValueError(
+            f"these sources need the last {wanted} queries, the evidence holds {evidence.num_queries}: "
+            "record more queries."
+        )
     document, branches = evidence, []
     if document_tokens < T:
         # The document alone is enough for its own queries, which cannot see the appendix.
@@ -261,23 +268,3 @@ def _check_names(sources: Mapping[str, float], aggregate: str, weight: str) -> N
         raise ValueError(f"the future needs a source of queries: pass some of {', '.join(SOURCES)}.")
     lookup(aggregate, AGGREGATES, what="aggregate of the future")
     lookup(weight, WEIGHTS, what="weight of attention")
-
-
-def _check(evidence: Evidence, document_tokens: int, sources: Collection[str]) -> None:
-    """Check the evidence of one sequence; `future_use` checks the rest."""
-    T, S = evidence.num_seen, evidence.num_queries
-    known = {name: SOURCES[name] for name in ("own", "appendix")}  # one sequence holds no other
-    for source in sources:
-        lookup(source, known, what="source of future queries")
-    if not 1 <= document_tokens <= T:
-        raise ValueError(f"document_tokens is 1..{T}, the entries of the sequence; got {document_tokens}.")
-    if "appendix" in sources and document_tokens == T:
-        raise ValueError(
-            f"the source 'appendix' needs tokens after the document, and the document fills all {T} entries: "
-            "append a question and answer, or pass sources=('own',)."
-        )
-    wanted = T if "own" in sources else T - document_tokens
-    if wanted > S:
-        raise ValueError(
-            f"these sources need the last {wanted} queries, the evidence holds {S}: record more queries."
-        )

@@ -38,7 +38,6 @@ __all__ = [
     "candidates_of",
     "check_budget",
     "decide_layers",
-    "keep_masks",
     "load_policy",
     "plan_of",
     "policies",
@@ -104,7 +103,7 @@ def decide_layers(
 
     Args:
         layers: the evidence of all layers that evict, in order, of all tokens seen (after earlier evictions
-            use `plan_of`, `candidates_of` and `keep_masks`, as a cache does).
+            use `plan_of`, `candidates_of` and `keep_sets`, as a cache does).
         budget: of them all; a policy without scores keeps everything whatever the budget.
         learned: the gate's scores, one a layer.
         observed: replace the policy's own observed scores (controls).
@@ -136,7 +135,7 @@ def decide_layers(
             for layer, one, other in zip(layers, learned or none, observed or none, strict=True)
         ]
     candidates = [candidates_of(plan, score) for score in scores]
-    keeps = keep_masks(plan, candidates)
+    keeps = keep_sets(plan, candidates)
     return [
         Decision(keep_BHT, score.values_BHT, plan.protected_BT.to(keep_BHT.device))
         for keep_BHT, score in zip(keeps, scores, strict=True)
@@ -350,15 +349,6 @@ def candidates_of(
     held_B, guaranteed_B = torch.stack([held_BH.sum(-1), least_BH.sum(-1)]).tolist()
     sure = least_BH, tuple(guaranteed_B)
     return Candidates(score_BHT, kept_BHT, tuple(held_B), *sure, first_BHT, bids, free_BHT, weight_B)
-
-
-def keep_masks(plan: Plan, candidates: Sequence[Candidates]) -> list[Bool[Tensor, "B H T"]]:
-    """Compute the keep mask of each layer from the candidates of all layers that evict, in order.
-
-    Raises:
-        ValueError: if a budget cannot hold the guaranteed entries.
-    """
-    return keep_sets(plan, candidates)
 
 
 def _first_of(policy: Policy, score: Score) -> Tensor:

@@ -117,30 +117,28 @@ class Policy(Split):
 
     def _wanted_of(self, score: Score) -> list[str]:
         """Settings that need what the observed score does not provide."""
-        problems, rank = [], score.unit == "rank"
-        no_numbers = f"numbers, and {self.observed!r} is in 'rank', of which only the order means something"
-        by_value = ["fusion 'sum' adds"] if self.fusion == "sum" else []
-        by_value += ["draw goes in proportion to"] if self.draw is not None else []
-        if rank:
-            problems += [
-                f"{name} {no_numbers}: take an observed score in 'risk' or 'mass'" for name in by_value
-            ]
-        if self.learned:
-            return problems
-        by_first = ["first_stage"] if self.first_stage is not None else []
-        by_first += ["allocation.compete_by 'first'"] if self.guard.compete_by == "first" else []
-        if score.first_BHT is None and by_first:
+        layers, problems = self.layers, []
+        by_value = {
+            "fusion 'sum'": self.fusion == "sum",
+            "draw": self.draw is not None,
+            "allocation.layers 'entropy'": layers == "entropy" and not self.learned,
+        }
+        if score.unit == "rank" and (wanting := [name for name, asked in by_value.items() if asked]):
             problems.append(
-                f"{' and '.join(by_first)} want a score of two stages, and {self.observed!r} has one: take "
-                "observed 'critical' or 'defensive'"
+                f"{', '.join(wanting)} wants numbers, and {self.observed!r} is in 'rank', of which only the "
+                "order means something: take an observed score in 'risk' or 'mass'"
             )
-        if self.layers == "cake" and score.layer_weight_B is None:
+        two_stages = self.first_stage is not None or self.guard.compete_by == "first"
+        if two_stages and score.first_BHT is None and not self.learned:
+            problems.append(
+                f"first_stage and allocation.compete_by 'first' want a score of two stages, and "
+                f"{self.observed!r} has one: take observed 'critical' or 'defensive'"
+            )
+        if layers == "cake" and score.layer_weight_B is None and not self.learned:
             problems.append(
                 f"allocation.layers 'cake' wants CAKE's preference, and {self.observed!r} measures none: "
                 "take observed 'cake', or allocation.layers 'entropy'"
             )
-        if rank and self.layers == "entropy":
-            problems.append(f"allocation.layers 'entropy' wants {no_numbers}: take another score")
         return problems
 
     @property
@@ -156,21 +154,15 @@ class Policy(Split):
 
     @property
     def needs(self) -> frozenset[str]:
-        """What its scores read beyond keys and values: `window`, `running`, `seeds`, `gates`, `weights` of
+        """Fields that scores read beyond keys and values: `window`, `running`, `seeds`, `gates`, `weights` of
         heads (`retain.budget.head_weights`), ..."""
-        own = SCORES[self.observed].needs_with(self.observed_settings) if self.observed else frozenset()
-        own |= {"gates"} if self.learned else frozenset()
-        return own | ({"weights"} if self.weights is not None else frozenset())
-
-    @property
-    def cost(self) -> str:
-        """What its scores cost a layer, in the letters of `retain.shapes` (W: window queries)."""
-        costs = [SCORES[self.observed].cost] if self.observed else []
-        return "; ".join(costs + ["one gate: T F H"] * self.learned) or "nothing"
+        fields = SCORES[self.observed].needs_with(self.observed_settings) if self.observed else frozenset()
+        fields |= {"gates"} if self.learned else frozenset()
+        return fields | ({"weights"} if self.weights is not None else frozenset())
 
     @property
     def gate_alone(self) -> bool:
-        """Whether the gate's score alone decides, in the gate's own unit."""
+        """True where the gate's score alone decides, in the gate's unit."""
         return self.learned and self.fusion_of(self.observed is not None, True) == "learned"
 
     def fusion_of(self, observed: bool, learned: bool) -> str:
@@ -179,7 +171,7 @@ class Policy(Split):
 
     @property
     def keeps_all(self) -> bool:
-        """Whether it has no score."""
+        """True where there is no score."""
         return self.observed is None and not self.learned
 
     def shape_held(self, shape: LayerShape) -> LayerShape:
@@ -232,7 +224,7 @@ class ModelPolicy(Policy):
 
 
 def scope(stated: dict[str, Any]) -> Any:
-    """What tells policies apart."""
+    """Tells policies apart."""
     return stated.get("scope", "head")
 
 
@@ -252,7 +244,7 @@ scope: which heads share a budget by score; head: each has the same, layer: thos
 layers: what layers get; uniform: the same, else by the named rule
 evaluated: the setting of its paper; a cache takes any of its own regimes with it, or refuses it by name
 needs: beyond keys and values; gates are trained, or load by folder or hub id; weights of heads are measured
-Paper, cost, variants (`name:variant`): retain.policies()[0].paper, .cost, .variants; docs/methods.md"""
+Paper, variants (`name:variant`): retain.policies()[0].paper, .variants; docs/methods.md"""
 
 
 class Presets(tuple[Policy, ...]):
@@ -316,7 +308,7 @@ def load_policy(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Poli
         name = RENAMED[name]
     path = lookup(name, _preset_files(), what="policy")
     if variant:
-        variants = {f"{name}:{own}": changes for own, changes in config.load(path, Policy).variants.items()}
+        variants = {f"{name}:{key}": changes for key, changes in config.load(path, Policy).variants.items()}
         changes = lookup(text, variants, what="variant")
         overrides = [*changes, f"name={text}", "variants={}", *overrides]
     return config.load(path, Policy, overrides)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from retain.attention.rotary import Rotary
+from retain.budget.cascade import keep_sets
 from retain.budget.largest_remainder import exact
 from retain.budget.statement import Budget, Stock, spread
 from retain.config import build
@@ -22,7 +23,6 @@ from retain.policy import (
     Plan,
     candidates_of,
     decide_layers,
-    keep_masks,
     load_policy,
     plan_of,
     score_entries,
@@ -391,7 +391,7 @@ def keeps_of_columns(
         shown.append((index_BHT, valid_BT))
     answer = []
     for layer, keep_BHT, (index_BHT, valid_BT) in zip(
-        layers, keep_masks(part, candidates), shown, strict=True
+        layers, keep_sets(part, candidates), shown, strict=True
     ):
         assert not (keep_BHT & ~valid_BT[:, None]).any()
         full_BHT = torch.zeros(len(idx), layer.num_heads, layer.num_seen, dtype=torch.int64)

@@ -15,10 +15,8 @@ from retain.budget.joint import allocate_joint, make_bids
 from retain.budget.largest_remainder import exact, largest_remainder
 from retain.budget.statement import Budget
 from retain.policy import decide_layers
-from retain.protection import Protection
-from retain.scores import masked_score
 from retain.scores.lava import entropy_weight
-from tests.evictions import check, held_scores, kind, made, made_scores, make_evidence, stock_of
+from tests.evictions import held_scores, kind, made_scores, make_evidence, stock_of
 from tests.refused import refused
 
 # Exact shares.
@@ -76,65 +74,6 @@ def naive_classes(weights, total, least, capacity):
     return held
 
 
-@settings(deadline=None, max_examples=80)
-@given(st.lists(st.sampled_from([0, 1]), min_size=1, max_size=12), st.integers(0, 5), st.data())
-def test_budgets_of_classes_are_the_naive_ones(classes, protected, data):
-    size = len(classes)
-    capacity = data.draw(st.lists(st.integers(protected, 9), min_size=size, max_size=size))
-    least = [min(max(1, protected), own) for own in capacity]
-    total = data.draw(st.integers(sum(least), sum(capacity)))
-    weights, inside = [Fraction(own) for own in classes], [min(protected, own) for own in capacity]
-    budgets = largest_remainder(total, weights, capacity, protected=inside, least=least)
-    assert budgets == naive_classes(classes, total, max(1, protected), capacity)
-
-
-def naive_by_shares(shares, total, protected, least, capacity):
-    """By a level that is found by halving, in floats: each head the larger of `least` and its share, cut at
-    what it has."""
-    free, low, high = total - protected * len(shares), 0.0, 1e12
-
-    def held(level):
-        pairs = zip(shares, capacity, strict=True)
-        return [min(max(level * share, least - protected), own - protected) for share, own in pairs]
-
-    for _ in range(200):
-        middle = (low + high) / 2
-        low, high = (low, middle) if sum(held(middle)) > free else (middle, high)
-    return [own + protected for own in held(low)]
-
-
-@settings(deadline=None, max_examples=80)
-@given(st.sampled_from([Fraction(1), Fraction(2, 3), Fraction(1, 4)]), st.data())
-def test_budgets_by_shares_are_the_naive_ones(pool, data):
-    """HeadKV's: of five heads, of which the second is worth nothing."""
-    weights = [(1 - pool) / 5 + pool * Fraction(own, 10) for own in (6, 0, 1, 1, 2)]
-    n = data.draw(st.integers(4, 60))
-    protected = data.draw(st.integers(0, min(3, n)))
-    least = max(1, protected)
-    capacity = data.draw(st.lists(st.integers(least, n), min_size=5, max_size=5))
-    total = data.draw(st.integers(5 * least, sum(capacity)))
-    bounds = {"protected": [protected] * 5, "least": [least] * 5}
-    got = largest_remainder(total, weights, capacity, **bounds)
-    assert sum(got) == total and all(least <= own <= most for own, most in zip(got, capacity, strict=True))
-    wanted = naive_by_shares([float(own) for own in weights], total, protected, least, capacity)
-    if sum(wanted) < total - 1e-6:  # then the one that weighs nothing gets what is left
-        assert weights[1] == 0 and got[0] == capacity[0] and got[2:] == capacity[2:]
-    else:
-        assert all(abs(own - want) < 1 + 1e-6 for own, want in zip(got, wanted, strict=True))
-
-
-def test_heads_of_no_weight_get_more_when_all_others_are_full():
-    weights = [Fraction(own, 10) for own in (6, 0, 1, 1, 2)]
-    for total, wanted in (
-        (10, [2, 2, 2, 2, 2]),
-        (20, [8, 2, 3, 3, 4]),
-        (40, [10, 2, 9, 9, 10]),
-        (45, [10, 5, 10, 10, 10]),
-    ):
-        assert largest_remainder(total, weights, [10] * 5, protected=[2] * 5, least=[2] * 5) == wanted
-    assert largest_remainder(0, weights, [0] * 5, protected=[0] * 5, least=[0] * 5) == [0] * 5
-
-
 # Heads of a layer.
 
 
@@ -163,15 +102,6 @@ def test_no_head_is_emptied_by_a_greedy_neighbour_and_no_budget_goes_beyond_what
     refused("is NaN", compete, score * float("nan"), nothing, [10])
 
 
-def test_a_head_that_all_others_outbid_keeps_one_entry_though_none_is_protected():
-    layers = make_evidence(0, 1, 20, (0,), num_layers=1)
-    loud = torch.tensor([9.0, 0.1]).view(1, 2, 1).expand(1, 2, 20)
-    scores = [masked_score(loud, layers[0].valid_BT, "risk")]
-    policy = made(scope="layer", protection=Protection(0, 0.0, 0.0, 0, 0))
-    (one,) = decide_layers(policy, layers, Budget(tokens_per_head=4), scores=scores)
-    assert one.keep_BHT.sum(-1).tolist() == [[7, 1]]
-
-
 @settings(deadline=None, max_examples=20)
 @given(st.integers(0, 10**6))
 def test_entropy_is_its_formula(seed):
@@ -190,19 +120,6 @@ def test_entropy_is_its_formula(seed):
 
 
 # By weights, in a policy.
-
-
-@pytest.mark.parametrize("ratio", [0.3, 0.45, 1.0])
-def test_each_head_keeps_its_share_of_each_sequence(heads_file, ratio):
-    pads, table = (0, 9, 4), [1, 0, 0.2, 0.8, 0.6, 0.4]
-    layers, policy = make_evidence(3, 1, 40, pads), kind("weights", heads_file)
-    keeps = check(policy, layers, made_scores(layers, 3, ties=False), Budget(keep_ratio=ratio), None)
-    for b, length in enumerate((40, 31, 36)):
-        got = [own for keep in keeps for own in keep[b].sum(-1).tolist()]
-        wanted = naive_by_shares(table, sum(got), 3, 3, [length] * 6)
-        if ratio < 1:  # the head that is worth nothing has what is protected
-            assert got[1] == 3 and sum(wanted) == pytest.approx(sum(got))
-            assert all(abs(one - want) < 1 + 1e-6 for one, want in zip(got, wanted, strict=True))
 
 
 def test_heads_that_hold_less_than_their_share_leave_it_to_the_others(heads_file):

@@ -132,46 +132,20 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", CASES)
-def test_ragged_equals_masked_dense(monkeypatch, case, dtype, way):
+@pytest.mark.parametrize("counted", [False, True], ids=["", "log weights"])
+def test_ragged_equals_masked_dense(monkeypatch, case, dtype, way, counted):
     few, runs, options = WAYS[way]
     monkeypatch.setattr(reference, "FEW", few)
     queries, *inputs = make(case, dtype)
     options = {**options, "sinks": sinks_of(case) if "sinks" in options else None}
-    scaling = CASES[case][4] ** -0.5
+    scaling, draw = CASES[case][4] ** -0.5, torch.Generator().manual_seed(2)
+    options["weights"] = torch.randint(1, 40, inputs[2].shape, generator=draw).double() if counted else None
     wide = [x.double() if x.is_floating_point() else x for x in (queries, *inputs)]
-    exact = dense(*wide, scaling, **options)
-    plain = dense(queries, *inputs, scaling, **options)
+    exact, plain = (dense(*own, scaling, **options) for own in (wide, (queries, *inputs)))
     actual = ragged(queries, *inputs, scaling=scaling, **options, runs=runs)
     assert actual.dtype == dtype
-    assert_close(actual, exact, plain)
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("case", CASES)
-def test_what_an_entry_counts_is_added_to_its_logits(monkeypatch, case, dtype, way):
-    few, runs, options = WAYS[way]
-    monkeypatch.setattr(reference, "FEW", few)
-    queries, *inputs = make(case, dtype)
-    options = {**options, "sinks": sinks_of(case) if "sinks" in options else None}
-    weights = torch.randint(1, 40, inputs[2].shape, generator=torch.Generator().manual_seed(2)).double()
-    wide = [x.double() if x.is_floating_point() else x for x in (queries, *inputs)]
-    exact, plain = (dense(*own, 0.3, **options, weights=weights) for own in (wide, (queries, *inputs)))
-    actual = ragged(queries, *inputs, **options, runs=runs, weights=weights)
-    assert actual.dtype == dtype
-    # The column itself is float32.
-    assert_close(actual, exact, plain, dtype=None if dtype == torch.bfloat16 else torch.float32)
-
-
-@pytest.mark.parametrize("few", [0, 10**6], ids=["by rows", "by pages"])
-@pytest.mark.parametrize("case", ["chunk", "many queries", "very unequal"])
-def test_in_pieces_it_is_the_same(monkeypatch, case, few):
-    monkeypatch.setattr(reference, "FEW", few)
-    queries, *inputs = make(case)
-    options = {"window": 50, "sinks": sinks_of(case)}
-    whole = ragged(queries, *inputs, **options)
-    monkeypatch.setattr(reference, "MAX_LOGITS", 1)
-    assert_close(ragged(queries, *inputs, **options), whole)
+    # The column of log weights itself is float32.
+    assert_close(actual, exact, plain, dtype=torch.float32 if counted and dtype == torch.float64 else None)
 
 
 @pytest.mark.parametrize("few", [0, 10**6], ids=["by rows", "by pages"])

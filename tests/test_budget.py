@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retain.budget.statement import Budget, LayerShape, select_rows, spread
+from retain.budget.statement import Budget, LayerShape, spread
 from tests.refused import refused
 
 ONE, TWO = [LayerShape(1, 1)], [LayerShape(2, 16)] * 2
@@ -106,19 +106,6 @@ def test_a_budget_is_what_is_stated_or_all_that_there_is():
     assert spread(Budget(threshold=0.1), [10], TWO, [[7, 3]]).equal_BL == ((7, 3),)
 
 
-@settings(deadline=None, max_examples=40, derandomize=True)
-@given(st.lists(st.tuples(st.integers(20, 99), st.integers(0, 90)), min_size=1, max_size=4), st.data())
-def test_totals_of_some_sequences_are_their_totals_in_the_batch(sequences, data):
-    shapes = [LayerShape(2, 8), LayerShape(1, 8)]
-    lengths, held = [length for length, _ in sequences], [[own, own // 2] for _, own in sequences]
-    stated = data.draw(st.sampled_from([Budget(keep_ratio=0.3), Budget(byte_ratio=0.4), Budget(bytes=400)]))
-    totals = spread(stated, lengths, shapes, held)
-    rows = data.draw(st.lists(st.sampled_from(range(len(sequences))), unique=True))
-    some = select_rows(totals, rows)
-    for name in ("total_B", "stated_B", "per_head_B", "held_BL"):
-        assert [*getattr(some, name)] == [getattr(totals, name)[row] for row in rows]
-
-
 @pytest.mark.parametrize("sizes", [(16, 16, 16), (512, 512, 256)])
 @pytest.mark.parametrize(
     "stated",
@@ -143,18 +130,3 @@ def test_what_stands_beside_entries_is_paid_for(stated, sizes):
         return
     most = stated.get("bytes", plain + max(sizes) - min(sizes))
     assert most - 4 * (max(sizes) + 4) < now <= most
-
-
-def test_where_nothing_goes_nothing_is_paid_for():
-    layers, full = [LayerShape(2, 16, metadata_bytes=4)] * 2, 16 * 4 * 33
-    whole = {
-        "keep_ratio": (1.0, 0.999),
-        "tokens_per_head": (33,),
-        "byte_ratio": (1.0,),
-        "bytes": (full, full + 9),
-    }
-    for name, values in whole.items():
-        for value in values:
-            assert spread(Budget(**{name: value}), [33], layers).equal_BL == ((66, 66),)
-    for less in (Budget(bytes=full - 1), Budget(byte_ratio=0.9999)):
-        assert sum(spread(less, [33], layers).equal_BL[0]) == (full - 1) // 20

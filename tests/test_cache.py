@@ -3,13 +3,11 @@
 import pytest
 import torch
 
-from retain.cache.file_format import store_of, tensors_of
 from retain.cache.layer_store import Store
 from retain.cache.layout import PIECE, bytes_of
-from retain.cache.store import RaggedStore, tail_index_RS
+from retain.cache.store import RaggedStore
 from retain.kernels.measure import extra_bytes
 from retain.kernels.ragged_attention.pages import PAGE
-from tests.refused import refused
 
 B, H, T, D, G = 3, 2, 150, 4, 2
 
@@ -67,11 +65,6 @@ def assert_entries(store, inputs, beside):
         assert torch.equal(store.side[name][index_N], column[keep])
 
 
-def assert_same(store, other):
-    for one, two in zip(tensors_of(store).items(), tensors_of(other).items(), strict=True):
-        assert one[0] == two[0] and torch.equal(one[1], two[1])
-
-
 def assert_counts(store):
     """What is counted is what is there, and free slots hold zeros where zeros matter."""
     columns = (store.keys_CD, store.values_CD, store.positions_C, *store.side.values())
@@ -89,13 +82,6 @@ def assert_counts(store):
     assert store.free <= int(room.min()) and not (store.offsets_R1 % PAGE).any()
 
 
-def test_a_store_takes_no_part_in_training():
-    keys, values, positions, keep = dense()
-    store = RaggedStore.from_dense(keys.requires_grad_(), values.requires_grad_(), positions, keep)
-    store.append_(*(torch.ones(B, H, 1, D, requires_grad=True),) * 2, torch.full((B, 1), 999))
-    assert not store.keys_CD.requires_grad and not store.values_CD.requires_grad
-
-
 def test_appending_is_amortised():
     store = RaggedStore.from_dense(*dense(), slack=1)
     layouts = [store.pages]
@@ -105,34 +91,6 @@ def test_appending_is_amortised():
             layouts.append(store.pages)
             assert_counts(store)
     assert len(layouts) < 30
-
-
-def test_padding_that_was_counted_does_not_make_a_store_grow():
-    store, _, _ = make(slack=64)
-    pages, pad = store.pages, torch.zeros(B, 30, dtype=torch.bool)
-    for _ in range(10):
-        store.append_(*(torch.ones(B, H, 30, D),) * 2, torch.zeros(B, 30, dtype=torch.int64), pad)
-    assert store.pages is pages
-
-
-def test_compacting_in_place_keeps_the_storage_and_filtering_returns_it():
-    (store, inputs, beside), (other, _, _) = make(slack=3, T=400), make(slack=3, T=400)
-    keys, values, positions, keep = inputs
-    fewer = keep & (torch.rand(keep.shape) < 0.5)
-    where = fewer[keep]
-    storage, room = store.keys_CD.data_ptr(), bytes_of(store.storages())
-    store.compact_(where)
-    other.filter_(where)
-    for one in (store, other):
-        assert_holds(one, (keys, values, positions, fewer), beside)
-    assert (store.keys_CD.data_ptr(), bytes_of(store.storages())) == (storage, room)
-    assert bytes_of(other.storages()) < room and other.entries_held == store.entries_held
-    assert store.free > 10
-    for _ in range(4):  # the freed room is used again, and its side columns are zeros again
-        store.append_(*(torch.zeros(B, H, 1, D),) * 2, torch.full((B, 1), 999))
-    assert store.keys_CD.data_ptr() == storage
-    index, _ = tail_index_RS(store, torch.ones(B, 4, dtype=torch.bool))
-    assert not any(column[index].any() for column in store.side.values())
 
 
 @pytest.mark.parametrize("piece", [1, 40, 1 << 18])
@@ -191,14 +149,3 @@ def test_slack_is_small_at_4096_entries_a_head(new, dtype):
     Store(store).crop_(torch.tensor([seen]))
     found.append(slack(store))
     assert max(found) <= 0.06
-
-
-def test_refusals():
-    store, _, _ = make()
-    with pytest.raises(ValueError, match="2 sequences x 2 KV heads, but the store holds 3 x 2"):
-        store.append_(*(torch.ones(2, H, 1, D),) * 2, torch.zeros(2, 1, dtype=torch.int64))
-    tensors = tensors_of(store)
-    with pytest.raises(KeyError, match="lengths"):
-        store_of({name: own for name, own in tensors.items() if name != "lengths"}, H)
-    refused("'keys': 3.*: the file was cut", store_of, {**tensors, "keys": tensors["keys"][:3]}, H)
-    refused("6 rows and 4 KV heads .*: the file was cut, or is another model's", store_of, tensors, 4)

@@ -10,14 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retain.budget.allocation import Candidates, Shares
-from retain.budget.cascade import LEFT_OVER, Cascade, keep_sets
-from retain.budget.statement import Budget, LayerShape, spread
+from retain.budget.cascade import LEFT_OVER, Cascade
+from retain.budget.statement import Budget
 from retain.policy import candidates_of, decide_layers
 from retain.scores import Score, masked_score
 from tests.evictions import (
     FIXED,
-    GUARANTEED,
     KINDS,
     check_competition,
     kind,
@@ -95,16 +93,6 @@ def many_layers(num_layers: int, asks: int):
     return layers, scores
 
 
-def test_lower_layers_are_not_cut_for_every_layer_that_comes():
-    layers, scores = many_layers(16, asks=0)
-    plan = plan_for(made(scope="model"), layers, Budget(keep_ratio=0.2), None)
-    _, held, cuts = run_cascade(plan, scores)
-    most = sum(plan.totals.total_B) + LEFT_OVER * int(layers[0].exists_BHT.sum())
-    assert max(map(sum, held)) <= most
-    assert cuts[-1] >= 13, "nearly all are exact only at the end"
-    assert 0 < sum(cuts[:-1]) < 0.6 * sum(range(15))
-
-
 @pytest.mark.parametrize("num_layers", [9, 10, 11])
 @pytest.mark.parametrize("name", ["model", "entropy", "cake"])
 def test_layers_that_ask_for_nothing(heads_file, name, num_layers):
@@ -164,36 +152,6 @@ def test_pyramid_is_a_straight_line_whose_mean_is_the_uniform_share(scope, beta)
         assert sum(counts) == 5 * (mean + 6)
         assert all(abs(got - 6 - share) < 1 for got, share in zip(counts, line, strict=True))
         assert all(low >= high for low, high in pairwise(counts))
-
-
-def test_a_pyramid_holds_what_a_safeguard_guarantees():
-    """At beta 20 the last layer's share would be a fifth of what its heads are guaranteed."""
-    allocation = {"layers": "pyramid", **GUARANTEED}
-    policy = made(observed="snapkv", scope="layer", allocation=allocation)
-    layers = make_evidence(3, 1, 40, (0,), num_layers=5)
-    scores = made_scores(layers, 3, ties=False)
-    once = decide_layers(policy, layers, Budget(keep_ratio=0.4), scores=scores)
-    # 16 a head in the mean: 3 protected, and a fifth of the mean.
-    assert all(int(one.keep_BHT.sum(-1).min()) >= 6 for one in once)
-    assert int(counts_of(once).sum()) == 5 * 32
-
-
-def test_layers_of_unlike_heads_share_by_the_head(heads_file):
-    heads_L = (2, 8, 8, 8)
-    totals = spread(Budget(keep_ratio=0.5), [200], [LayerShape(heads, 8) for heads in heads_L])
-    pyramid = Shares(kind("pyramid", heads_file), totals, (0,))
-    per_head = [own[0] / heads for own, heads in zip(pyramid.fixed_LB, heads_L, strict=True)]
-    assert sum(own[0] for own in pyramid.fixed_LB) == 2600
-    assert all(a > b for a, b in pairwise(per_head))
-    alike = [
-        Candidates(
-            torch.rand(1, heads, 200), torch.zeros(1, heads, 200, dtype=torch.bool), (200 * heads,),
-            torch.ones(1, heads, dtype=torch.int64), (heads,), weight_B=(Fraction(1),),
-        )
-        for heads in heads_L
-    ]  # fmt: skip
-    keeps = keep_sets(Shares(kind("cake", heads_file), totals, (0,)), alike)
-    assert [keep.sum(-1).unique().tolist() for keep in keeps] == [[100]] * 4
 
 
 def test_what_cannot_be_is_refused(heads_file):

@@ -145,22 +145,6 @@ size: [1]
 
 
 @pytest.mark.parametrize(
-    ("text", "problems"),
-    [
-        ("", ["missing key 'model'", "missing key 'seed'"]),
-        ("model: a\nseed: 1\nguard: {zzz: 1}\n", ["unknown key 'guard.zzz'; known keys: sinks, fraction"]),
-        (
-            "model: a\nguard: {fraction: 2.0}\n",
-            ["missing key 'seed'", "guard: fraction must lie in [0, 1), got 2.0"],
-        ),
-    ],
-    ids=["empty", "near nothing", "refused by the dataclass"],
-)
-def test_problems_of_keys(tmp_path: Path, text: str, problems: list[str]) -> None:
-    assert problems_of(tmp_path, text) == problems
-
-
-@pytest.mark.parametrize(
     ("line", "problem"),
     [
         ("seed: true", "seed: input should be a valid integer, got True (bool)"),
@@ -205,12 +189,6 @@ def test_saved_and_loaded_is_the_same(tmp_path: Path) -> None:
     assert load(path, Recipe) == recipe
     assert [file.name for file in path.parent.iterdir()] == ["resolved.yaml"]
     assert build(to_mapping(recipe), Recipe) == recipe
-
-
-def test_build_reports_like_load_and_leaves_the_mapping_alone() -> None:
-    mapping = {"model": "a", "guard": {"sinks": 1}}
-    refused(r"mapping does not fit Recipe: 1 problem\n  - missing key 'seed'", build, mapping, Recipe)
-    assert mapping == {"model": "a", "guard": {"sinks": 1}}
 
 
 @pytest.mark.parametrize(

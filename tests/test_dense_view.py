@@ -1,9 +1,7 @@
 """Columns of ragged rows, against loops over tokens, heads and entries."""
 
-import itertools
 from dataclasses import dataclass
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -137,41 +135,6 @@ def test_there_and_back(seed, B, H, seen):
     assert torch.equal(columns.of_tokens(ids_BT) > 0, columns.valid_BT)
     assert torch.equal(columns.of_tokens(positions_BT), columns.positions_BT)
     assert torch.equal(columns.of_tokens(valid_BT), columns.valid_BT)
-
-
-def test_a_store_of_nothing_has_the_columns_of_its_queries():
-    valid_BT = torch.tensor([[False, True, True], [False, False, True]])
-    positions_BT = (valid_BT.cumsum(-1) - 1).clamp_min(0)
-    nothing = torch.zeros(2, 2, 3, dtype=torch.bool)
-    store = make_store(positions_BT, nothing, 0, slack=0)
-    columns = store.columns(positions_BT, valid_BT, 1)
-    assert columns.token_BT.tolist() == [[1, 2], [0, 2]]
-    assert columns.valid_BT.tolist() == columns.queried_BT.tolist() == [[True, True], [False, True]]
-    assert not columns.held_BHT.any()
-    assert columns.gather(torch.zeros(0, 3)).shape == (2, 2, 2, 3)
-    assert nothing[..., :2].flatten(0, 1)[columns.entries].shape == (0,)
-    assert store.columns(positions_BT, valid_BT, 3).held_BHT.shape == (2, 2, 0)
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("last", [2**31 - 1, 2**31 - 2])
-def test_positions_as_far_as_32_bits_reach_are_told_apart_in_every_sequence(last, dtype):
-    """Some sequences end there, others begin with padding and position 0."""
-    valid_BT = torch.ones(5, 6, dtype=torch.bool)
-    valid_BT[1, :3] = valid_BT[4, :1] = valid_BT[3, 2:4] = False
-    place_BT = (valid_BT.cumsum(-1) - 1).clamp_min(0)
-    first_B1 = torch.tensor([[last - 5], [0], [last - 5], [0], [last - 4]])
-    positions_BT = first_B1 + place_BT
-    held_BHT = valid_BT[:, None].expand(5, 2, 6).clone()
-    held_BHT[:, 0, 3] = False
-    store = make_store(positions_BT, held_BHT, 3, slack=0)
-    assert int(store.positions_C.max()) == last
-    near = Store(store.positions_C.to(dtype), store.index_N, store.rows_N, 2)
-    columns = near.columns(positions_BT.to(dtype), valid_BT, 6)
-    for b, h in itertools.product(range(5), range(2)):
-        tokens = columns.token_BT[b, columns.held_BHT[b, h]]
-        assert tokens.tolist() == held_BHT[b, h].nonzero().flatten().tolist()
-        assert columns.positions_BT[b, columns.held_BHT[b, h]].tolist() == positions_BT[b, tokens].tolist()
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

@@ -18,7 +18,7 @@ from retain.reference import load_model
 from retain.train.distill import distill
 from retain.train.recipe import DistillConfig
 from tests.chat import SENTENCES, chat_tokenizer
-from tests.tiny import FAMILIES, tiny_batch, tiny_model
+from tests.tiny import tiny_batch, tiny_model
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -102,7 +102,7 @@ def caches_of(name: str, scope: dict) -> list[Cache]:
     return list(made.values())
 
 
-# One function: of a grid the default tier would run a single page. Blocks of hub.md: tests/hub/client.py.
+# One function: of a grid the default tier would run a single page. Blocks of hub.md: tests/gates/test_hub.py.
 @pytest.mark.always
 def test_the_blocks_of_every_page_run_and_what_they_cache_takes_less_memory(
     folders, trained, monkeypatch, tmp_path, capsys
@@ -134,26 +134,6 @@ def test_the_blocks_of_every_page_run_and_what_they_cache_takes_less_memory(
             assert (cache.bytes_held() < cache.bytes_full()) != whole, (name, cache)
     assert "use_cache=False" in capsys.readouterr().out
     assert scope["cache"].report().alone
-
-
-def test_the_table_of_families_is_the_table_of_the_code() -> None:
-    from retain.hf.model.families import FAMILIES as TABLE
-
-    named = re.findall(r"^\| [^|]+ \| (`[^|]+`) \|", page("families"), flags=re.MULTILINE)[1:]
-    assert {name for cell in named for name in re.findall(r"`(\w+)`", cell)} == set(TABLE)
-    assert set(TABLE) - {"qwen3_5_moe_text"} == {config().model_type for config, _, _ in FAMILIES.values()}
-
-
-def test_commands_of_the_pages_name_what_exists() -> None:
-    lines = [line for name in PAGES for block in shell_blocks(name) for line in block.splitlines()]
-    lines += README.splitlines()
-    assert len(lines) >= 6
-    makefile = (ROOT / "Makefile").read_text()
-    for line in lines:
-        for target in re.findall(r"^make ([\w-]+)", line):
-            assert re.search(rf"^[^\t#=]*\b{target}\b[^=\n]*:", makefile, flags=re.MULTILINE), line
-        for path in re.findall(r"(?:configs|train|eval)/[\w/]+\.(?:yaml|py)", line):
-            assert (ROOT / path).is_file(), line
 
 
 def test_the_readme_is_short_and_its_tree_is_the_tree() -> None:

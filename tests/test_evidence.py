@@ -3,12 +3,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from retain.attention.chunked import attention_chunks, truncate
-from retain.evidence import RunningStatistics, attention_probs, padded_columns
+from retain.attention.chunked import truncate
+from retain.evidence import RunningStatistics, attention_probs
 from tests.close import assert_close
 from tests.held import ASKED, filled, held_evidence, naive_held_attention
 from tests.naive import LAYERS, naive_attention, random_evidence, special_layer
-from tests.refused import refused
 
 
 def make(S=6, pad=5, **settings):
@@ -49,41 +48,6 @@ def test_queries_that_learn_get_a_gradient_and_are_left_alone():
     assert queries.grad[0].abs().sum() > 0 and queries.grad[0].isfinite().all()
 
 
-@pytest.mark.parametrize(("pad", "columns"), [(0, 0), (1, 1), (5, 5), (9, 9)])
-def test_how_far_padding_reaches(pad, columns):
-    evidence = make(S=9, pad=pad)
-    assert padded_columns(evidence) == columns
-    for start, stop in ((0, 9), (2, 4), (5, 6), (6, 9)):
-        told = attention_probs(evidence, start, stop, padded=columns)
-        assert torch.equal(told, attention_probs(evidence, start, stop))
-        assert_close(told, naive(evidence, start, stop))
-    gap = torch.ones(2, 9, dtype=torch.bool)
-    gap[0, 3] = False  # not on the left: its row is zeros all the same
-    probs = attention_probs(replace(evidence, valid_BT=gap), 0, 9)
-    assert padded_columns(replace(evidence, valid_BT=gap)) == 4
-    assert (probs[0, :, 3] == 0).all() and (probs[0, :, :, 3] == 0).all() and probs.isfinite().all()
-
-
-@pytest.mark.parametrize("held", [False, True])
-def test_chunks_ask_once_where_padding_is(monkeypatch, held):
-    """The answer is waited for; and where it is known which head holds what, it does not matter."""
-    asked = []
-    for module in ("retain.evidence", "retain.attention.chunked"):
-        monkeypatch.setattr(f"{module}.padded_columns", lambda one: asked.append(one) or padded_columns(one))
-    evidence = make(S=9)
-    evidence = replace(evidence, held_BHT=evidence.exists_BHT) if held else evidence
-    starts = []
-    for start, probs in attention_chunks(evidence, 2):
-        starts.append(start)
-        assert_close(probs, naive(evidence, start, start + probs.shape[2])[..., : probs.shape[3]])
-    assert starts == [*range(0, evidence.queries_BQSD.shape[2], 2)]
-    assert len(asked) == (not held)
-
-
-def test_range_is_checked():
-    refused("queries 0..7 are not inside the 6 queries held", attention_probs, make(), 0, 7)
-
-
 # Evidence of a later moment, when heads hold different entries.
 
 
@@ -111,20 +75,6 @@ def test_a_query_that_a_sequence_does_not_have_pays_nothing():
         assert_close(attention_probs(few, 2, 6), want[:, :, 2:6])
         assert (want.sum((1, 3)) > 0).equal(queried) and few.asks_BS.equal(queried)
         assert evidence.asks_BS.all()
-
-
-def test_what_exists_and_where():
-    evidence = make()
-    assert (evidence.num_seen, evidence.num_queries, evidence.num_heads, evidence.group) == (9, 6, 2, 2)
-    assert evidence.exists_BHT.shape == (2, 2, 9) and evidence.exists_BHT.stride(1) == 0
-    assert evidence.exists_BHT[1, 0].tolist() == [False] * 5 + [True] * 4
-    assert evidence.places_BT[1, 5:].tolist() == [0, 1, 2, 3]
-    assert evidence.asks_BS[1].tolist() == [False, False, True, True, True, True]
-    held = torch.ones(2, 2, 9, dtype=torch.bool)
-    held[1, 0, 7] = False
-    later = replace(evidence, held_BHT=held, place_BT=torch.arange(9).expand(2, 9) * 3)
-    assert later.exists_BHT[1].int().sum(-1).tolist() == [3, 4]
-    assert torch.equal(later.places_BT, later.place_BT)
 
 
 def _with_all_fields():

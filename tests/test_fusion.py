@@ -9,7 +9,7 @@ from retain.policy import decide_layers
 from retain.presets import load_policy
 from retain.scores import Score, masked_score
 from tests.close import assert_close
-from tests.evictions import learned_scores, make_evidence, policy_of
+from tests.evictions import learned_scores, make_evidence
 from tests.refused import refused
 
 VALID = torch.arange(9) >= torch.tensor([[0], [3]])
@@ -112,29 +112,3 @@ def test_missing_scores_unknown_fusions_and_other_shapes_are_refused():
     refused("unknown fusion 'maxx': did you mean 'max'", fuse, _score(0), _score(1), "maxx")
     other = Score(torch.zeros(2, 3, 8), "risk")
     refused(r"observed scores \[2, 3, 9\] and learned scores \[2, 3, 8\]", fuse, _score(0), other)
-
-
-REFUSED = [
-    (
-        "observed_risk",
-        {"fusion_weight": 1.5},
-        "fusion_weight: input should be .* to 1, got 1.5",
-    ),
-    ("keydiff", {"fusion": "sum"}, "fusion 'sum' adds numbers, and 'keydiff' is in 'rank'.*'risk' or 'mass'"),
-    ("lru", {"fusion": "sum"}, "fusion 'sum' adds numbers, and 'lru' is in 'rank'.*'risk' or 'mass'"),
-]
-
-
-@pytest.mark.parametrize(("observed", "settings", "message"), REFUSED)
-def test_policies_that_cannot_be_meant_are_refused_with_the_next_step(observed, settings, message):
-    refused(message, policy_of, "own", observed, learned=True, **settings)
-
-
-def test_the_unit_of_a_fused_policy():
-    for name, how, unit in (
-        ("snapkv", "sum", "mass"),
-        ("observed_risk", "sum", "risk"),
-        ("snapkv", "rank_blend", "rank"),
-    ):
-        assert policy_of("own", name, learned=True, fusion=how).unit == unit
-    assert load_policy("learned", ["fusion=sum"]).unit == "risk"

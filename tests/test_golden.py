@@ -6,7 +6,7 @@ import pytest
 
 import retain
 from retain.gates import GATES
-from tests.golden import kept, make, manifest
+from tests.golden import kept, make
 
 SEEN = "make it again with `python -m tests.golden.make {}` in a commit of its own if CHANGELOG.md says why"
 
@@ -51,21 +51,5 @@ def test_the_report_has_the_golden_numbers_and_words() -> None:
     assert not (wrong := make.check_report()), told("report", wrong)
 
 
-def test_a_line_that_differs_says_whether_its_numbers_do() -> None:
-    (numbers,) = make.differing_lines("a\nb 1.25 c", "a\nb 1.26 c")
-    (words,) = make.differing_lines("b 1.25 d", "b 1.25 c")
-    assert "NUMBERS" in numbers and "words" in words
-
-
 def test_commands_keys_and_names_are_the_golden_ones() -> None:
     assert not (wrong := make.check_manifest()), told("manifest", wrong)
-
-
-def test_what_is_gone_new_or_another_is_named() -> None:
-    golden = {"names": {"Cache": "(model)", "attach": "(model)"}}
-    found = {"names": {"Cache": "(model, *, every=32)", "evict": "()"}}
-    assert [*manifest.differences(found, golden)] == [
-        "names / Cache: '(model, *, every=32)', golden: '(model)'",
-        "names / attach: gone",
-        "names / evict: new",
-    ]

@@ -9,13 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retain.budget.statement import Budget
-from retain.policy import decide_layers, shape_of
-from retain.presets import Policy
+from retain.policy import decide_layers
 from retain.protection import Protection
 from retain.scores import Score
 from tests.evictions import (
     EVICTING,
-    FIXED,
     VARIANTS,
     check,
     held_scores,
@@ -102,50 +100,3 @@ def test_every_way_to_spread_a_budget_keeps_it(name, again, seed, ties, budget, 
 
 
 # Where kept sets nest as the budget grows, and where they do not. Protection is the same at all budgets.
-
-
-def _nests(policy: Policy) -> str | None:
-    """`entries`: whatever the budget grows by. `tokens`: where it grows by whole tokens a head, since a first
-    stage by mass and a guaranteed safeguard take whole ones. None: layers' shares are rounded anew, or a
-    first stage by mass grows in heads that compete by what it ranks by, and pushes out what the score had."""
-    own, stage = policy.guard, policy.first_stage
-    by_mass = stage is not None and stage.by != "budget"
-    if policy.layers != "uniform" or (by_mass and own.compete_by == "first"):
-        return None
-    return "tokens" if own.safeguard == "guaranteed" or by_mass else "entries"
-
-
-def _check_nesting(policy: Policy, layers, scores, tokens: int, step: str | None) -> None:
-    heads = sum(layer.num_heads for layer in layers)
-    entry_bytes = shape_of(layers[0]).entry_bytes + policy.metadata_bytes
-    totals = range(tokens * heads, (tokens + 3) * heads + 1, heads if step == "tokens" else heads // 2 - 1)
-    before = None
-    for total in totals:
-        decisions = decide_layers(policy, layers, Budget(bytes=total * entry_bytes), scores=scores)
-        keeps = torch.stack([one.keep_BHT for one in decisions])
-        assert keeps.sum((0, 2, 3)).tolist() == [total] * len(layers[0].valid_BT)
-        assert before is None or not (before & ~keeps).any()
-        before = keeps
-
-
-@pytest.mark.parametrize("name", [name for name in VARIANTS if _nests(VARIANTS[name])])
-@settings(deadline=None, max_examples=2)
-@given(st.integers(0, 10**6), st.booleans(), st.integers(4, 9))
-def test_kept_sets_nest_where_layers_get_the_same(name, seed, ties, tokens):
-    """Two-stage selection, both safeguards and normalised scores among them."""
-    policy = replace(VARIANTS[name], protection=FIXED)
-    layers = make_evidence(seed, 1, 15, (0, 2), num_layers=2)
-    _check_nesting(policy, layers, made_scores(layers, seed, ties=ties), tokens, _nests(policy))
-
-
-@pytest.mark.parametrize("name", EVICTING)
-@settings(deadline=None, max_examples=2)
-@given(st.integers(0, 10**6), st.integers(8, 14))
-def test_kept_sets_of_presets_nest(heads_file, name, seed, tokens):
-    """Quest's too: a budget may end inside a page."""
-    policy = replace(small(name, heads_file), protection=FIXED)
-    assert (_nests(policy) is None) == (name in ("cake", "lava", "pyramidkv"))
-    if _nests(policy):
-        layers = make_evidence(seed, 4, 21, (0, 3))
-        scores = scored(policy, layers, [3, 4], learned_scores(layers, seed))
-        _check_nesting(policy, layers, scores, tokens, _nests(policy))

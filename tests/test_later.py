@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from retain.budget.statement import Budget, Stock, select_rows
-from retain.policy import candidates_of, decide_layers, keep_masks
+from retain.budget.cascade import keep_sets
+from retain.budget.statement import Budget
+from retain.policy import candidates_of, decide_layers
 from retain.protection import Protection
 from retain.scores import masked_score
 from tests.evictions import (
@@ -55,7 +56,7 @@ def test_who_is_covered_keeps_everything_beside_others_who_are_not(heads_file, n
     scores = held_scores(layers, made_scores(layers, 4, ties=False))
     plan = plan_for(policy, layers, Budget(tokens_per_head=20), stock_of(layers, [40, 40, 40]))
     assert plan.covers_B == [False, True, True] and not plan.covers_all
-    keeps = keep_masks(plan, [candidates_of(plan, score) for score in scores])
+    keeps = keep_sets(plan, [candidates_of(plan, score) for score in scores])
     assert not all(torch.equal(keep[0], one.exists_BHT[0]) for keep, one in zip(keeps, layers, strict=True))
     for keep, one in zip(keeps, layers, strict=True):
         assert torch.equal(keep[1:], one.exists_BHT[1:])
@@ -65,34 +66,6 @@ def test_who_is_covered_keeps_everything_beside_others_who_are_not(heads_file, n
     few = plan.select_batch([1, 2])
     assert few.covers_all and few.totals.held_BL == ((12,) * 3, (0,) * 3)
     assert torch.equal(few.protected_BT, plan.protected_BT[1:])
-
-
-def test_what_a_layer_asks_for_where_a_sequence_has_no_entries_does_not_matter(heads_file):
-    """A mean over nothing is no number; over something it must be one."""
-    layers = ragged(make_evidence(0, 1, 21, (0, 21, 3), num_layers=2), 0)
-    scores = held_scores(layers, made_scores(layers, 0, ties=False))
-    policy, budget, stock = kind("cake", heads_file), Budget(keep_ratio=0.5), stock_of(layers)
-    wanted = decide_layers(policy, layers, budget, scores=scores, stock=stock)
-    for row in range(3):
-        weights = [score.layer_weight_B.index_fill(0, torch.tensor(row), float("nan")) for score in scores]
-        broken = [replace(score, layer_weight_B=own) for score, own in zip(scores, weights, strict=True)]
-        if row == 1:
-            got = decide_layers(policy, layers, budget, scores=broken, stock=stock)
-            assert all(torch.equal(a.keep_BHT, b.keep_BHT) for a, b in zip(got, wanted, strict=True))
-        else:
-            how = {"scores": broken, "stock": stock}
-            refused("share of the budget comes out as", decide_layers, policy, layers, budget, **how)
-
-
-def test_a_pyramid_moves_to_its_line_and_adds_nothing_to_what_was_evicted():
-    """20 a head are 32 to 8 by the line: who has less keeps it, and nobody else gets it."""
-    policy = made(protection=NOTHING, allocation={"layers": "pyramid", "beta": 2.5})
-    layers = make_evidence(0, 1, 60, (0,), num_layers=3)
-    held = [torch.arange(60).expand(1, 2, 60) >= 60 - count for count in (25, 24, 24)]
-    layers = [replace(one, held_BHT=own) for one, own in zip(layers, held, strict=True)]
-    scores = held_scores(layers, made_scores(layers, 0, ties=False))
-    once = decide_layers(policy, layers, Budget(tokens_per_head=20), scores=scores, stock=stock_of(layers))
-    assert [one.keep_BHT.sum(-1).tolist() for one in once] == [[[25, 25]], [[20, 20]], [[8, 8]]]
 
 
 # What a ratio is a ratio of.
@@ -111,37 +84,6 @@ def test_the_first_chunk_of_an_announced_prompt_has_the_budget_of_the_prompt():
     assert plan.protected_BT.sum(-1).tolist() == [20, 0] and plan.covers_B == [True, True]
     assert plan.totals.per_head_B == (80, 60)
     assert plan.totals.total_B == [120, 0]
-
-
-def test_fractions_of_a_fixed_budget_stay_as_tokens_come():
-    """A tenth of 40 tokens a head is 4, whatever is left of them, and of a ratio it grows."""
-    protection = Protection(0, 0.1, 0.1, 0, 0)
-    firsts = []
-    for tokens in (60, 90):
-        layers = ragged(make_evidence(0, 1, tokens, (0,)), 1, fresh=9)
-        layers = [replace(one, held_BHT=one.held_BHT | (one.places_BT[:, None] < 9)) for one in layers]
-        fixed = _plan(Budget(tokens_per_head=40), layers, protection).protected_BT[0]
-        grown = _plan(Budget(keep_ratio=0.5), layers, protection).protected_BT[0]
-        firsts.append((int(fixed[:30].sum()), int(grown[:30].sum())))
-        assert int(fixed[-30:].sum()) == 4
-    assert firsts == [(4, 3), (4, 4)]
-
-
-def test_a_sequence_that_has_nothing_yet_raises_nothing():
-    """Not even where its announced length is too short for one entry a head."""
-    layers = make_evidence(0, 1, 20, (20, 0))
-    for lengths in ((0, 20), (1, 20)):
-        plan = _plan(Budget(keep_ratio=0.2), layers, Protection(0, 0.0, 0.0, 0, 2), lengths_B=lengths)
-        assert plan.covers_B == [True, False]
-    said = "sequence 0 of 1 tokens gets 0 entries"
-    refused(said, _plan, Budget(keep_ratio=0.2), make_evidence(0, 1, 20, (19, 0)), NOTHING)
-
-
-def test_the_stock_of_some_sequences():
-    some = Stock(((4, 6), (8, 2)), (5, 7), torch.tensor([[True], [False]]))
-    some = select_rows(some, [1])
-    assert (some.held_BL, some.lengths_B) == (((8, 2),), (7,))
-    assert some.intact_BT.tolist() == [[False]]
 
 
 def test_a_covered_batch_needs_no_score():

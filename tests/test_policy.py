@@ -74,44 +74,10 @@ def test_a_first_stage_by_mass_guarantees_every_head_what_the_fullest_needs():
     assert decisions[0].keep_BHT[0, 0].nonzero().flatten().tolist() == [1, 2, 3], "of equals the later ones"
 
 
-def test_kept_sets_need_not_nest_when_protection_is_a_fraction_of_the_budget():
-    """Counterexample: from 19 to 20 entries, prefix and suffix each grow by one, and a scored entry is "
-    "pushed out."""
-    evidence = random_evidence(pads=(0,), num_tokens=60, num_heads=1)
-    policy = policy_of("control", observed="recency", protection=Protection(0, 0.1, 0.1, 0, 0))
-    score = masked_score(-((torch.arange(60.0) - 30) ** 2)[None, None], evidence.valid_BT, "rank")
-    small, large = (
-        decide(policy, evidence, Budget(tokens_per_head=tokens), score=score).keep_BHT[0, 0]
-        for tokens in (19, 20)
-    )
-    assert small.sum() == 19 and large.sum() == 20
-    assert (small & ~large).sum() == 1
-
-
 def test_a_learned_policy_needs_a_gates_score():
     evidence = random_evidence(num_tokens=60)
     with pytest.raises(ValueError, match="policy 'gate' takes a gate's score and there is none: pass gates="):
         decide(_small("gate"), evidence, Budget(keep_ratio=0.5))
-
-
-def test_unknown_names_are_told_with_a_suggestion(tmp_path):
-    with pytest.raises(ValueError, match="unknown policy 'snapk': did you mean 'snapkv'"):
-        load_policy("snapk")
-    with pytest.raises(FileNotFoundError, match=r"missing.yaml"):
-        load_policy(tmp_path / "missing.yaml")
-    (tmp_path / "mine.yaml").write_text("name: mine\nobserved: snapk\nfusion: maxx\nscope: heads\n")
-    with pytest.raises(
-        ValueError,
-        match=r"scope: input should be one of 'head', .*, got 'heads' \(str\) \(did you mean 'head'\?",
-    ):
-        load_policy(tmp_path / "mine.yaml")
-    (tmp_path / "mine.yaml").write_text("name: mine\nobserved: snapk\nfusion: maxx\n")
-    with pytest.raises(ValueError, match=r"(?s)did you mean 'snapkv'.*did you mean 'max'"):
-        load_policy(tmp_path / "mine.yaml")
-    with pytest.raises(ValueError, match="score 'snapkv' has no setting 'windw' .did you mean 'window'"):
-        load_policy("snapkv", ["observed_settings.windw=3"])
-    with pytest.raises(ValueError, match="did you mean 'recent'"):
-        load_policy("snapkv", ["protection.recnt=3"])
 
 
 def test_the_examples_in_the_docstrings_run():

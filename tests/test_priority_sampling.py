@@ -10,17 +10,12 @@ import torch
 from retain.budget.joint import allocate_joint, make_bids
 from retain.budget.statement import Budget
 from retain.policy import decide_layers, score_entries
-from retain.scores import SCORES, Score, masked_score
+from retain.scores import SCORES, masked_score
 from retain.scores.random import draw_keys
 from tests.evictions import (
-    FIXED,
-    columns,
     learned_scores,
     made,
     make_evidence,
-    own_part,
-    ragged,
-    stock_of,
 )
 from tests.naive import random_evidence
 from tests.refused import refused
@@ -32,13 +27,6 @@ def drawn(**settings):
     """A policy of which a share is drawn."""
     risk = {"observed": "observed_risk", "observed_settings": {"window": 4}}
     return made(**{"scope": "model", "draw": {"share": 0.3}, **risk, **settings})
-
-
-def _weight(layer) -> Score:
-    """Of a token's place and head alone, whatever columns stand before it."""
-    h_H1 = torch.arange(layer.num_heads)[:, None]
-    own = (layer.places_BT[:, None] * 7 + h_H1 * 3) % 11
-    return masked_score(own.float(), layer.exists_BHT, "risk")
 
 
 def test_keys_are_weights_over_numbers_drawn():
@@ -58,40 +46,6 @@ def test_keys_are_weights_over_numbers_drawn():
     assert (draw_keys(weight, layer) >= weight.values_BHT).all()
     nothing = masked_score(torch.zeros(2, 2, 14), layer.valid_BT, "mass")
     assert draw_keys(nothing, layer).unique().tolist() == [float("-inf"), 0.0]
-
-
-def test_an_entry_draws_the_same_alone_in_a_batch_under_padding_and_later():
-    layers = make_evidence(1, 1, 18, (0, 5, 2), num_layers=2)
-    later = ragged(layers, 1)
-    for layer, after in zip(layers, later, strict=True):
-        for seeds in (None, [3, 4, 5]):
-            keys = draw_keys(_weight(layer), layer, seeds)
-            again = draw_keys(_weight(after), after, seeds)
-            assert torch.equal(again, keys.masked_fill(~after.exists_BHT, float("-inf")))
-            assert (~after.exists_BHT & layer.exists_BHT).any()
-            for b, pad in enumerate((0, 5, 2)):
-                one = own_part(layer, b)
-                alone = draw_keys(_weight(one), one, None if seeds is None else seeds[b : b + 1])
-                assert torch.equal(alone[0], keys[b, :, pad:])
-            # A cache shows columns of what some head still holds.
-            token_BT, valid_BT = columns(after, [0, 1, 2], pad=2)
-            index_BHT = token_BT[:, None].expand(-1, after.num_heads, -1)
-            shown = replace(
-                after,
-                keys_BHTD=after.keys_BHTD[:, :, : token_BT.shape[1]],
-                values_BHTD=after.values_BHTD[:, :, : token_BT.shape[1]],
-                positions_BT=torch.zeros_like(token_BT),
-                valid_BT=valid_BT,
-                place_BT=after.places_BT.gather(-1, token_BT),
-                held_BHT=after.exists_BHT.gather(-1, index_BHT) & valid_BT[:, None],
-            )
-            got, want = draw_keys(_weight(shown), shown, seeds), again.gather(-1, index_BHT)
-            assert torch.equal(got, want.masked_fill(~valid_BT[:, None], float("-inf")))
-    # Another layer, head, place or seed is another lot.
-    ones = [masked_score(torch.ones(3, 2, 18), layer.valid_BT, "risk") for layer in layers]
-    keys = torch.stack([draw_keys(one, layer) for one, layer in zip(ones, layers, strict=True)])
-    assert len(keys[:, 0].unique()) == 2 * 2 * 18
-    assert not torch.equal(draw_keys(ones[0], layers[0], [1, 2, 3]), keys[0])
 
 
 def test_sums_over_what_was_drawn_are_right_in_the_mean():
@@ -167,11 +121,8 @@ def test_it_is_drawn_by_what_was_observed_and_by_the_gate_where_nothing_was():
 CANNOT: list[tuple[str, dict[str, Any]]] = [
     ("draw: input should be null", {"scope": "head"}),
     ("one stage by score: take first_stage null", {"first_stage": {"by": "budget"}}),
-    (
-        "compete by what orders each of them: take allocation.compete_by 'score'",
-        {"allocation": {"compete_by": "first"}},
-    ),
-    ("proportion to numbers, and 'keydiff' is in 'rank'", {"observed": "keydiff"}),
+    ("orders each of them: take allocation.compete_by 'score'", {"allocation": {"compete_by": "first"}}),
+    ("draw wants numbers, and 'keydiff' is in 'rank'", {"observed": "keydiff"}),
     ("draw.share: input should be less than or equal to 1, got 1.5", {"draw": {"share": 1.5}}),
 ]
 
@@ -181,32 +132,3 @@ def test_policies_that_cannot_be_meant_are_refused(said, changes):
     drawn = {"scope": "model", "draw": {"share": 0.2}}
     assert made(**drawn) and ("draw" in changes or made(**{"scope": "model", **changes}))
     refused(said, made, **{**drawn, **changes})
-
-
-@pytest.mark.parametrize("scope", ["layer", "model"])
-def test_what_was_drawn_is_drawn_again_while_its_weight_lasts(scope):
-    """Evicting to a half and then, of what is left, to less, is evicting at once."""
-
-    def sets(layers, ratio, scores, **how):
-        decisions = decide_layers(policy, layers, Budget(keep_ratio=ratio), scores=scores, **how)
-        return torch.stack([one.keep_BHT for one in decisions])
-
-    policy = drawn(scope=scope, draw={"share": 0.5}, protection=replace(FIXED, sinks=0))
-    layers = make_evidence(3, 2, 40, (0, 6))
-    scores = [score_entries(policy, layer) for layer in layers]
-    half, less = sets(layers, 0.5, scores), sets(layers, 0.25, scores)
-    assert not (less & ~half).any() and less.sum() < half.sum()
-    later = [replace(layer, held_BHT=held) for layer, held in zip(layers, half, strict=True)]
-    left = []
-    for score, held in zip(scores, half, strict=True):
-        parts = (own.masked_fill(~held, float("-inf")) for own in (score.values_BHT, score.draw_BHT))
-        left.append(replace(score, **dict(zip(("values_BHT", "draw_BHT"), parts, strict=True))))
-    assert torch.equal(sets(later, 0.25, left, stock=stock_of(later)), less)
-    # The keys of what is left are those that it had.
-    for layer, score in zip(later, left, strict=True):
-        weight = masked_score(
-            SCORES["observed_risk"].function(replace(layer, held_BHT=None), window=4).values_BHT,
-            layer.exists_BHT,
-            "risk",
-        )
-        assert torch.equal(draw_keys(weight, layer), score.draw_BHT)

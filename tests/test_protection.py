@@ -89,24 +89,6 @@ def test_what_some_head_has_lost_is_not_protected_and_takes_nothing_of_the_budge
             protected_mask(fixed, valid, [counts[0], counts[1] - 1], **settings, intact_BT=intact)
 
 
-def test_without_a_budget_a_fraction_is_its_minimum_and_nothing_is_too_much():
-    valid = _valid(30, 12)
-    for protection, fixed in (
-        (Protection(3, 0.5, 0.25, 5, 4), Protection(5, 0.0, 0.0, 0, 5)),
-        (Protection(3, 0.0, 0.0, 2, 40), Protection(3, 0.0, 0.0, 0, 40)),
-    ):
-        want = protected_mask(fixed, valid, [30, 30])
-        assert torch.equal(protected_mask(protection, valid, None), want)
-    assert protected_mask(Protection(recent=40), valid, None).sum(-1).tolist() == [30, 12]
-
-
-def test_a_mask_that_does_not_fit_is_an_error():
-    valid = _valid(6, 4)
-    for pinned in (torch.ones(2, 5, dtype=torch.bool), torch.ones(6, dtype=torch.bool), torch.ones(2, 6)):
-        with pytest.raises(ValueError, match=r"pinned_BT is .* must be torch.bool of shape \(2, 6\)"):
-            protected_mask(Protection(), valid, [6, 6], pinned_BT=pinned)
-
-
 @settings(deadline=None, max_examples=80)
 @given(st.data())
 def test_pinned_spans_are_counted_in_a_sequences_own_tokens(data):
@@ -129,13 +111,6 @@ def test_pinned_spans_are_counted_in_a_sequences_own_tokens(data):
         for i in range(valid.shape[1]):
             spans = rows[0] if shared else rows[row]
             assert bool(mask[row, i]) is any(first <= i - start < stop for first, stop in spans)
-
-
-def test_pinned_spans_in_padding_that_is_not_at_the_left():
-    valid = torch.tensor([[True, False, True, True, False, True]])
-    assert pinned_mask([(1, 3)], valid).tolist() == [[False, False, True, True, False, False]]
-    assert not pinned_mask([], valid).any()
-    assert not pinned_mask([[]], valid).any()
 
 
 def test_bad_spans_are_named_all_at_once():

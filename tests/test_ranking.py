@@ -2,7 +2,6 @@
 
 import doctest
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -55,19 +54,6 @@ def test_selection_is_its_formula_and_nests_as_the_budget_grows(seed, ties, data
     assert torch.equal(before, exists)
 
 
-@pytest.mark.parametrize(
-    ("protected", "budget", "message"),
-    [
-        (3, 1, "sequence 0, head 1 has a budget of 1 entries, 2 fewer than the 3 protected.*between 3 and 6"),
-        (3, 7, "sequence 0, head 1 has a budget of 7 entries, 1 more than the 6 that exist"),
-        (0, 0, "head 1 has a budget of 0 entries, and no head may be empty"),
-    ],
-)
-def test_budgets_that_cannot_be_are_refused(protected, budget, message):
-    protected_BHT = (torch.arange(6) < protected).expand(1, 2, 6)
-    refused(message, select, torch.zeros(1, 2, 6), protected_BHT, torch.tensor([[4, budget]]))
-
-
 def test_nan_is_refused_by_its_place():
     score, nothing = torch.zeros(2, 2, 3), torch.zeros(2, 2, 3, dtype=torch.bool)
     score[1, 0, 2] = float("nan")
@@ -94,13 +80,6 @@ def test_admission_is_its_formula_and_nests_as_the_threshold_rises(seed, ties):
         before = keep
         counts.add(int(keep.sum()))
     assert len(counts) > 2
-
-
-def test_a_score_of_a_tenth_is_not_below_a_tenth():
-    """A threshold is compared in the score's precision: as double, 0.1 is less than a tenth in float32."""
-    score = torch.tensor([[[0.1, 0.2, 0.7, 0.05]]])
-    for threshold, wanted in ((0.1, [1, 1, 1, 0]), (0.2, [0, 1, 1, 0]), (0.7, [0, 0, 1, 0])):
-        assert admit(score, torch.zeros(1, 1, 4, dtype=torch.bool), threshold).int().tolist() == [[wanted]]
 
 
 def test_the_example_in_the_docstring_runs():

@@ -2,16 +2,13 @@
 
 import itertools
 from dataclasses import fields, is_dataclass, replace
-from functools import partial
 
 import pytest
 import torch
 
-from retain.attention.chunked import truncate
 from retain.attention.received import advance, advance_with_gaps, received_attention
-from retain.evidence import Evidence, RunningStatistics, visible
+from retain.evidence import Evidence
 from retain.kernels import backend
-from retain.scores import h2o, lru
 from tests.close import assert_close
 from tests.held import ASKED, filled, held_evidence, naive_held_attention, single
 from tests.kernels.device import DEVICE
@@ -166,43 +163,3 @@ def test_gaps_are_their_formula(layer, own, alpha):
             assert torch.equal(got.last_access_BHT[exists], last[exists])
             assert torch.equal(got.longest_gap_BHT[exists], gap[exists])
             assert_close(got.mass_BHT[exists], advance(evidence, before).mass_BHT[exists])
-
-
-@pytest.mark.parametrize("layer", [None, *LAYERS])
-@pytest.mark.parametrize("parts", [(14,), (7, 7), (1, 12, 1), (3, 4, 2, 5)])
-@pytest.mark.parametrize("gaps", [False, True])
-def test_chunks_of_queries_fold_to_what_all_at_once_do(layer, parts, gaps):
-    evidence = special_layer(random_evidence((0, 3), num_tokens=14), layer)
-    fold = partial(advance_with_gaps, alpha=0.05) if gaps else advance
-    whole, running, stop = fold(evidence), None, 0
-    for part in parts:
-        start, stop = stop, stop + part
-        shown = truncate(evidence, stop)
-        shown = replace(shown, queries_BQSD=shown.queries_BQSD[:, :, start:])
-        if running is not None:
-            # Entries that came since begin at nothing, as in a side column.
-            old = running
-            empty = torch.zeros(2, 2, stop, dtype=torch.int32)
-            running = RunningStatistics(torch.zeros(2, 2, stop), empty, empty.clone() if gaps else None)
-            for name, side_BHT in vars(old).items():
-                if side_BHT is not None:
-                    getattr(running, name)[..., :start] = side_BHT
-        running = fold(shown, running, 2)
-    assert_close(running.mass_BHT, whole.mass_BHT)
-    valid = evidence.valid_BT[:, None].expand(2, 2, 14)
-    assert torch.equal(running.last_access_BHT[valid], whole.last_access_BHT[valid])
-    if gaps:
-        assert torch.equal(running.longest_gap_BHT[valid], whole.longest_gap_BHT[valid])
-        return
-    # And these are the numbers that scores make of every query.
-    last = replace(evidence, queries_BQSD=evidence.queries_BQSD[:, :, -1:], running=running)
-    assert_close(h2o(last).values_BHT[valid], h2o(evidence).values_BHT[valid])
-    assert torch.equal(lru(last).values_BHT, lru(evidence).values_BHT)
-
-
-@pytest.mark.parametrize("layer", [None, *LAYERS])
-def test_what_a_query_sees_is_what_it_may_pay(layer):
-    for evidence in evidences(layer):
-        pays = (naive_held_attention(evidence) > 0).unflatten(1, (2, 2))[:, :, 0]
-        assert torch.equal(visible(evidence, 0, ASKED).expand_as(pays), pays)
-        assert torch.equal(visible(evidence, 2, 5).expand_as(pays[:, :, 2:5]), pays[:, :, 2:5])

@@ -1,13 +1,10 @@
 """Admission by a threshold: each entry is judged alone, and no budget says how much stays."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retain.attention.chunked import truncate
 from retain.budget.cascade import Cascade
 from retain.budget.ranking import admit
 from retain.budget.statement import Budget
@@ -53,45 +50,6 @@ def test_the_pipeline_admits_at_every_moment_layer_by_layer_and_alone(seed, thre
         assert torch.equal(keep_BHT, one.keep_BHT) and lower == [None] * idx
         assert torch.equal(columns[idx], one.keep_BHT)
         assert torch.equal(torch.cat([own[idx] for own in alone]), one.keep_BHT)
-
-
-def test_admitting_again_and_again_is_admitting_once_what_left_the_window():
-    """Scores do not change, as those of a gate: chunk by chunk or all at the end, the same is kept."""
-    policy, budget = made(protection=Protection(2, 0.0, 0.0, 0, 5)), Budget(threshold=0.3)
-    layers = make_evidence(0, 1, 40, (0, 6), num_layers=2)
-    scores = made_scores(layers, 0, ties=False)
-    once = decide_layers(policy, layers, budget, scores=scores)
-    held, peak = [layer.exists_BHT[..., :0] for layer in layers], 0
-    for stop in (9, 17, 18, 31, 40):
-        parts, shown = [], []
-        for layer, own, score in zip(layers, held, scores, strict=True):
-            new = layer.exists_BHT[..., own.shape[-1] : stop]
-            part = replace(truncate(layer, stop), held_BHT=torch.cat([own, new], -1))
-            values = score.values_BHT[..., :stop].masked_fill(~part.exists_BHT, float("-inf"))
-            parts.append(part)
-            shown.append(replace(score, values_BHT=values, first_BHT=None, draw_BHT=None))
-        stock = stock_of(parts, [40, 40])
-        held = [one.keep_BHT for one in decide_layers(policy, parts, budget, scores=shown, stock=stock)]
-        peak = max(peak, *(int(own.sum()) for own in held))
-    for own, one, layer in zip(held, once, layers, strict=True):
-        assert torch.equal(own, one.keep_BHT)
-        assert int(own.sum()) < int(layer.exists_BHT.sum()) // 2
-    assert peak < int(layers[0].exists_BHT.sum())
-
-
-def test_what_is_protected_is_never_too_much_and_fractions_give_their_minimum():
-    layers, budget = make_evidence(0, 1, 21, (0, 3)), Budget(threshold=9.0)
-    for protection, counts in (
-        (Protection(0, 0.5, 0.0, 3, 0), [3, 3]),
-        (Protection(0, 0.0, 0.5, 0, 0), [0, 0]),
-        (WINDOW, [21, 18]),
-    ):
-        plan = plan_for(made(protection=protection), layers, budget, None)
-        assert plan.protected_BT.sum(-1).tolist() == counts
-        assert plan.covers_B == [count == length for count, length in zip(counts, (21, 18), strict=True)]
-    # Where all is protected nothing is scored, not even by a score that would want a longer window.
-    for one in decide_layers(made(observed="snapkv", protection=WINDOW), layers, budget):
-        assert torch.equal(one.keep_BHT, layers[0].valid_BT[:, None].expand_as(one.keep_BHT))
 
 
 def test_entries_that_one_head_has_lost_are_judged_though_their_place_is_protected():

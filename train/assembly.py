@@ -15,10 +15,10 @@ from retain.train.local_stage import LayerLocal
 from retain.train.lookahead_stage import Lookahead
 from retain.train.loop import Lesson
 from retain.train.objectives.fit import check_unit
-from retain.train.recipe import DistillConfig, check_lockstep, document_check, one_by_one
+from retain.train.recipe import DistillConfig, check_reading, document_check
 from retain.train.run import parallel
 from retain.train.run.parallel import Accelerator, is_sharded
-from retain.train.soft_stage import EndToEnd, alignment_of
+from retain.train.soft_stage import EndToEnd
 from retain.train.stage import Stage
 from retain.train.teacher import Frozen, load_frozen, load_unread
 
@@ -42,7 +42,7 @@ def frozen_of(config: DistillConfig, accelerator: Accelerator) -> Frozen:
     """The frozen model, whole, on the CPU or where `device_map` puts it."""
     placed: dict[str, Any] = {"device_map": config.device_map, "quantization": config.quantization}
     dtype = _dtype(config, accelerator)
-    return load_frozen(config.model, dtype=dtype, chunk=config.chunk, **_origin(config), **placed)
+    return load_frozen(config.model, dtype=dtype, **_origin(config), **placed)
 
 
 def fresh_gates(config: DistillConfig, model: nn.Module) -> GateSet:
@@ -58,9 +58,14 @@ def fresh_gates(config: DistillConfig, model: nn.Module) -> GateSet:
             f"{earlier[earlier.layers[0]].dims()}, and gate asks for {family!r} with "
             f"{gates[gates.layers[0]].dims()}: state the same family and settings."
         )
+    stage = earlier.metadata.get("stage", config.stage)
+    if stage != config.stage:
+        raise ValueError(
+            f"initial={config.initial} holds gates of stage {stage!r}, which say another thing than those of "
+            f"stage {config.stage!r}: begin with fresh ones (initial=null), or set stage={stage}."
+        )
     earlier.calibrators = nn.ModuleDict()  # of scores that will not be these any more
-    read = earlier.metadata
-    earlier.metadata = {"initial_stage": read.get("stage"), "initial_sha256": read["sha256"]}
+    earlier.metadata = {"initial_sha256": earlier.metadata["sha256"]}
     return earlier.requires_grad_(True)
 
 
@@ -71,13 +76,10 @@ def lesson_of(
     layers = describe(frozen.model)
     parallel.shard_frozen_(frozen.model, accelerator)
     sharded = is_sharded(frozen.model)
-    if sharded:
-        check_lockstep(config, frozen)
+    check_reading(config, frozen, sharded=sharded)
     for spec in layers:
         gates[spec.layer_idx].to(spec.device)
     objective = _objective(config, gates, frozen)
-    initial = config.initial
-    ready = objective.prepare_ if initial is None else alignment_of(initial, objective, accelerator)
     return Lesson(
         objective,
         corpus,
@@ -85,8 +87,7 @@ def lesson_of(
         config.data.pack_tokens,
         lambda document: row_tokens(document, config.target),
         lockstep=sharded,
-        alone=sharded and one_by_one(config, frozen),
-        ready=ready,
+        ready=objective.prepare_ if config.initial is None else None,
     )
 
 

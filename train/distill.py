@@ -21,15 +21,16 @@ if __name__ == "__main__":
 
 from tqdm import tqdm
 
-from retain.config import load, to_mapping
+from retain.config import leaves, load, to_mapping
 from retain.gates.artifact import save_gates
 from retain.hf.model.identity import fingerprint
 from retain.models.named import commit_of
+from retain.process.extras import require
 from retain.train.assembly import corpus_of, fresh_gates, frozen_of, lesson_of, score_unit_of
 from retain.train.loop import train
 from retain.train.recipe import DistillConfig, check
 from retain.train.run import parallel
-from retain.train.run.artifact import command_line, metadata_of, reports_of
+from retain.train.run.artifact import calibration_of, command_line, metadata_of
 from retain.train.run.card import write_card
 from retain.train.run.checkpoint import (
     adopt_,
@@ -42,9 +43,8 @@ from retain.train.run.checkpoint import (
     locked,
 )
 from retain.train.run.dry_run import dry_run
-from retain.train.run.parallel import Accelerator, on_main_process
-from retain.train.run.progress import make_accelerator, start_tracker
-from retain.train.run.signals import EXIT_INTERRUPTED, StopRequested, follow_launcher_, forget_
+from retain.train.run.parallel import Accelerator, make_accelerator, on_main_process
+from retain.train.run.signals import EXIT_INTERRUPTED, STOP_FILE, StopRequested
 
 
 def distill(config: DistillConfig, accelerator: Accelerator | None = None) -> Path:
@@ -56,13 +56,14 @@ def distill(config: DistillConfig, accelerator: Accelerator | None = None) -> Pa
         OSError: the disk is full; the last checkpoint and an earlier artifact are whole.
         StopRequested: a signal asked for it; a checkpoint was written.
     """
+    require("train", "jinja2", "matplotlib", what="the card of a run")
     accelerator = accelerator or make_accelerator(config.tracker, config.output)
     check(config, accelerator.num_processes)
     try:
         with locked(Path(config.output), accelerator):
             # Now, and never later: a request while the model loads is one to this run.
             if accelerator.is_main_process:
-                forget_(Path(config.output))
+                (Path(config.output) / STOP_FILE).unlink(missing_ok=True)
             accelerator.wait_for_everyone()
             folder = _distill(config, accelerator)
     except StopRequested:  # every process stops after the same step
@@ -112,7 +113,12 @@ def _distill(config: DistillConfig, accelerator: Accelerator) -> Path:
         on_main_process(accelerator, partial(begin_, folder, mapping, inputs))
     else:  # with another calibration, perhaps
         on_main_process(accelerator, partial(adopt_, folder, mapping))
-    start_tracker(accelerator, config.tracker, config.output, to_mapping(config))
+    if config.tracker != "none":
+        settings = {
+            key: value if isinstance(value, float) else str(value) for key, value in leaves(mapping).items()
+        }
+        # wandb's default is a folder `wandb` where one stands, which Python would then import.
+        accelerator.init_trackers("retain-distill", settings, {"wandb": {"dir": config.output}})
     documents = "a stream of" if corpus.num_documents is None else corpus.num_documents
     accelerator.print(
         f"{config.model}: {len(gates.layers)} layers, {sum(p.numel() for p in gates.parameters())} gate "
@@ -121,13 +127,13 @@ def _distill(config: DistillConfig, accelerator: Accelerator) -> Path:
         + (", going on from a checkpoint" if state == "resume" else "")
     )
     summary = train(lesson, accelerator, folder, resume=state == "resume")
-    made = metadata_of(config, summary, corpus, gates, commit_of(frozen.model, config.revision))
-    metadata = {**made, "score_unit": score_unit}
-    metadata |= reports_of(config, gates, frozen, corpus, accelerator)
+    metadata = metadata_of(config, summary, corpus, gates, commit_of(frozen.model, config.revision))
+    metadata["score_unit"] = score_unit
+    metadata["calibration"] = calibration_of(config, gates, frozen, corpus, accelerator)
     if accelerator.is_main_process:
         with disk_errors(folder):
             save_gates(gates, folder, fingerprint=base, metadata=metadata)
-            write_card(folder, command=command_line(), say=tqdm.write)
+            write_card(folder, command=command_line())
         finish_(folder)
         tqdm.write(f"gates: {folder} (retain.load_gates({str(folder)!r}, model))", file=sys.stdout)
     return folder
@@ -136,7 +142,6 @@ def _distill(config: DistillConfig, accelerator: Accelerator) -> Path:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs `retain train` and `train/distill.py`: with `--config` of a YAML, or with MODEL and DATA alone."""
     parsed = distill_parser().parse_args(arguments)
-    follow_launcher_()
     try:
         path, overrides = recipe_of(parsed)
         config = load(path, DistillConfig, overrides)
@@ -146,10 +151,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         else:
             distill(config)
     except (ValueError, OSError, FloatingPointError) as error:
-        parallel.leave_alone_()
         raise SystemExit(f"error: {error}") from None
     except KeyboardInterrupt:  # before the first step, or behind the last
-        parallel.leave_alone_()
         print(
             "\ninterrupted: the same command goes on from the last checkpoint, if there is one.",
             file=sys.stderr,

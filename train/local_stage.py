@@ -21,10 +21,8 @@ from retain.train.objectives.overlap import baselines_of
 from retain.train.objectives.targets import (
     Example,
     TargetSettings,
-    joined_for,
     layer_target,
 )
-from retain.train.objectives.token_targets import token_targets
 from retain.train.stage import Stage, Tally, joined
 from retain.train.teacher import Frozen, View, walk
 
@@ -43,21 +41,16 @@ def teacher_examples(
     """Shows examples out of the frozen model, layers ascending; `visit` gets those of a layer, or (models
     that are read a document at a time) of a layer and one document."""
     readings = readings_of(documents, target, frozen)
-    tokens = token_targets(frozen, readings, target) if target.granularity == "token" else None
 
     def see(views: list[View]) -> None:
         examples = []
         for view in views:
-            if tokens is None:
-                target_HT, reached_HT = layer_target(view, target)
-            else:
-                heads, device = view.document.num_heads, view.document.keys_BHTD.device
-                target_HT, reached_HT = (part.to(device).expand(heads, -1) for part in tokens[view.row])
+            target_HT, reached_HT = layer_target(view, target)
             inputs = inputs_of(view.document, gates[view.layer_idx])
             examples.append(Example(view.layer_idx, view.row, view.key, inputs, target_HT, reached_HT, view))
         visit(examples)
 
-    walk(frozen, readings, see, wanted=gates.inputs, joined=joined_for(target))
+    walk(frozen, readings, see, wanted=gates.inputs)
 
 
 class LayerLocal(Stage):

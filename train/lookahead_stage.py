@@ -17,7 +17,6 @@ from retain.gates import GateInputs, GateSet
 from retain.gates.lookahead import LookaheadExtension, LookaheadGate
 from retain.hf.cache.cache import Cache
 from retain.hf.intercept.attach import attach
-from retain.hf.intercept.chunked_feed_forward import token_wise_in_pieces
 from retain.hf.intercept.lookahead_pass import Asked, run_behind
 from retain.hf.model.decoder import base_model
 from retain.train.data.branches import readings_of
@@ -83,13 +82,11 @@ class Lookahead(Stage):
             with torch.no_grad():
                 cache = Cache(model, policy=None)
                 ids_BT = torch.tensor([reading.document.context_ids], device=device)
-                with token_wise_in_pieces(base.layers, self.frozen.chunk):
-                    cache.prefill(ids_BT, evict=False)
+                cache.prefill(ids_BT, evict=False)
                 targets = self._targets(reading, cache)
-            with torch.set_grad_enabled(scale is not None), self.gates.extend(model) as extension:
-                assert isinstance(extension, LookaheadExtension)
+            with torch.set_grad_enabled(scale is not None), self.extension.extend(model):
                 like = torch.empty(0, dtype=base.dtype, device=device)
-                asked = self._behind(cache, extension.embeds(1, like))
+                asked = self._behind(cache, self.extension.embeds(1, like))
                 # Inside, where the adapters are, since checkpointed layers run again on the way back.
                 return self._compare(cache, asked, targets, scale, reading.key if baselines else None)
 

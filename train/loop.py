@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
+from retain.config import leaves
 from retain.train.data.document import Document
 from retain.train.data.packing import Size, packs_of, plain_size
 from retain.train.run.checkpoint import (
@@ -26,7 +28,6 @@ from retain.train.run.checkpoint import (
     save_checkpoint,
 )
 from retain.train.run.parallel import Accelerator, Synchroniser, gather_object, on_main_process
-from retain.train.run.progress import Progress, tracked
 from retain.train.run.schedule import TrainingSettings, learning_rate
 from retain.train.run.signals import Signals
 from retain.train.stage import Stage
@@ -41,8 +42,6 @@ class Lesson:
         size_of: tokens that a document and its branches take in a row, by which processes share documents,
             rows are packed, and tokens are counted.
         lockstep: whether all processes must run the same number of forwards (a sharded model).
-        alone: whether every document has a pack of its own: where the model reads documents one by one
-            (`Frozen.forward_of`), packs of a different size are a different number of forwards.
         ready: what is done with the documents of the first step before it; None: nothing.
     """
 
@@ -52,7 +51,6 @@ class Lesson:
     pack_tokens: int = 0
     size_of: Size = plain_size
     lockstep: bool = False
-    alone: bool = False
     ready: Callable[[Sequence[Document]], object] | None = None
 
     def packs(
@@ -64,7 +62,7 @@ class Lesson:
             process=accelerator.process_index,
             num_processes=accelerator.num_processes,
             lockstep=self.lockstep,
-            micro_batch=1 if self.alone else self.training.micro_batch,
+            micro_batch=self.training.micro_batch,
             tokens_per_pack=self.pack_tokens,
             size_of=self.size_of,
         )
@@ -103,7 +101,8 @@ def train(lesson: Lesson, accelerator: Accelerator, folder: Path, *, resume: boo
         if accelerator.is_main_process:
             append_log(folder, record)
         if accelerator.log_with:
-            accelerator.log(tracked(record), step=record["step"])
+            numbers = {name: value for name, value in leaves(record, "/").items() if isinstance(value, float)}
+            accelerator.log(numbers, step=record["step"])
 
     def look(step: int, *, baselines: bool = False) -> dict[str, Any]:
         found = held_out_record(lesson, accelerator, baselines=baselines)
@@ -111,15 +110,20 @@ def train(lesson: Lesson, accelerator: Accelerator, folder: Path, *, resume: boo
         return found
 
     before = time.perf_counter() - so_far["seconds"]
-    show = accelerator.is_main_process
-    with Signals(accelerator, folder) as signals, Progress(training.steps, start, show) as bar:
+    bar = tqdm(
+        total=training.steps,
+        initial=start,
+        desc="distill",
+        unit="step",
+        disable=not accelerator.is_main_process,
+    )
+    with Signals(accelerator, folder) as signals, bar:
         if start == 0 and corpus.held_out:
             held_out = look(0, baselines=True)
             before = time.perf_counter() - so_far["seconds"]
         if missed:
             held_out = look(start)
         for step in range(start, training.steps):
-            synchroniser.lr_(learning_rate(step, training))
             record = take_step_(lesson, synchroniser, accelerator, step, folder)
             so_far["tokens"] += record["tokens"]
             for process, keys in enumerate(record["documents"]):
@@ -131,7 +135,10 @@ def train(lesson: Lesson, accelerator: Accelerator, folder: Path, *, resume: boo
             # A request to stop does not wait for it: the resumed run begins with the look.
             if corpus.held_out and (last or (_due(done, training.held_out_every) and not stop)):
                 held_out = look(done)
-            bar.step(record["tokens"], record["loss"], held_out.get("overlap"))
+            numbers = {"loss": record["loss"], "held-out": held_out.get("overlap", math.nan)}
+            shown = {"tokens": record["tokens"], **{name: f"{value:.3f}" for name, value in numbers.items()}}
+            bar.set_postfix(shown, refresh=False)
+            bar.update()
             if last or stop or _due(done, training.checkpoint_every):
                 so_far["seconds"] = time.perf_counter() - before
                 extra = {"corpus": corpus.state(), "so_far": so_far}
@@ -149,7 +156,7 @@ def train(lesson: Lesson, accelerator: Accelerator, folder: Path, *, resume: boo
 
 def synchroniser_of(lesson: Lesson, accelerator: Accelerator) -> Synchroniser:
     """The optimiser of the lesson's gates, over all processes."""
-    names = ("lr", "betas", "weight_decay", "eps")
+    names = ("betas", "weight_decay", "eps")
     settings: dict[str, Any] = {name: getattr(lesson.training, name) for name in names}
     return Synchroniser(accelerator, lesson.objective.gates, **settings)
 
@@ -165,7 +172,6 @@ def take_step_(
     batch = lesson.corpus.documents_of(step)
     mine = lesson.packs(batch, accelerator)
     documents = sum(len(pack) for pack, counts in mine if counts)
-    synchroniser.zero_()
     outcomes: list[dict[str, float]] = []
     read: list[Document] = []
     for pack, counts in mine:
@@ -184,7 +190,8 @@ def take_step_(
         (key, row) for part in everyone for key, row in zip(part["documents"], part["outcomes"], strict=True)
     )
     bad = sorted({key for key, row in rows if not math.isfinite(row[0])})
-    norm = math.nan if bad else synchroniser.step_(lesson.training.clip)
+    lr = learning_rate(step, lesson.training)
+    norm = math.nan if bad else synchroniser.step_(lr, lesson.training.clip)
     if not math.isfinite(norm):
         _stop(step, "loss" if bad else "gradient", bad, batch, folder)
     means = {
@@ -194,7 +201,7 @@ def take_step_(
     return {
         "step": step + 1,
         **means,
-        "lr": learning_rate(step, lesson.training),
+        "lr": lr,
         "grad_norm": norm,
         "tokens": sum(part["tokens"] for part in everyone),
         "documents": [part["documents"] for part in everyone],
@@ -208,7 +215,11 @@ def _stop(step: int, what: str, bad: Sequence[int], batch: Sequence[Document], f
         f"step {step + 1}: the {what} is not finite (batch of documents {sorted(named.values())}"
         + (f", not finite on {[named[key] for key in bad]}" if bad else "")
         + "). Stopped before the gates were touched; "
-        + (f"the last good checkpoint is {kept[1]}. " if kept else "there is no checkpoint yet. ")
+        + (
+            f"the last good checkpoint is that of step {kept[0]} in {kept[1]}. "
+            if kept
+            else "there is no checkpoint yet. "
+        )
         + "Lower training.lr, load the model in float32 (dtype=float32), or leave these documents out."
     )
 

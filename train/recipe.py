@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from retain.config import Count, Whole
+from retain.config import Whole
 from retain.future import WEIGHTS
 from retain.gates import GATES, LookaheadGate, build_gates, dims_for
 from retain.hf.intercept.lookahead_pass import lookahead_gates
@@ -71,8 +71,6 @@ class DistillConfig:
     """Of transformers (`auto` spreads the frozen model over this process's devices)."""
     quantization: dict[str, Any] | None = None
     """Settings of transformers' quantisation, as its config has them (`quant_method`, ...)."""
-    chunk: Count | None = 8192
-    """Tokens of the frozen model's token-wise parts at a time; bounds the memory, changes no number."""
     initial: str | None = None
     """An artifact whose gates the run begins with (of the same family); null: fresh ones."""
     seed: Whole = 0
@@ -130,10 +128,9 @@ def _check_stage(config: DistillConfig) -> None:
             "`lookahead` and the family `lookahead` go together, and with nothing else.",
         ),
         (
-            config.calibration.wanted and config.data.held_out == 1,
+            config.calibration.kind != "none" and config.data.held_out == 1,
             "data.held_out=1: calibration fits on one half of the held-out documents and reports on the "
-            "other. Hold out two at least, none (then nothing is calibrated), or set calibration.kind=none "
-            "and calibration.curve=false.",
+            "other. Hold out two at least, none (then nothing is calibrated), or set calibration.kind=none.",
         ),
         (
             config.device_map is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1,
@@ -184,34 +181,32 @@ def _check_settings(gate: GateSettings) -> None:
         raise ValueError(f"gate.settings={gate.settings}: {str(error).splitlines()[0]}") from error
 
 
-def one_by_one(config: DistillConfig, frozen: Frozen) -> bool:
-    """Whether every document is forwards of its own, however many are in a pack."""
-    return frozen.forward_of != "row" or config.stage == "lookahead"
-
-
-def check_lockstep(config: DistillConfig, frozen: Frozen) -> None:
-    """Raises ValueError for a number of forwards that depends on the document: on a sharded model every
-    process must run the same number."""
+def check_reading(config: DistillConfig, frozen: Frozen, *, sharded: bool) -> None:
+    """Raises ValueError for sources that the model cannot be read with: several branches behind recurrent
+    layers; and, where the model is `sharded` and every process must run the same number of forwards, a number
+    that depends on the documents."""
     sources = config.target.sources
-    one_branch = {*sources} <= {"own", "appendix"} or (
-        {*sources} <= {"own", "repeat"} and config.data.max_tokens <= config.target.repeat_chunk
-    )
+    one_branch = len({*sources} - {"own"}) <= 1
+    if "repeat" in sources:
+        one_branch &= config.data.max_tokens <= config.target.repeat_chunk
+    instead = "a sharded model must be read in lockstep: launch with configs/accelerate/ddp.yaml"
     refuse(
         (
-            "continuation" in sources,
-            "target.sources has `continuation`, which each process generates at its own length, and a "
-            "sharded model must be read in lockstep: launch with configs/accelerate/ddp.yaml, or write the "
-            "continuations into the data as answers (context, question, answer).",
+            sharded and "continuation" in sources,
+            "target.sources has `continuation`, which each process generates at its own length, and "
+            f"{instead}, or write the continuations into the data as answers (context, question, answer)",
+        ),
+        (
+            sharded and (config.stage == "lookahead" or frozen.forward_of != "row"),
+            "the stage `lookahead`, recurrent layers and rotary embeddings that change with the length read "
+            f"each document in forwards of its own, and {instead}",
         ),
         (
             frozen.forward_of == "branch" and not one_branch,
-            "this model has recurrent layers, which read every branch in a forward of its own, and a sharded "
-            f"model must be read in lockstep: with target.sources=[{', '.join(sources)}] documents have "
-            "different numbers of branches. Take own and appendix, or own and repeat with "
-            "target.repeat_chunk at data.max_tokens or more, or launch with configs/accelerate/ddp.yaml.",
+            f"target.sources=[{', '.join(sources)}]: this model has recurrent layers, which read at most one "
+            "branch behind a document. Take own and one other source (repeat: with target.repeat_chunk at "
+            "data.max_tokens or more)",
         ),
-        separator=" ",
-        end="",
     )
 
 

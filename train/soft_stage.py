@@ -1,4 +1,4 @@
-"""Trains gates end to end: soft gates in the model's own attention, and a loss on the model's output.
+"""Trains gates end to end: soft gates in the model's attention, and a loss on the model's output.
 
 The same weights are teacher and student. A batch is read twice, as the model is and gated, and only the
 hidden states of both are held; logits are made from them a few tokens at a time
@@ -8,7 +8,7 @@ hidden states of both are held; logits are made from them a few tokens at a time
 all logits, so gates that all close alike cost no loss and satisfy every capacity.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import field
 from functools import partial
@@ -27,17 +27,10 @@ from retain.train.data.document import Batch, Document, Reading, collate
 from retain.train.local_stage import PREPARED_ENTRIES, teacher_examples
 from retain.train.objectives import soft_losses
 from retain.train.objectives.overlap import baselines_of
-from retain.train.objectives.soft_threshold import (
-    SoftThreshold,
-    SoftThresholdStep,
-    check_shift,
-    regressed,
-    shift_,
-)
+from retain.train.objectives.soft_threshold import SoftThreshold, SoftThresholdStep
 from retain.train.objectives.targets import Example, TargetSettings
-from retain.train.run.parallel import Accelerator
 from retain.train.settings import refuse, section, unknown
-from retain.train.stage import HELD_OUT_STEP, Stage, Tally, joined
+from retain.train.stage import Stage, Tally, joined
 from retain.train.teacher import Frozen, View, walk
 
 FIDELITY = {
@@ -55,9 +48,10 @@ COST = {
 }
 # Costs that know a decay, whose openness changes with every token.
 AGEING = ("capacity_head", "capacity_global")
-# Costs that know a budget; those of the ramp alone read `soft.budget` nowhere.
+# Costs that know a budget.
 BUDGETED = COST.keys() - {"admitted"}
-RAMPED = BUDGETED - set(AGEING)
+# Queries of each document at which the open entries of decays are counted.
+CAPACITY_ROWS = 256
 # Of the kind that asks for no gradient of the embeddings.
 CHECKPOINT = partial(checkpoint, use_reentrant=False)
 # Documents from which input statistics are made: of `PREPARED_ENTRIES` of a layer over all of them.
@@ -71,10 +65,6 @@ class SoftSettings:
     terms: dict[str, NotNegative] = field(default_factory=lambda: {"kl_forward": 1.0, "capacity_global": 1.0})
     """Name -> weight; of fidelity: `kl_forward`, `kl_reverse`, `next_token`, `hidden`; of cost:
     `capacity_head`, `capacity_global`, `closed`, `admitted`, `eviction_rate`."""
-    temperature: Positive = 1.0
-    """Of the divergences."""
-    positions: Literal["all", "appendix"] = "all"
-    """Where fidelity is measured: at `all` tokens that see a gated entry, or at those of the `appendix`."""
     protected: Whole = 32
     """Entries of the recent window that is not gated, in tokens."""
     sinks: Whole = 4
@@ -83,10 +73,6 @@ class SoftSettings:
     """`none` (soft gates), `straight_through`, or `gumbel` (drawn, then straight through)."""
     hard_temperature: Positive = 0.1
     """Of `gumbel`."""
-    anchor: Whole = 0
-    """Entries in units of which gates are relative to each other; 0: they are not."""
-    variant: Literal["paper", "code"] = "paper"
-    """Of the capacity terms: `paper` or `code` (TRIM-KV)."""
     budget: Count | None = None
     """Entries of a head, a fixed number; null: `keep_to` of the tokens so far."""
     keep_from: PositiveShare = 1.0
@@ -97,14 +83,8 @@ class SoftSettings:
     """What is linear in between: the `ratio`, or the `compression` 1 / ratio."""
     ramp_steps: Whole | None = None
     """Null: half of all steps."""
-    capacity_rows: Whole = 256
-    """Queries of each document at which the open entries of decays are counted; 0: all."""
-    chunk: Count = 256
-    """Tokens whose logits exist at a time; changes no number."""
     checkpointing: bool = False
     """Layers are computed again for the gradient; saves memory, changes no number."""
-    autocast: bool = False
-    """Products in bfloat16."""
 
 
 def check_soft(settings: SoftSettings) -> None:
@@ -117,13 +97,12 @@ def check_loophole(settings: SoftSettings, gates: GateSet) -> None:
     (IndexMem calls it the no-op loophole), and all costs that do not know these gates."""
     wanted = {name for name, weight in settings.terms.items() if weight}
     strange = sorted(settings.terms.keys() & (COST.keys() - set(AGEING)))
-    relative = gates.ages or settings.anchor
     refuse(
         (
-            not relative and settings.protected == 0 and settings.sinks == 0,
+            not gates.ages and settings.protected == 0 and settings.sinks == 0,
             "soft.protected=0 and soft.sinks=0 leave nothing ungated, and softmax does not see gates that "
             "all close alike: they would satisfy any budget and evict nothing. Protect a window (32), or "
-            "sinks (4), or make gates relative (soft.anchor=256)",
+            "sinks (4)",
         ),
         (
             not wanted & COST.keys(),
@@ -141,9 +120,9 @@ def check_loophole(settings: SoftSettings, gates: GateSet) -> None:
             f"openness changes with age; use {' or '.join(AGEING)}",
         ),
         (
-            gates.ages and (settings.hard != "none" or settings.anchor),
-            f"soft.hard={settings.hard} and soft.anchor={settings.anchor} are for gates that open and "
-            f"close, and those of family {gates.family!r} say a decay: set hard=none and anchor=0",
+            gates.ages and settings.hard != "none",
+            f"soft.hard={settings.hard} is for gates that open and close, and those of family "
+            f"{gates.family!r} say a decay: set hard=none",
         ),
     )
 
@@ -198,7 +177,7 @@ class EndToEnd(Stage):
         self.steps, self.seed = steps, seed
         self.base = base_model(frozen.model)
         self.soft_threshold = SoftThreshold(
-            gates, hard=soft.hard, temperature=soft.hard_temperature, anchor=soft.anchor, seed=seed
+            gates, hard=soft.hard, temperature=soft.hard_temperature, seed=seed
         )
         self.gated = SoftGated(self.base, gates, protected=soft.protected, to_log_gate=self.soft_threshold)
         self.head: soft_losses.Head | None = None
@@ -207,95 +186,75 @@ class EndToEnd(Stage):
 
     @torch.no_grad()
     def prepare_(self, documents: Sequence[Document]) -> None:
-        """Set every gate's input statistics, and open it as its family's paper does.
-
-        Every process does the same on the same documents.
-        """
+        """Sets every gate's input statistics, and opens it as its family's paper does; alike on every process
+        for the same documents."""
         found: dict[int, list[GateInputs]] = {}
+        documents = documents[:PREPARED_DOCUMENTS]
+        share = max(1, PREPARED_ENTRIES // max(1, len(documents)))
 
-        def see(layer: int, inputs: GateInputs, entries: slice) -> None:
-            found.setdefault(layer, []).append(inputs.entries(entries))
+        def see(views: list[View]) -> None:
+            for view in views:
+                gate, stride = self.gates[view.layer_idx], -(-view.document.num_seen // share)
+                inputs = inputs_of(view.document, gate.to(view.document.keys_BHTD.device))
+                # Evenly spread, where a document is longer than is needed.
+                found.setdefault(view.layer_idx, []).append(inputs.entries(slice(None, None, stride)))
 
-        self._inputs_of(documents[:PREPARED_DOCUMENTS], see)
+        for document in documents:
+            walk(self.frozen, [Reading(document)], see, wanted=self.gates.inputs)
         devices = {self.gates[layer].device for layer in found}
         with torch.random.fork_rng([device for device in devices if device.type == "cuda"]):
             torch.manual_seed(self.seed)  # drawn alike on every process
             for layer, parts in found.items():
                 gate, inputs = self.gates[layer], joined(parts)
                 assert inputs.valid_BT is not None
-                gate.to(inputs.valid_BT.device)
                 zeros_H = torch.zeros(gate.H, device=inputs.valid_BT.device)
                 gate.prepare_(inputs, inputs.valid_BT, zeros_H, zeros_H)
                 gate.open_()
 
-    @torch.no_grad()
-    def align_(self, documents: Sequence[Document]) -> float:
-        """Shifts gates that a layer-local stage trained, so that they are half open where the budget cuts;
-        returns the share of the documents that is open now, to their last tokens.
-
-        A log-risk of 0 is a number like any other to them, and as they come they may be open or closed by any
-        amount, which the first steps would spend on a bias. So the score above which `keep_to` of the entries
-        lie (of a fixed budget, its share of these documents) is subtracted from the output bias: that of each
-        head where each has a budget (`capacity_head`), else one of all heads and layers, whose order stays as
-        it is. Entries that are spared are left out. Relative gates (`soft.anchor`) see no shift, and are left
-        as they are. Every process does the same on the same documents.
-
-        Raises:
-            ValueError: gates whose output cannot be shifted.
-        """
-        check_shift(self.gates, self.soft.anchor)
-        documents = documents[:PREPARED_DOCUMENTS]
-        scores: dict[int, list[Tensor]] = {}
-
-        def see(layer: int, inputs: GateInputs, entries: slice) -> None:
-            score_HN = self.gates[layer](inputs)[0].float()[:, entries]
-            scores.setdefault(layer, []).append(score_HN[:, -(-self.soft.sinks // entries.step) :])
-
-        if not self.soft.anchor:
-            self._inputs_of(documents, see)
-            joint = {layer: torch.cat(parts, -1) for layer, parts in scores.items()}
-            share = self.soft.keep_to
-            if self.soft.budget is not None:
-                mean = sum(document.num_tokens for document in documents) / len(documents)
-                share = min(1.0, self.soft.budget / mean)
-            pooled = not self.soft.terms.get("capacity_head")
-            shift_(self.gates, joint, share, pooled=pooled)
-        opened = [float(self.terms_of([document], HELD_OUT_STEP)["open"]) for document in documents]
-        return sum(opened) / len(opened)
-
-    def _inputs_of(
-        self, documents: Sequence[Document], see: Callable[[int, GateInputs, slice], None]
-    ) -> None:
-        """Walk documents one by one, and show what each layer's gate looks at, with the entries that are
-        enough: evenly spread, where a document is longer than is needed."""
-        share = max(1, PREPARED_ENTRIES // max(1, len(documents)))
-
-        def visit(views: list[View]) -> None:
-            for view in views:
-                gate, stride = self.gates[view.layer_idx], -(-view.document.num_seen // share)
-                gate.to(view.document.keys_BHTD.device)
-                see(view.layer_idx, inputs_of(view.document, gate), slice(None, None, stride))
-
-        for document in documents:
-            walk(self.frozen, [Reading(document)], visit, wanted=self.gates.inputs)
-
     def rows_of(
         self, documents: Sequence[Document], step: int, scale: float | None, *, baselines: bool = False
     ) -> list[dict[str, Any]]:
-        """Returns the numbers of each document, hard decisions drawn where there is a gradient; held-out
-        documents are read at the final budget, and have overlaps where there is a target. ValueError: a
-        document in which nothing is gated."""
-        terms = self.terms_of(documents, step, noisy=scale is not None, scale=scale)
-        values = torch.stack([value_B.double().cpu() for value_B in terms.values()]).T.tolist()
-        rows: list[dict[str, Any]] = [dict(zip(terms, row, strict=True)) for row in values]
+        """Returns the loss, every term, the open share and the budget (`keep`, as a share of the tokens) of
+        each document. Hard decisions are drawn where there is a gradient; held-out documents are read at the
+        final budget, and have overlaps where there is a target. ValueError: a document in which nothing is
+        gated."""
+        device = self.frozen.model.get_input_embeddings().weight.device
+        batch = collate(documents, pad_id=self.frozen.pad_id, device=device)
+        valid_BT, counted_BT = batch.valid_BT, counted_tokens(batch, self.soft)
+        keep = keep_ratio_at(step, self.soft, self.steps)
+        self.soft_threshold.current = SoftThresholdStep(valid_BT, batch.keys, step, scale is not None)
+        place_BT = (valid_BT.cumsum(-1) - 1).clamp_min(0)
+        inputs: dict[str, Any] = {
+            "input_ids": batch.input_ids_BT,
+            "attention_mask": valid_BT.long(),
+            "position_ids": place_BT,
+            "use_cache": False,
+        }
+        again = self.soft.checkpointing and scale is not None
+        with torch.set_grad_enabled(scale is not None), _checkpointed(self.base) if again else nullcontext():
+            with torch.no_grad():
+                full_BTE = self.base(**inputs).last_hidden_state
+            output, log_gates = self.gated(**inputs, ungated_BT=valid_BT & (place_BT < self.soft.sinks))
+            terms = self._fidelity(output.last_hidden_state, full_BTE, batch, counted_BT)
+            terms |= self._cost(list(log_gates.values()), valid_BT, keep)
+            weighted = [weight * terms[name] for name, weight in self.soft.terms.items() if weight]
+            loss_B = torch.stack([part_B.to(weighted[0].device) for part_B in weighted]).sum(0)
+            if scale is not None:
+                (loss_B.sum() * scale).backward()
+        terms["loss"], terms["keep"] = loss_B, torch.full_like(loss_B, keep)
+        if self.soft.budget is not None:
+            terms["keep"] = (self.soft.budget / valid_BT.sum(-1).to(loss_B)).clamp_max(1.0)
+        values = torch.stack([terms[name].detach().double().cpu() for name in self.fields]).T.tolist()
+        rows: list[dict[str, Any]] = [dict(zip(self.fields, row, strict=True)) for row in values]
         if scale is None and self.target is not None:
-            for row, found in zip(rows, self._overlaps(documents, baselines), strict=True):
+            for row, found in zip(rows, self._overlaps(documents, self.target, baselines), strict=True):
                 row |= found
         return rows
 
-    def _overlaps(self, documents: Sequence[Document], baselines: bool) -> list[dict[str, Any]]:
+    def _overlaps(
+        self, documents: Sequence[Document], target: TargetSettings, baselines: bool
+    ) -> list[dict[str, Any]]:
         """Share of the target's top fifth that the gates' order at the end of each document finds."""
-        assert self.target is not None
         tally = Tally(len(documents))
 
         def see(examples: list[Example]) -> None:
@@ -308,51 +267,8 @@ class EndToEnd(Stage):
                 place, compared = (example.row, example.layer_idx), (example.target_HT, example.reached_HT)
                 tally.add_(*place, found, output_HT, *compared)
 
-        teacher_examples(self.gates, self.frozen, self.target, documents, see)
+        teacher_examples(self.gates, self.frozen, target, documents, see)
         return tally.means(len(self.gates.layers), heads=True)
-
-    def terms_of(
-        self, documents: Sequence[Document], step: int, *, noisy: bool = False, scale: float | None = None
-    ) -> dict[str, Float[Tensor, " B"]]:
-        """Returns loss, every term, the open share and the budget of each document, detached: `keep` is the
-        share of the ramp, or what a fixed budget is of the document, where no term reads the ramp; where no
-        term reads either, there is none. Hard decisions are drawn where it is `noisy`. With a scale, the
-        gradient of `scale` times the summed loss is added to the parameters'."""
-        model = self.frozen.model
-        device = model.get_input_embeddings().weight.device
-        batch = collate(documents, pad_id=self.frozen.pad_id, device=device)
-        valid_BT = batch.valid_BT
-        counted_BT = counted_tokens(batch, self.soft)
-        keep = keep_ratio_at(step, self.soft, self.steps)
-        self.soft_threshold.current = SoftThresholdStep(valid_BT, batch.keys, step, noisy)
-        place_BT = (valid_BT.cumsum(-1) - 1).clamp_min(0)
-        inputs = {
-            "input_ids": batch.input_ids_BT,
-            "attention_mask": valid_BT.long(),
-            "position_ids": place_BT,
-        }
-        trained = scale is not None
-        autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.soft.autocast)
-        checkpointed = _checkpointed(self.base) if trained and self.soft.checkpointing else nullcontext()
-        with torch.set_grad_enabled(trained), checkpointed:
-            with autocast:
-                with torch.no_grad():
-                    full_BTE = self.base(**inputs, use_cache=False).last_hidden_state
-                output, log_gates = self.gated(
-                    **inputs, ungated_BHT=valid_BT & (place_BT < self.soft.sinks), use_cache=False
-                )
-                terms = self._fidelity(output.last_hidden_state, full_BTE, batch, counted_BT)
-            terms |= self._cost(list(log_gates.values()), valid_BT, keep)
-            weighted = [weight * terms[name] for name, weight in self.soft.terms.items() if weight]
-            loss_B = torch.stack([part_B.to(weighted[0].device) for part_B in weighted]).sum(0)
-            if scale is not None:
-                (loss_B.sum() * scale).backward()
-        terms["loss"] = loss_B
-        if self.soft.budget is None or self.soft.terms.keys() & RAMPED:
-            terms["keep"] = torch.full_like(loss_B, keep)
-        else:
-            terms["keep"] = (self.soft.budget / valid_BT.sum(-1).to(loss_B)).clamp_max(1.0)
-        return {name: terms[name].detach().to(loss_B.device) for name in self.fields}
 
     def _fidelity(
         self,
@@ -370,26 +286,21 @@ class EndToEnd(Stage):
         next_N = next_BT.to(gated_BTE.device)[counted_BT]
         each: dict[str, Tensor] = {}
         if self.head is not None:
-            each |= soft_losses.vocabulary_terms(
-                self.head,
-                gated_NE,
-                full_NE,
-                next_N,
-                wanted,
-                temperature=self.soft.temperature,
-                chunk=self.soft.chunk,
-            )
+            each |= soft_losses.vocabulary_terms(self.head, gated_NE, full_NE, next_N, wanted)
         if "hidden" in wanted:
             each["hidden"] = soft_losses.hidden_term(gated_NE, full_NE)
-        found = {}
-        for name, value_N in each.items():
-            parts = value_N.split(counts)
-            if name == "next_token":
-                known = [(part != soft_losses.NO_TOKEN).sum().clamp_min(1) for part in next_N.split(counts)]
-            else:
-                known = [torch.tensor(count, device=value_N.device) for count in counts]
-            found[name] = torch.stack([part.sum() / n for part, n in zip(parts, known, strict=True)])
-        return found
+        known = {name: torch.ones_like(next_N, dtype=torch.bool) for name in each}
+        if "next_token" in known:
+            known["next_token"] = next_N != soft_losses.NO_TOKEN
+        return {
+            name: torch.stack(
+                [
+                    part.sum() / some.sum().clamp_min(1)
+                    for part, some in zip(value_N.split(counts), known[name].split(counts), strict=True)
+                ]
+            )
+            for name, value_N in each.items()
+        }
 
     def _cost(
         self, log_gates: list[Float[Tensor, "B H T"]], valid_BT: Bool[Tensor, "B T"], keep: float
@@ -397,24 +308,22 @@ class EndToEnd(Stage):
         """Terms on how much is open, and the share of each document that is open to its last token."""
         soft, home = self.soft, log_gates[0].device
         valid_BT = valid_BT.to(home)
-        rows_BR = soft_losses.rows_of(valid_BT, soft.capacity_rows if self.gates.ages else 0)
+        rows_BR = soft_losses.rows_of(valid_BT, CAPACITY_ROWS if self.gates.ages else 0)
+        counted = {"protected": soft.protected, "ages": self.gates.ages}
         open_BXR = torch.cat(
             [
-                soft_losses.open_entries(
-                    phi_BHT, valid_BT, rows_BR, protected=soft.protected, ages=self.gates.ages
-                ).to(home)
+                soft_losses.open_entries(phi_BHT, valid_BT, rows_BR, **counted).to(home)
                 for phi_BHT in log_gates
             ],
             dim=1,
         )
         seen_BR = (valid_BT.cumsum(-1) * valid_BT).gather(-1, rows_BR).to(open_BXR.dtype)
         limit_BR = keep * seen_BR if soft.budget is None else torch.full_like(seen_BR, soft.budget)
-        capacity = partial(
-            soft_losses.capacity_term, seen_BR=seen_BR, limit_BR=limit_BR, variant=soft.variant
-        )
         made = {
-            "capacity_head": lambda: capacity(open_BXR),
-            "capacity_global": lambda: capacity(open_BXR.mean(1, keepdim=True)),
+            "capacity_head": lambda: soft_losses.capacity_term(open_BXR, seen_BR, limit_BR),
+            "capacity_global": lambda: soft_losses.capacity_term(
+                open_BXR.mean(1, keepdim=True), seen_BR, limit_BR
+            ),
             "closed": lambda: soft_losses.closed_term(log_gates, valid_BT, keep),
             "eviction_rate": lambda: soft_losses.eviction_rate_term(log_gates, valid_BT, keep),
             "admitted": lambda: soft_losses.admitted_term(log_gates, valid_BT, soft.protected),
@@ -423,48 +332,11 @@ class EndToEnd(Stage):
         return found | {"open": open_BXR[..., -1].mean(1) / seen_BR[:, -1].clamp_min(1)}
 
 
-def alignment_of(
-    initial: str | None, objective: Stage, accelerator: Accelerator
-) -> Callable[[Sequence[Document]], None] | None:
-    """The preparation of an end-to-end stage that begins with gates that learned a risk: they are shifted to
-    where the budget cuts. Other gates that are not fresh need none.
-
-    Raises:
-        ValueError: gates whose output cannot be shifted.
-    """
-    stage = objective.gates.metadata.get("initial_stage")
-    if not isinstance(objective, EndToEnd) or not regressed(objective.gates, stage):
-        return None
-    check_shift(objective.gates, objective.soft.anchor)
-
-    def align(documents: Sequence[Document]) -> None:
-        accelerator.print(
-            f"{initial}: gates that learned a risk, shifted to the budget; they begin with "
-            f"{objective.align_(documents):.0%} of the entries open"
-        )
-
-    return align
-
-
 def counted_tokens(batch: Batch, settings: SoftSettings) -> Bool[Tensor, "B T"]:
-    """Tokens at which fidelity is measured: of the chosen positions those that see a gated entry, which are
-    the ones from `protected + sinks` on (nothing else can change). The last context token counts to the
-    appendix, whose first token it predicts.
-
-    Raises:
-        ValueError: a document has none.
-    """
+    """Tokens at which fidelity is measured: those that see a gated entry, which are the ones from `protected
+    + sinks` on (nothing else can change). ValueError: a document has none."""
     place_BT = batch.valid_BT.cumsum(-1) - 1
-    first_B = torch.full_like(batch.document_length_B, settings.protected + settings.sinks)
-    if settings.positions == "appendix":
-        first_B = first_B.maximum(batch.document_length_B - 1)
-        if (batch.appendix_length_B == 0).any():
-            row = int((batch.appendix_length_B == 0).nonzero()[0])
-            raise ValueError(
-                f"soft.positions=appendix, and document {batch.keys[row]} has no appendix: set "
-                "soft.positions=all, or give rows with context, question and answer."
-            )
-    counted_BT = batch.valid_BT & (place_BT >= first_B[:, None])
+    counted_BT = batch.valid_BT & (place_BT >= settings.protected + settings.sinks)
     if not bool(counted_BT.any(-1).all()):
         row = int((~counted_BT.any(-1)).nonzero()[0])
         raise ValueError(
@@ -478,21 +350,18 @@ def counted_tokens(batch: Batch, settings: SoftSettings) -> Bool[Tensor, "B T"]:
 @contextmanager
 def _checkpointed(base: Any) -> Iterator[None]:
     """Inside, decoder layers are computed again for the gradient. They alone are set to train, which
-    is what transformers asks; what is in them is not, so that nothing drops out."""
-    names = ("training", "gradient_checkpointing", "_gradient_checkpointing_func")
-    before = [{name: vars(layer)[name] for name in names if name in vars(layer)} for layer in base.layers]
+    transformers asks for; their parts are not, so that nothing drops out."""
     if not all(hasattr(layer, "gradient_checkpointing") for layer in base.layers):
         raise ValueError(
             f"{type(base).__name__} has layers that cannot be computed again for the gradient: set "
             "soft.checkpointing=false."
         )
-    again = {"gradient_checkpointing": True, "_gradient_checkpointing_func": CHECKPOINT}
     for layer in base.layers:
-        vars(layer).update(again, training=True)
+        vars(layer).update(
+            training=True, gradient_checkpointing=True, _gradient_checkpointing_func=CHECKPOINT
+        )
     try:
         yield
     finally:
-        for layer, own in zip(base.layers, before, strict=True):
-            for name in names:
-                vars(layer).pop(name, None)
-            vars(layer).update(own)
+        for layer in base.layers:
+            vars(layer).update(training=False, gradient_checkpointing=False)

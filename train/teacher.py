@@ -22,9 +22,6 @@ from retain.train.data.chat import Chat, chat_of
 from retain.train.data.document import Encode, Reading
 from retain.train.run.parallel import loaded_whole
 
-# Tokens that feed-forward parts take at a time: more are no faster, and are held at once.
-CHUNK = 8192
-
 
 @dataclass(frozen=True)
 class Frozen:
@@ -34,8 +31,6 @@ class Frozen:
         encode: text -> token ids; None if there is no tokenizer.
         pad_id: token id under the padding (never attended to).
         tokenizer: as transformers loads it; None if there is none.
-        chunk: tokens that token-wise parts of the model take at a time, which bounds memory and changes
-            nothing else; None: all.
         written: continuations that the model wrote before, by document and length: it would write the same.
     """
 
@@ -43,7 +38,6 @@ class Frozen:
     encode: Encode | None
     pad_id: int
     tokenizer: Any = None
-    chunk: int | None = CHUNK
     written: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
@@ -58,7 +52,7 @@ class Frozen:
 
     @property
     def forward_of(self) -> str:
-        """The unit of one forward: a `row` of many documents, a `text` alone, or one `branch` of a text."""
+        """The unit of one forward: a `row` of many documents, a `text` alone, or one and its `branch`."""
         return forward_of(self.model, self.layout)
 
     @cached_property
@@ -108,7 +102,6 @@ def walk(
     visit: Callable[[list[View]], None],
     *,
     wanted: Collection[str] = (),
-    joined: Collection[str] = ("hidden", "stream"),
 ) -> None:
     """Runs the frozen model over documents and their branches, and shows every evicting layer once.
 
@@ -117,18 +110,12 @@ def walk(
     separate forwards of each `[document; branch]`. `visit` is called with the views of one layer, of all
     readings, layers in order. Nothing behind the last evicting layer's keys and values is run.
 
-    Models with recurrent layers, which cannot be packed, read the document again for each branch, and hold
-    each layer's evidence of the earlier branches until the last forward. Only there `visit` is called, for
-    every layer and reading, with one view that has all branches: `row` says whose. So their cost is the
-    number of branches times the document, and their memory grows with the number of layers times the tokens
-    of all branches.
+    Models with recurrent layers, which cannot be packed, read one reading a forward, with at most one branch.
 
     Args:
         visit: looks at a layer; called without gradients, and may enable them. It must not run the model.
         wanted: of `retain.gates.base.INPUTS`, those that gates will look at; `stream` is recorded only if it
             is here, all else always.
-        joined: of `hidden` and `stream`, what evidence of a branch holds beside queries, keys and values. For
-            every branch but the first that is a copy of the document's.
 
     Raises:
         ValueError: nothing to read, or a model that is not understood.
@@ -150,21 +137,17 @@ def walk(
         texts,
         show,
         wanted=[name for name in ("stream",) if name in wanted],
-        joined=joined,
-        chunk=frozen.chunk,
         layout=frozen.layout,
         rotary=frozen.rotary,
     )
 
 
-def load_frozen(name: str, *, chunk: int | None = CHUNK, **how: Any) -> Frozen:
+def load_frozen(name: str, **how: Any) -> Frozen:
     """Loads a model by `retain.models.named.load`, which takes `how` (dtype, revision,
     trust_remote_code, device_map, quantization); without a device_map the caller moves it from the CPU;
     ValueError: the name cannot be resolved, or the model cannot be loaded like this; says why."""
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"model chunk={chunk} is in tokens: pass 1 or more, or None for all at once.")
     model, tokenizer = load(name, loading=loaded_whole(), **how)
-    frozen = _frozen(model.eval().requires_grad_(False), tokenizer, chunk)
+    frozen = _frozen(model.eval().requires_grad_(False), tokenizer)
     # Looked at now, while every weight is whole: later the model may be in parts (FSDP, ZeRO-3).
     _ = frozen.layout, frozen.rotary
     return frozen
@@ -178,14 +161,14 @@ def load_unread(name: str, **origin: Any) -> Frozen:
         ValueError: the name cannot be resolved.
     """
     model = SimpleNamespace(config=named_config(name, **origin))
-    return _frozen(model, load_named_tokenizer(name, **origin), None)
+    return _frozen(model, load_named_tokenizer(name, **origin))
 
 
-def _frozen(model: Any, tokenizer: Any, chunk: int | None) -> Frozen:
+def _frozen(model: Any, tokenizer: Any) -> Frozen:
     pads = (getattr(model.config, name, None) for name in ("pad_token_id", "eos_token_id"))
     pad_id = next((i for i in pads if isinstance(i, int)), 0)
 
     def encode(text: str, special: bool) -> list[int]:
         return list(tokenizer(text, add_special_tokens=special)["input_ids"])
 
-    return Frozen(model, None if tokenizer is None else encode, pad_id, tokenizer, chunk)
+    return Frozen(model, None if tokenizer is None else encode, pad_id, tokenizer)

@@ -1,4 +1,1 @@
-"""lm-evaluation-harness with an evicting cache.
-
-Reading order: `model`, `arguments`.
-"""
+"""lm-evaluation-harness with an evicting cache: `model`."""

@@ -1,6 +1,6 @@
 """Shows a text as each policy keeps it: every token shaded by the share of heads that hold it.
 
-`retain try` and `retain diagnose` write such a page.
+`retain try` writes such a page.
 """
 
 from collections.abc import Sequence
@@ -46,11 +46,6 @@ def page(title: str, question: str, pieces: Sequence[str], shown: Sequence[Shown
         pieces: The text, one piece a token.
         shown: The policies; one that holds every token everywhere, as the full cache does, is shown with its
             answer alone.
-
-    Raises:
-        ValueError: A policy's counts are not one a token.
     """
-    for one in shown:
-        if len(one.kept) != len(pieces):
-            raise ValueError(f"{one.policy} has {len(one.kept)} counts for a text of {len(pieces)} tokens.")
+    assert all(len(one.kept) == len(pieces) for one in shown)
     return html_page(title, question=question, pieces=pieces, shown=shown, keys=KEYS)

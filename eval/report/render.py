@@ -6,12 +6,12 @@ retain report results/RUN
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from retain.eval.report.page import page_of
 from retain.eval.report.picture import draw
-from retain.eval.report.table import Table, read
+from retain.eval.report.table import read
 from retain.eval.report.text import PICTURE, answer_of, rest_of
 from retain.eval.stats.scores import checked, comparisons, scores
 from retain.process.command import command
@@ -20,32 +20,22 @@ from retain.process.provenance import write_text
 REPORT, PAGE = "report.md", "report.html"
 
 
-@dataclass(frozen=True)
-class Report:
-    """A report that was written.
-
-    Attributes:
-        answer: Its beginning, for a terminal: the answer in words, and the table of scores.
-        path: Of `report.md`.
-        page: Of `report.html`.
-    """
+class Report(NamedTuple):
+    """A report that was written: its beginning, for a terminal (the answer in words, and the table of
+    scores), and the paths of `report.md` and `report.html`."""
 
     answer: str
     path: Path
     page: Path
 
 
-def write_report(folder: Path, table: Table | None = None) -> Report:
-    """Write the report of a finished run into its folder.
-
-    Args:
-        folder: Of the run, `results/RUN`.
-        table: Its table; None: it is read.
+def write_report(folder: Path) -> Report:
+    """Writes the report of a finished run into its folder, `results/RUN`.
 
     Raises:
         ValueError: The folder holds no finished run, or `baseline` was not measured.
     """
-    table = read(folder) if table is None else table
+    table = read(folder)
     config, frame = table.config, checked(table.frame)
     summary = scores(frame)
     compared = comparisons(

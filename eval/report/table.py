@@ -10,7 +10,7 @@ from retain.eval.run.table import read_manifest, read_table
 from retain.process.extras import deferred
 
 with deferred("eval", "pandas", what="the table of a comparison"):
-    from pandas import DataFrame, MultiIndex, Series
+    from pandas import DataFrame, Series
 
 WHEN = {
     "prefill": "Eviction once, behind the prompt",
@@ -61,23 +61,19 @@ def asked_for(frame: "DataFrame", manifest: Mapping[str, Any]) -> "DataFrame":
     config, rows = manifest["config"], manifest.get("rows")
     budgets = [f"keep_ratio={ratio:g}" for ratio in config.get("keep_ratios", ())]
     budgets += [f"tokens_per_head={tokens}" for tokens in config.get("tokens_per_head", ())]
-    asked = (frame["policy"] == FULL) | frame["budget"].isin(budgets) if budgets else frame["policy"].notna()
+    whole, early = frame["policy"] == FULL, frame["when"] != "prefill"  # the question is unknown then
+    asked = whole | frame["budget"].isin(budgets) | (not budgets)
     for key, column, always in (
-        ("policies", "policy", [FULL]),
-        ("protections", "protection", [PRESET]),
-        ("when", "when", []),
+        ("policies", "policy", whole),
+        ("protections", "protection", frame["protection"] == PRESET),
+        ("when", "when", False),
+        ("question", "question", early),
     ):
-        asked &= frame[column].isin([*config[key], *always]) if key in config else True
-    if "question" in config:  # which is unknown where entries are evicted before the prompt's end
-        asked &= frame["question"].isin(config["question"]) | (frame["when"] != "prefill")
+        asked &= frame[column].isin(config[key]) | always if key in config else True
     if rows is not None:
-        keys = [
-            (task, int(seed), item)
-            for task, seeds in rows.items()
-            for seed, items in seeds.items()
-            for item in items
-        ]
-        asked &= MultiIndex.from_frame(frame[["task", "seed", "item"]]).isin(keys)
+        places = zip(frame["task"], frame["seed"].astype(str), frame["item"], strict=True)
+        there = [item in rows.get(task, {}).get(seed, ()) for task, seed, item in places]
+        asked &= Series(there, frame.index)
     return frame[asked]
 
 
@@ -107,9 +103,7 @@ def where_words(when: str, question: str) -> str:
 def budget_words(budget: str) -> str:
     """A budget of the table: "10 % of the cache"."""
     name, _, value = budget.partition("=")
-    if name == "keep_ratio":
-        return f"{100 * float(value):g} % of the cache"
-    return f"{value} {name.replace('_', ' ')}".replace("tokens per head", "entries per head").strip()
+    return f"{100 * float(value):g} % of the cache" if name == "keep_ratio" else f"{value} entries per head"
 
 
 def line_words(line: str) -> str:

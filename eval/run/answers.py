@@ -14,34 +14,19 @@ from transformers import GenerationConfig
 
 from retain.hf.version_names import CACHE
 
-# Stands where a shorter context has nothing. It is masked.
+# Stands behind an answer that ended before others.
 PAD = 0
 
 
-def padded(rows: Sequence[Sequence[int]]) -> tuple[Int[Tensor, "B T"], Int[Tensor, "B T"]]:
-    """Token ids, left-padded to the longest, and the mask that says which are real."""
-    width = max(map(len, rows))
-    ids = torch.tensor([[PAD] * (width - len(row)) + list(row) for row in rows])
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
-    return ids, mask
-
-
 def respond(
-    model: Any,
-    cache: Any,
-    input_ids: Int[Tensor, "N T"],
-    attention_mask: Int[Tensor, "N T"],
-    *,
-    new_tokens: int,
-    end_ids: Sequence[int] = (),
+    model: Any, cache: Any, input_ids: Int[Tensor, "N T"], *, new_tokens: int, end_ids: Sequence[int] = ()
 ) -> list[tuple[int, ...]]:
     """Generates the likeliest token at every step, and returns the answers without their end tokens.
 
     Args:
         model: That answers.
         cache: Ids that it has not seen are read first.
-        input_ids: All that each sequence has read, left-padded, the question last.
-        attention_mask: 1 on tokens, 0 on padding.
+        input_ids: All that each sequence has read, the question last.
         new_tokens: Most tokens to generate; without end tokens, exactly so many.
         end_ids: Tokens that end an answer.
     """
@@ -50,7 +35,7 @@ def respond(
     how = GenerationConfig(
         max_new_tokens=new_tokens, do_sample=False, use_cache=True, pad_token_id=PAD, **least, **ends
     )
-    given = {"input_ids": input_ids, "attention_mask": attention_mask, CACHE: cache}
+    given = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids), CACHE: cache}
     # `generate` takes what it is not told from there.
     before, model.generation_config = model.generation_config, GenerationConfig()
     try:

@@ -6,15 +6,12 @@ equally many entries and bytes of it.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import torch
-from jaxtyping import Int64
 from torch import Tensor
 
 from retain.budget.statement import Budget, LayerShape, spread
-from retain.eval.config import budget_for
+from retain.eval.config import Candidate, budget_for, budget_label
 from retain.hf.cache.cache import Cache
 from retain.presets import Policy
 
@@ -25,70 +22,43 @@ ROUNDED = 0.02
 PACKED = 0.1
 
 
-@dataclass(frozen=True)
-class Held:
-    """Entries and bytes that a cache holds of a sequence, and of all that the sequence has seen, over all
-    layers that evict and their KV heads."""
-
-    entries_held: int
-    entries_seen: int
-    bytes_held: int
-    bytes_seen: int
-
-
-def held_of(cache: Cache) -> list[Held]:
-    """Counts what a cache holds of each sequence. While it is held densely, bytes are by share of entries."""
-    total = cache.report().total
-    held_B, seen_B = _counts(cache)
-    stores = cache.state.stores
-    heads = _heads(cache)
-    entries, seen = int(held_B.sum()), int(seen_B.sum()) * heads
-    bytes_B = [total.bytes_held * held // entries for held in held_B.tolist()]
-    if len(stores) == len(cache.state.specs):
-        each = [(store.bytes_B - cache.state.unused_bytes_B(store)).cpu() for store in stores]
-        bytes_B = torch.stack(each).sum(0).tolist()
-    return [
-        Held(held, length * heads, bytes_held, total.bytes_full * length * heads // seen)
-        for held, length, bytes_held in zip(held_B.tolist(), seen_B.tolist(), bytes_B, strict=True)
-    ]
-
-
-def check_budget(cache: Cache, name: str, budget: Budget, policies_B: Sequence[Policy]) -> None:
-    """Checks that every sequence holds what the budget states of the tokens seen at the last eviction, and
-    the tokens since; before any eviction, all.
-
-    Args:
-        cache: Of sequences under one budget.
-        name: What the message calls it.
-        budget: As the config states it.
-        policies_B: Policy of each sequence.
+def held_of(
+    cache: Cache, candidate: Candidate, budget: Budget, policies: Mapping[Candidate, Policy]
+) -> dict[str, int]:
+    """Counts entries and bytes that the cache of one sequence holds and has seen, over all layers that evict
+    and their KV heads.
 
     Raises:
-        RuntimeError: It holds another number of entries.
+        RuntimeError: It holds another number of entries than the budget states of the tokens seen at the last
+            eviction, and the tokens since; or before any eviction, not all.
     """
-    held_B, seen_B = _counts(cache)
-    heads, wanted_B = _heads(cache), seen_B * _heads(cache)
-    since = cache.num_seen - cache.state.evicted_at if cache.evictions else 0
+    total, state = cache.report().total, cache.state
+    name, wanted, since = f"{candidate.label} at {budget_label(budget)}", total.entries_seen, 0
     if cache.evictions:
-        size = cache.state.element_size
+        policy, size = policies[candidate], state.element_size
+        since = cache.num_seen - state.evicted_at
         shapes = [
-            LayerShape(spec.num_kv_heads, spec.entry_width * size, element_size=size)
-            for spec in cache.state.specs
+            LayerShape(spec.num_kv_heads, spec.entry_width * size, element_size=size) for spec in state.specs
         ]
-        for place, (length, policy) in enumerate(zip((seen_B - since).tolist(), policies_B, strict=True)):
-            layers = [policy.shape_held(shape) for shape in shapes]
-            (stated,) = spread(budget_for(budget, policy), [length], layers).total_B
-            wanted_B[place] = stated + since * heads
-    if not torch.equal(held_B, wanted_B):
+        layers = [policy.shape_held(shape) for shape in shapes]
+        (stated,) = spread(budget_for(budget, policy), [cache.num_seen - since], layers).total_B
+        wanted = stated + since * sum(spec.num_kv_heads for spec in state.specs)
+    if total.entries_held != wanted:
         raise RuntimeError(
-            f"{name} holds {held_B.tolist()} entries where the budget and the {since} tokens since the last "
-            f"of {cache.evictions} evictions are {wanted_B.tolist()}"
+            f"{name} holds {total.entries_held} entries where the budget and the {since} tokens since the "
+            f"last of {cache.evictions} evictions are {wanted}"
         )
-    regime = cache.state.regime
-    if "decode" in regime.parts and cache.evictions and since >= regime.every:
+    if "decode" in state.regime.parts and cache.evictions and since >= state.regime.every:
         raise RuntimeError(
-            f"{name}: {since} tokens have come since the last eviction, and entries go every {regime.every}"
+            f"{name}: {since} tokens have come since the last eviction, and entries go every "
+            f"{state.regime.every}"
         )
+    return {
+        "entries_held": total.entries_held,
+        "entries_seen": total.entries_seen,
+        "bytes_held": total.bytes_held,
+        "bytes_seen": total.bytes_full,
+    }
 
 
 def check_equal_bytes(
@@ -132,27 +102,17 @@ def check_equal_bytes(
             )
 
 
-def positions_held(cache: Cache, place: int) -> list[list[Tensor]]:
-    """Returns the positions of the entries that a sequence holds, by layer and head."""
+def positions_held(cache: Cache) -> list[Tensor]:
+    """Returns the positions of the entries that the cache of one sequence holds, a tensor for each layer and
+    head."""
     found = []
     for layer, spec in zip(cache.state.ragged, cache.state.specs, strict=True):
-        if layer.store is None:
-            every = cache.state.positions_BT[place][cache.state.valid_BT[place]]
-            found.append([every] * spec.num_kv_heads)
+        if (store := layer.store) is None:
+            found += [cache.state.positions_BT[0]] * spec.num_kv_heads
             continue
-        positions_N, rows_N = layer.store.positions_C[layer.store.index_N()], layer.store.rows_N()
-        first = place * spec.num_kv_heads
-        found.append([positions_N[rows_N == first + head] for head in range(spec.num_kv_heads)])
+        positions_N, rows_N = store.positions_C[store.index_N()], store.rows_N()
+        found += [positions_N[rows_N == head] for head in range(spec.num_kv_heads)]
     return found
-
-
-def _counts(cache: Cache) -> tuple[Int64[Tensor, " B"], Int64[Tensor, " B"]]:
-    """Entries that each sequence holds, and tokens that it has seen."""
-    return cache.entries_by_head().sum((1, 2)), cache.state.valid_BT.sum(-1).cpu()
-
-
-def _heads(cache: Cache) -> int:
-    return sum(int(spec.num_kv_heads) for spec in cache.state.specs)
 
 
 def _place(line: Mapping[str, Any]) -> str:

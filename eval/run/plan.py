@@ -1,11 +1,11 @@
-"""Loads what a comparison needs (model, policies, gates, rows), and divides its work into units.
+"""Loads what a comparison needs (model, policies, gates, rows), and lists the lines that it measures.
 
-A unit is a few contexts that are read together, with all questions on them, at one time of eviction. It
-depends on the config alone, so that units run in any order, in any process, and again.
+A unit is a context with all questions on it, at one time of eviction, and the keys of its lines. It depends
+on the config alone, so that units run in any order, in any process, and again.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
@@ -13,7 +13,17 @@ from typing import Any
 
 import torch
 
-from retain.eval.config import Candidate, CompareConfig, resolve_device
+from retain.budget.statement import Budget
+from retain.eval.config import (
+    FULL_BUDGET,
+    FULL_CANDIDATE,
+    Candidate,
+    CompareConfig,
+    budget_label,
+    candidates_of,
+    resolve_device,
+)
+from retain.eval.run.table import GROWING, KEY, Key, digest
 from retain.eval.tasks.encode import Encoded, encode
 from retain.eval.tasks.row import Row
 from retain.eval.tasks.sources import load_rows
@@ -74,16 +84,8 @@ class Context:
         return self.encoded[question].answer_ids[: self.rows[question].max_new_tokens - 1]
 
     @property
-    def tails(self) -> tuple[tuple[int, int, int], ...]:
-        """Tokens of each question, of its answer at most, and of what is read back of a right one."""
-        return tuple(
-            (len(encoded.question_ids), row.max_new_tokens, len(self.read_back(number)))
-            for number, (row, encoded) in enumerate(zip(self.rows, self.encoded, strict=True))
-        )
-
-    @property
     def random_seed(self) -> int:
-        """Seed of random scores, the same in every batch and process."""
+        """Seed of random scores, the same in every process."""
         first = self.rows[0]
         text = f"{first.seed}/{first.task}/{first.item}"
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
@@ -91,27 +93,18 @@ class Context:
 
 @dataclass(frozen=True)
 class Unit:
-    """Contexts of one task and seed that are read together, at one time of eviction. Questions, answers and
-    ends are alike in length; contexts may differ, and are padded."""
+    """A context at one time of eviction, with the identity of every line to measure, by its key."""
 
     when: str
-    contexts: tuple[Context, ...]
-
-    @property
-    def rows(self) -> list[Row]:
-        """Rows of all contexts."""
-        return [row for context in self.contexts for row in context.rows]
+    context: Context
+    identities: Mapping[Key, str]
 
     @property
     def name(self) -> str:
         """Name for messages."""
-        first, last = self.rows[0], self.rows[-1]
-        return f"items {first.item} to {last.item} of {first.task} (seed {first.seed}, {self.when})"
-
-    @property
-    def questions(self) -> range:
-        """Numbers of the questions on each context."""
-        return range(len(self.contexts[0].rows))
+        first, last = self.context.rows[0], self.context.rows[-1]
+        items = f"item {first.item}" if first is last else f"items {first.item} to {last.item}"
+        return f"{items} of {first.task} (seed {first.seed}, {self.when})"
 
 
 def load_model(config: CompareConfig, local_rank: int = 0) -> tuple[Any, Any]:
@@ -132,7 +125,7 @@ def load_model(config: CompareConfig, local_rank: int = 0) -> tuple[Any, Any]:
 
 
 def task_settings(config: CompareConfig, task: str) -> dict[str, Any]:
-    """Settings of a task: those of its group, and its own before them."""
+    """Settings of a task: those of its group, and those of the task before them."""
     stated = config.task_settings
     return {**stated.get(task.partition("/")[0], {}), **stated.get(task, {})}
 
@@ -144,62 +137,72 @@ def load_contexts(config: CompareConfig, task: str, model: Any, tokenizer: Any) 
     Raises:
         ValueError: Rows that cannot be made or encoded, or that the task lacks.
     """
-    settings = task_settings(config, task)
     rows: dict[tuple[int, int], Row] = {}
     for seed in config.seeds:
         how = {"context_tokens": config.context_tokens, "seed": seed, "first_item": config.first_item}
-        made = load_rows(task, tokenizer, items=config.items_per_task, **how, **settings)
+        made = load_rows(task, tokenizer, items=config.items_per_task, **how, **task_settings(config, task))
         rows |= {(row.seed, row.item): row for row in made}
-    contexts = []
-    for _, group in groupby(rows.values(), key=lambda row: (row.seed, row.context_id)):
-        same = tuple(group)
-        encoded = [encode(row, tokenizer, model, chat=config.chat, template=config.template) for row in same]
-        contexts.append(Context(same, tuple(encoded)))
-    return contexts
+    groups = [tuple(group) for _, group in groupby(rows.values(), key=lambda row: (row.seed, row.context_id))]
+    return [
+        Context(group, tuple(encode(row, tokenizer, model, chat=config.chat) for row in group))
+        for group in groups
+    ]
 
 
-def units_of(config: CompareConfig, contexts: Sequence[Context]) -> list[Unit]:
-    """Divides the contexts of a task into units: `batch_items` in order, and of these the ones that can be
-    read together.
+def line_key(row: Row, candidate: Candidate, budget: Budget, when: str, question: str) -> Key:
+    """Returns the key of a line."""
+    stated = {"policy": candidate.policy, "protection": candidate.protection}
+    stated |= {"budget": budget_label(budget), "when": when, "question": question}
+    return tuple(stated[name] if name in stated else getattr(row, name) for name in KEY)
 
-    Where entries go while an answer is decoded, a context whose answers end anywhere stands alone: a cache
-    would count what a finished sequence is filled up with. Chunks have equal borders only in contexts of
-    equal length.
+
+def units_of(
+    config: CompareConfig, contexts: Iterable[Context], identity: Mapping[str, Any]
+) -> Iterator[Unit]:
+    """Yields a unit for each context and time of eviction.
+
+    A line's identity is of the model, the policy, the task's settings, and the row as the model reads it and
+    its answer is scored; `identity` is that of the run, as its manifest holds it.
     """
-    units = []
-    for _, same_seed in groupby(contexts, key=lambda one: one.rows[0].seed):
-        whole = list(same_seed)
-        for start in range(0, len(whole), config.batch_items):
-            for when in config.when:
-                groups: dict[Any, list[Context]] = {}
-                for place, context in enumerate(whole[start : start + config.batch_items]):
-                    ends = context.encoded[0].end_ids
-                    alone = place if when != "prefill" and ends else None
-                    width = len(context.ids) if "chunk" in when else None
-                    groups.setdefault((context.tails, ends, alone, width), []).append(context)
-                units += [Unit(when, tuple(group)) for group in groups.values()]
-    return units
+    shared = {name: part for name, part in identity.items() if name not in GROWING}
+    of_policy: dict[tuple[str, str], str] = {}
+    for context in contexts:
+        of_row = [
+            digest(
+                [one.context_ids, one.question_ids, one.end_ids, row.answers, row.max_new_tokens, row.metric]
+            )
+            for row, one in zip(context.rows, context.encoded, strict=True)
+        ]
+        for when in config.when:
+            cells = [(FULL_CANDIDATE, FULL_BUDGET)]
+            cells += [(one, budget) for budget in config.budgets for one in candidates_of(config, when)]
+            identities: dict[Key, str] = {}
+            for candidate, budget in cells:
+                for row, read in zip(context.rows, of_row, strict=True):
+                    which = (row.task, candidate.label)
+                    if which not in of_policy:
+                        policy = identity["policies"].get(candidate.label)
+                        of_policy[which] = digest([shared, policy, identity["tasks"][row.task]])
+                    for question in config.question if when == "prefill" else ("unknown",):
+                        key = line_key(row, candidate, budget, when, question)
+                        identities[key] = digest([of_policy[which], read])
+            yield Unit(when, context, identities)
 
 
 @contextmanager
-def naming(unit: Unit, cell: str) -> Iterator[None]:
-    """Says in which unit and cell something went wrong. Nothing of the unit is written then: a crash is
-    neither an answer nor a score; the same command goes on here once it is mended.
+def naming(unit: Unit) -> Iterator[None]:
+    """Says in which unit something went wrong. Nothing of the unit is written then: a crash is neither an
+    answer nor a score; the same command goes on here once it is mended.
 
     Raises:
         ValueError: Out of memory, or a refusal of a policy.
-        RuntimeError: Any other error.
     """
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise ValueError(
-            f"out of memory in {unit.name}, {cell}: nothing of it was scored. Lower batch_items or "
-            f"max_sequences, and start the run again: it goes on here ({str(error).partition('.')[0]})."
+            f"out of memory in {unit.name}: nothing of it was scored. Lower max_sequences, and start the run "
+            f"again: it goes on here ({str(error).partition('.')[0]})."
         ) from error
-    except AssertionError:
-        raise
     except ValueError as error:
-        raise ValueError(f"in {unit.name}, {cell}: {error}") from error
-    except Exception as error:
-        raise RuntimeError(f"in {unit.name}, {cell}: {type(error).__name__}: {error}") from error
+        raise ValueError(f"in {unit.name}: {error}") from error

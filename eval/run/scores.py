@@ -46,12 +46,12 @@ def score_candidates(
         learned: By name of a policy, the scores that are handed to its pipeline.
         seeds: Of each sequence, for policies that draw.
     """
-    made: dict[tuple[object, ...], list[Score]] = {}
+    made: dict[str, list[Score]] = {}
     scores = {}
     for candidate in candidates:
         policy, handed = policies[candidate], learned.get(candidate.policy)
         how = (policy.observed, policy.learned, policy.fusion, policy.fusion_weight, policy.draw is not None)
-        key = (id(handed), *map(str, how), json.dumps(policy.observed_settings, sort_keys=True))
+        key = json.dumps([id(handed), *how, policy.observed_settings], sort_keys=True, default=str)
         if key not in made:
             by_gates: Sequence[Score | None] = handed or [None] * len(observed)
             made[key] = [
@@ -71,24 +71,22 @@ def first_entries(score: Score, count: int) -> Score:
     return replace(score, **cut, window=max(0, score.window - (score.values_BHT.shape[-1] - count)))
 
 
-def oracle(teacher: Sequence[Evidence], document_tokens: int) -> list[Score]:
-    """Returns the true future risk of the first entries of a sequence under the tokens that really follow.
+def oracle(teachers: Iterable[Sequence[Evidence]], document_tokens: int) -> list[Score]:
+    """Returns the true future risk of the first entries of a sequence: the largest under any of the tokens
+    that may really follow.
 
     Args:
-        teacher: Every layer over `[document; rest of the question; right answer]`, nothing evicted. Queries
-            of the rest alone count.
+        teachers: For each question, every layer over `[document; rest of the question; right answer]`,
+            nothing evicted. Queries of the rest alone count.
         document_tokens: Entries that the eviction will see.
 
     Returns:
         A score a layer, `[B, H, document_tokens]`, in units of risk.
     """
-    made = [future_risk(layer, document_tokens=document_tokens, sources=("appendix",)) for layer in teacher]
-    return [Score(risk_BHT, "risk") for risk_BHT, _ in made]
-
-
-def largest(futures: Sequence[Sequence[Score]]) -> list[Score]:
-    """Returns the largest score of every entry over several futures, each a score a layer."""
-    return [
-        Score(torch.stack([score.values_BHT for score in layer]).amax(0), "risk")
-        for layer in zip(*futures, strict=True)
-    ]
+    largest: list[torch.Tensor] = []
+    for layers in teachers:
+        risks = [
+            future_risk(layer, document_tokens=document_tokens, sources=("appendix",))[0] for layer in layers
+        ]
+        largest = [*map(torch.maximum, largest, risks)] if largest else risks
+    return [Score(risk_BHT, "risk") for risk_BHT in largest]

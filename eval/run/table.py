@@ -18,6 +18,7 @@ from retain.config import leaves
 from retain.process.provenance import write_json, write_text
 
 RESULTS = "results.jsonl"
+LOCK = f"{RESULTS}.lock"
 MANIFEST = "manifest.json"
 KEY = ("policy", "budget", "when", "question", "protection", "task", "seed", "item")
 # Parts of an identity that may grow from one run to the next: what is in both must be equal.
@@ -98,21 +99,10 @@ def read_table(folder: Path) -> dict[Key, dict[str, Any]]:
     return found
 
 
-def drop_torn(folder: Path) -> None:
-    """Rewrites the table of a killed run without its torn lines."""
-    path = folder / RESULTS
-    if not path.exists():
-        return
-    lines = read_table(folder).values()
-    whole = "".join(_text(line) for line in lines)
-    if path.read_bytes() != whole.encode():
-        write_text(path, whole)
-
-
 def append_lines(folder: Path, lines: Iterable[Line]) -> None:
     """Appends lines in one write, and flushes it."""
     text = "".join(_text(asdict(line)) for line in lines)
-    with FileLock(folder / f"{RESULTS}.lock"), (folder / RESULTS).open("a", encoding="utf-8") as file:
+    with FileLock(folder / LOCK), (folder / RESULTS).open("a", encoding="utf-8") as file:
         file.write(text)
 
 
@@ -130,18 +120,18 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(found["identity"], dict):
+            raise ValueError("its identity is none")
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist: {folder} holds no run of retain compare.") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read: {error}. Restore it from a copy, or {OTHER_RUN}.") from None
-    if not isinstance(found, dict) or not isinstance(found.get("identity"), dict):
-        raise ValueError(f"{path} is no manifest of a run. Restore it from a copy, or {OTHER_RUN}.")
-    return found
+    return dict(found)
 
 
 def open_run(folder: Path, manifest: Mapping[str, Any], expected: Mapping[Key, str]) -> bool:
     """Prepares a folder for a run: checks that lines which are there may stand in its table, drops torn ones,
-    and writes the manifest, if anything is left to measure.
+    and writes the manifest.
 
     Args:
         folder: Of the run.
@@ -150,39 +140,34 @@ def open_run(folder: Path, manifest: Mapping[str, Any], expected: Mapping[Key, s
         expected: Key -> identity of every line of this run.
 
     Returns:
-        Whether all lines are there already.
+        Whether all lines are there already; the manifest then stays what it was, but for config and rows.
 
     Raises:
         ValueError: The folder holds lines of another identity; names what differs.
     """
-    drop_torn(folder)
-    lines = read_table(folder)
-    here = {**manifest}
+    lines, here = read_table(folder), {**manifest}
+    complete = expected.keys() <= lines.keys()
     if lines:
         before = read_manifest(folder)
-        differing = differences(before["identity"], manifest["identity"])
-        changed = [
-            key for key, line in lines.items() if expected.get(key, line["identity"]) != line["identity"]
-        ]
-        if differing or changed:
-            what = ", ".join(differing) or "the rows themselves (data, tokenizer or chat template)"
+        old, new = before["identity"], manifest["identity"]
+        what = differences(old, new)
+        if not what and any(
+            expected.get(key, line["identity"]) != line["identity"] for key, line in lines.items()
+        ):
+            what = ["the rows themselves (data, tokenizer or chat template)"]
+        if what:
             raise ValueError(
-                f"{folder} holds lines of another identity; these differ: {what}. Lines of two identities "
-                f"are never mixed: {OTHER_RUN}."
+                f"{folder} holds lines of another identity; these differ: {', '.join(what)}. Lines of two "
+                f"identities are never mixed: {OTHER_RUN}."
             )
-        merged = {
-            name: {**before["identity"].get(name, {}), **manifest["identity"][name]} for name in GROWING
-        }
-        here["identity"] = {**manifest["identity"], **merged}
-        here["started"] = before.get("started", manifest.get("started"))
-        if expected.keys() <= lines.keys():
+        here["identity"] = {**new, **{name: {**old.get(name, {}), **new[name]} for name in GROWING}}
+        if complete:
             here = {**before, "config": manifest["config"], "rows": manifest["rows"]}
-        else:
-            states = [*before.get("earlier", []), {name: before.get(name) for name in ("code", "machine")}]
-            here["earlier"] = [state for number, state in enumerate(states) if state not in states[:number]]
     folder.mkdir(parents=True, exist_ok=True)
+    if (folder / RESULTS).exists():  # without torn lines
+        write_text(folder / RESULTS, "".join(map(_text, lines.values())))
     write_json(folder / MANIFEST, here)
-    return expected.keys() <= lines.keys()
+    return complete
 
 
 def finish_run(folder: Path, **more: Any) -> None:

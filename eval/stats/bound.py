@@ -31,34 +31,30 @@ SMALLEST = 1e-290
 _GRID, _BEND = np.linspace(0.0, 12.0, 193), 0.3
 
 
-def p_at_most(differences: Sequence[np.ndarray], value: float, *, worst: float = WORST) -> float:
+def p_at_most(differences: Sequence[np.ndarray], value: float) -> float:
     """One-sided p of "the true macro mean is `value` or less": with E_i independent exponentials, w_i the
     weight of item i in the macro mean, and item 0 the added one, at the largest weight,
 
-        p = P(sum_i w_i E_i (x_i - value) + max_i w_i E_0 (-worst - value) <= 0)
+        p = P(sum_i w_i E_i (x_i - value) + max_i w_i E_0 (-WORST - value) <= 0)
 
     by its moment-generating function, integrated along a path of descent.
 
     Args:
-        differences: One array per stratum (task), one number per item: policy minus baseline.
-        value: In the unit of the differences.
-        worst: The most that one item can lose: 100 of points, 1 of scores in [0, 1].
+        differences: One array per stratum (task), one number per item: policy minus baseline, in points.
+        value: In points.
 
     Raises:
-        ValueError: If there is no stratum, an empty one, a nan, or an item lost more than `worst`.
+        ValueError: If there is no stratum, an empty one, a nan, or an item lost more than 100 points.
     """
     strata = checked_strata(differences, "p_at_most")
     least = min(float(stratum.min()) for stratum in strata)
-    if not worst > 0 or least < -worst * (1 + 1e-9):
-        raise ValueError(
-            f"worst is the most that one item can lose, got {worst} where an item lost {-least:g}. Pass the "
-            "width of the scale: 1 for scores in [0, 1], 100 for points."
-        )
+    if least < -WORST * (1 + 1e-9):
+        raise ValueError(f"an item lost {-least:g}, and scores are points of {WORST:g}.")
     seen = [np.unique(stratum, return_counts=True) for stratum in strata]
     sizes = [np.full(one.size, 1 / (len(strata) * s.size)) for s, (one, _) in zip(strata, seen, strict=True)]
     values, counts = (np.concatenate(parts) for parts in zip(*seen, strict=True))
     weights = np.concatenate(sizes)
-    added = float(weights.max()) * (-worst - value)
+    added = float(weights.max()) * (-WORST - value)
     steps, counts = np.append(weights * (values - value), added), np.append(counts, 1.0)
     counts, steps = counts[steps != 0], steps[steps != 0]
     if not steps.size or steps.max() <= 0:
@@ -72,23 +68,20 @@ def p_at_most(differences: Sequence[np.ndarray], value: float, *, worst: float =
     return max(SMALLEST, min(1.0, tail if below else 1.0 - tail))
 
 
-def p_within(differences: Sequence[np.ndarray], margin: float, *, worst: float = WORST) -> float:
+def p_within(differences: Sequence[np.ndarray], margin: float) -> float:
     """p of "the true macro-mean difference is at least the margin, in either direction". A small p says
     equivalent.
 
     Args:
         margin: Largest difference that would not matter, > 0, stated before the run.
-        worst: The most that an item can differ, either way.
 
     Raises:
         ValueError: If the margin is not positive, and as `p_at_most` does.
     """
     if not margin > 0:
-        raise ValueError(
-            f"The margin of equivalence must be positive, got {margin}; 2 points (0.02 of F1) is usual."
-        )
+        raise ValueError(f"The margin of equivalence must be positive, got {margin}; 2 points are usual.")
     strata = checked_strata(differences, "p_within")
-    return max(p_at_most([sign * one for one in strata], -margin, worst=worst) for sign in (1.0, -1.0))
+    return max(p_at_most([sign * one for one in strata], -margin) for sign in (1.0, -1.0))
 
 
 def _tail(steps: np.ndarray, counts: np.ndarray) -> float:

@@ -44,16 +44,9 @@ class Interval:
     num_items: int
     num_nonzero: int
 
-    @property
-    def undefined(self) -> bool:
-        """True where the estimate has no interval."""
-        return self.method == "undefined"
-
-    def spelled(self, decimals: int = 1) -> str:
+    def __str__(self) -> str:
         """Both ends with their signs, "[+0.3, +1.2]", or "no interval"."""
-        if self.undefined:
-            return "no interval"
-        return f"[{self.low:+.{decimals}f}, {self.high:+.{decimals}f}]"
+        return "no interval" if self.method == "undefined" else f"[{self.low:+.1f}, {self.high:+.1f}]"
 
 
 def macro_mean(strata: Sequence[np.ndarray]) -> float:

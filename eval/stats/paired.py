@@ -19,7 +19,7 @@ from typing import Literal, TypeVar
 
 import numpy as np
 
-from retain.eval.stats.bound import WORST, p_within
+from retain.eval.stats.bound import p_within
 from retain.eval.stats.interval import Interval, checked_strata, paired_interval
 from retain.process.extras import deferred
 
@@ -128,22 +128,19 @@ def judge(
     *,
     margin: float,
     resamples: int = 5000,
-    worst: float = WORST,
 ) -> dict[Name, Comparison]:
     """Compare pairs of policies on the same items, and judge them together as one family.
 
     Args:
         family: Name -> scores of the policy and of its baseline, higher is better: one array per stratum
-            (task), one number per item, the items of both in the same order. The order of items changes no
+            (task), one number per item, points of 100, the items of both in the same order, which changes no
             result.
-        margin: Largest difference that does not matter, in the unit of the scores, > 0, stated before the
-            run: 2 for points of 100.
+        margin: Largest difference that does not matter, in points, > 0, stated before the run.
         resamples: Of the sign-flip tests; more where the family is so large that fewer could not pass.
-        worst: The most that two scores of one item can differ: 100 of points, 1 of scores in [0, 1].
 
     Raises:
-        ValueError: If scores do not pair up, hold a nan, differ by more than `worst`, or the margin is not
-            positive.
+        ValueError: If scores do not pair up, hold a nan, differ by more than 100 points, or the margin is
+            not positive.
 
     Examples:
         >>> right, wrong = [np.full(40, 100.0)], [np.zeros(40)]
@@ -154,7 +151,7 @@ def judge(
     made = []
     for policy, baseline in family.values():
         differences = _differences(policy, baseline)
-        within = p_within(differences, margin, worst=worst)
+        within = p_within(differences, margin)
         made.append((paired_interval(differences), sign_flip(differences, resamples=enough), within))
     adjusted = (holm([p for _, p, _ in made]), holm([within for _, _, within in made]))
     return {

@@ -112,7 +112,7 @@ def comparisons(
     lines = frame.drop_duplicates("line").set_index("line")["policy"]
     if baseline is not None and baseline not in lines:
         raise ValueError(f"baseline={baseline!r} was not measured. There are: {', '.join(lines.index)}.")
-    taught = trained_lines(frame)
+    taught = set(frame.loc[frame["trained"], "line"])
     unfit = {line for line, policy in lines.items() if policy in (FULL, *CONTROLS)}
     made = []
     for (when, question), group in frame.groupby(WHERE, sort=False):
@@ -140,8 +140,3 @@ def comparisons(
                 for (budget, line, against), result in results.items()
             ]
     return made
-
-
-def trained_lines(frame: "DataFrame") -> set[str]:
-    """Lines whose policy takes gates, or weights of heads, which are measured beforehand."""
-    return set(frame.loc[frame["trained"], "line"])

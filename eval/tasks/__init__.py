@@ -1,6 +1,5 @@
-"""Tasks for models, by suite.
+"""Tasks: rows, where they come from, and how a model reads them.
 
-Reading order: `suite` (types: task, item, suite), `suites` (suites by name). The reference model's:
-`reference_basic`, `reference_more`. Tasks in text, for any model: `task_card`,
-`text_suite`, `rendering`, then one file a benchmark or kind of task.
+Reading order: `row` (a question on a context), `sources` (rows by a task's name), `files` (tables and Python
+files), `encode` (rows in tokens). Generators: `haystacks`, `ruler`, `facts`, `reference`; `longbench`.
 """

@@ -5,12 +5,11 @@ and the beginning of the answer if the row gives one, follow the question. Conte
 text, before tokenization, so that no token spans them and the context's tokens do not depend on the question.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from retain.eval.tasks.row import Row
-from retain.hf.dated_template import dated_template
 from retain.reference.tokenizer import BOS_ID, FOLDER
 
 # Stands for the message while a chat template is rendered: no template and no task contains it.
@@ -21,6 +20,8 @@ ENDS = (
     *("<end_of_turn>", "</s>"),
 )
 THINK, THOUGHT = "<think>", "</think>"
+# The day that Llama 3's template writes where it is given none: another day's prompt has another score.
+DAY = "26 Jul 2024"
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,6 @@ def encode(
     model: Any = None,
     *,
     chat: bool = True,
-    template: Mapping[str, Any] | None = None,
 ) -> Encoded:
     """Encode a row.
 
@@ -57,7 +57,6 @@ def encode(
         tokenizer: Of the model.
         model: The model, whose configs may name further end tokens and the longest text that it reads.
         chat: Whether a chat template is used, if the tokenizer has one and the row wants one.
-        template: More keyword arguments of the chat template.
 
     Raises:
         ValueError: The chat template cannot be used, or the model does not read as many tokens.
@@ -68,7 +67,7 @@ def encode(
         return Encoded(context, question, right, (), ids["evidence"])
     before, after, begin = "", "", opening_ids(tokenizer)
     if chat and row.extra.get("chat", True) and getattr(tokenizer, "chat_template", None) is not None:
-        (before, after), begin = chat_frame(tokenizer, template), ()
+        (before, after), begin = chat_frame(tokenizer), ()
     ends = end_ids_of(tokenizer, model)
     context_ids = (*begin, *_ids(tokenizer, before + row.context))
     text = row.question + after + row.answer_prefix
@@ -89,25 +88,12 @@ def encode(
     return Encoded(context_ids, question_ids, (*answer_ids, *ends[:1]), ends, evidence)
 
 
-def answer_text(
-    row: Row, generated: Sequence[int], tokenizer: Any, end_ids: Iterable[int] | None = None
-) -> str:
-    """Text of an answer as it is scored: behind a thought, up to the end of the answer.
-
-    Args:
-        row: Whose answer it is.
-        generated: Generated token ids.
-        tokenizer: Of the model.
-        end_ids: Tokens that end it, `Encoded.end_ids`; None: those that the tokenizer knows.
-
-    Returns:
-        The text; of a row that is given as token ids, the names of the tokens, a space between two.
-    """
+def answer_text(row: Row, generated: Sequence[int], tokenizer: Any) -> str:
+    """Text of an answer (token ids up to its end) as it is scored: behind a thought. For a row of token ids,
+    the names of the tokens, a space between two."""
     if "token_ids" in row.extra:
         return " ".join(tokenizer.convert_ids_to_tokens(list(generated)))
-    ends = {*(end_ids_of(tokenizer) if end_ids is None else end_ids)}
-    stop = next((place for place, token in enumerate(generated) if token in ends), len(generated))
-    text = str(tokenizer.decode(list(generated[:stop]), skip_special_tokens=True)).rpartition(THOUGHT)[2]
+    text = str(tokenizer.decode(list(generated), skip_special_tokens=True)).rpartition(THOUGHT)[2]
     if row.extra.get("first_line"):
         text = text.lstrip("\n").partition("\n")[0]
     for end in row.extra.get("stop", ()):
@@ -125,16 +111,16 @@ def end_ids_of(tokenizer: Any, model: Any = None) -> tuple[int, ...]:
     return tuple(dict.fromkeys(end for end in ends if end is not None))
 
 
-def chat_frame(tokenizer: Any, template: Mapping[str, Any] | None = None) -> tuple[str, str]:
+def chat_frame(tokenizer: Any) -> tuple[str, str]:
     """Texts that a chat template writes before the user's message, and between it and the answer.
 
     The model is not to think before it answers: `enable_thinking` is false, and a thought that a template
-    opens is closed. `template` are more keyword arguments of the template.
+    opens is closed.
 
     Raises:
         ValueError: The template refuses a message, or does not write it as it is.
     """
-    how = {"enable_thinking": False, "chat_template": dated_template(tokenizer), **(template or {})}
+    how = {"enable_thinking": False, "date_string": DAY}
     chat = [{"role": "user", "content": MARK}]
     try:
         text = str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **how))

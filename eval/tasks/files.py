@@ -16,7 +16,6 @@ from typing import Any
 from retain.config import Count, build
 from retain.eval.tasks.row import Row, RowsFunction
 from retain.process.extras import require
-from retain.process.registry import suggest
 
 Table = Sequence[Mapping[str, Any]]
 HUB = "hub:"
@@ -74,7 +73,6 @@ def table_rows(
     chosen = [pair for pair in enumerate(table) if only is None or pair[1].get("task") == only]
     rows = []
     for number, columns in chosen[first_item : None if items is None else first_item + items]:
-        need(columns, ("context", "question"), f"row {number} of {source}")
         known = {one.name: columns[one.name] for one in fields(Columns) if one.name in columns}
         try:
             read = build(known, Columns)
@@ -115,14 +113,6 @@ def module_rows(path: Path) -> RowsFunction:
         raise ValueError(f"{path} has no function `rows`, which a task in a Python file needs.")
     rows: RowsFunction = module.rows
     return rows
-
-
-def need(columns: Mapping[str, Any], names: Sequence[str], what: str) -> None:
-    """Refuse a table's row without one of its columns, by a ValueError."""
-    for name in names:
-        if name not in columns:
-            there = ", ".join(sorted(columns))
-            raise ValueError(f"{what} has no column {name!r}{suggest(name, columns)}; it has {there}.")
 
 
 def read_file(path: Path) -> Table:

@@ -155,12 +155,6 @@ def _plain(part: str) -> tuple[str, ...]:
     return tuple(word for word in _listed(part) if word.isascii() and word.isalpha() and word.islower())
 
 
-@cache
-def all_words() -> tuple[str, ...]:
-    """Nouns, verbs and adjectives together, each word once, sorted."""
-    return tuple(sorted({word for part in ("noun", "verb", "adjective") for word in _listed(part)}))
-
-
 def draw_number(draw: random.Random) -> str:
     """Draw seven digits, the first not 0."""
     return str(draw.randint(10**6, 10**7 - 1))

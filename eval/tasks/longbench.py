@@ -17,12 +17,11 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from retain.eval.tasks.files import Table, need, parse
+from retain.eval.tasks.files import Table, parse
 from retain.eval.tasks.row import Row, Source
 from retain.process.registry import lookup
 
 TASKS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
-COLUMNS = ("input", "context", "answers", "length", "all_classes", "_id")
 
 
 def longbench(
@@ -35,7 +34,6 @@ def longbench(
     dataset: str,
     even: bool = False,
     path: str | None = None,
-    revision: str | None = None,
 ) -> list[Row]:
     """Rows of one data set, the same for every seed.
 
@@ -47,21 +45,17 @@ def longbench(
         dataset: One of `TASKS`.
         even: Whether it is LongBench-E's, whose lengths are evenly spread.
         path: The JSON lines, the folder that holds them, or the released data.zip; None: the hub's zip.
-        revision: Of the hub's repository.
 
     Raises:
-        ValueError: Rows that cannot be had or lack a column, or a prompt that cannot be cut.
+        ValueError: Rows that cannot be had, or a prompt that cannot be cut.
     """
     del seed
     card = lookup(dataset, TASKS, what="data set of LongBench")
     opening, closing = card["prompt"].split("{context}")
-    table = _table(f"{dataset}_e" if even else dataset, path, revision)
+    table = _table(f"{dataset}_e" if even else dataset, path)
     rows = []
     for number in range(first_item, len(table) if items is None else min(len(table), first_item + items)):
         columns = table[number]
-        need(columns, COLUMNS, f"row {number} of LongBench {dataset}")
-        if isinstance(columns["answers"], str):  # a text is a sequence of texts, too
-            raise ValueError(f"the column answers of LongBench {dataset}, row {number}, is no list.")
         question = closing.replace("{input}", columns["input"])
         context, question, lost = cut_middle(
             opening + columns["context"], question, context_tokens, tokenizer
@@ -82,13 +76,13 @@ def longbench(
     return rows
 
 
-def _table(name: str, path: str | None, revision: str | None) -> Table:
+def _table(name: str, path: str | None) -> Table:
     """Rows of one data set from its file, its folder or the zip."""
     try:
         if path is None:
             from huggingface_hub import hf_hub_download
 
-            path = hf_hub_download("THUDM/LongBench", "data.zip", repo_type="dataset", revision=revision)
+            path = hf_hub_download("THUDM/LongBench", "data.zip", repo_type="dataset")
         place: Any = Path(path).expanduser()
         if place.is_dir():
             place = place / f"{name}.jsonl"

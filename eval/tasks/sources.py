@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from retain.eval.metrics import METRICS
-from retain.eval.tasks import facts, longbench, reference, ruler, ruler_counting
+from retain.eval.tasks import facts, longbench, reference, ruler
 from retain.eval.tasks.files import HUB, module_rows, table_rows
 from retain.eval.tasks.row import Row, Source
 from retain.process.registry import lookup
 
-_MODULES = (reference, facts, ruler, ruler_counting, longbench)
+_MODULES = (reference, facts, ruler, longbench)
 SOURCES: dict[str, Source] = {name: made for module in _MODULES for name, made in module.SOURCES.items()}
 FILES = (".jsonl", ".parquet", ".py")
 

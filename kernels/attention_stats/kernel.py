@@ -36,7 +36,7 @@ def _rows_of(pointer, stride_row, stride_column, num_rows, D: tl.constexpr, ROWS
 
 
 @triton.jit
-def capped(products, scale, soft_cap, HAS_CAP: tl.constexpr):
+def _capped(products, scale, soft_cap, HAS_CAP: tl.constexpr):
     """Logits in units of log 2 that are still to be multiplied by the second result.
 
     `scale` is of the products, log2(e) included; with a cap everything is multiplied already.
@@ -107,7 +107,7 @@ def lse_kernel(Q, K, EXISTS, ASKS, PLACE, SINKS, SHIFT,
             K + tl.cast(n, tl.int64) * stride_kt, stride_kt, stride_kd, stop - n, D, BLOCK_N, BLOCK_D, UPCAST
         )
         products = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
-        logits, factor = capped(products, scale, soft_cap, HAS_CAP)
+        logits, factor = _capped(products, scale, soft_cap, HAS_CAP)
         if (n < whole) | (n >= ragged):
             logits = tl.where(entry[None, :] < upper[:, None], logits, float("-inf"))
             if WINDOW == BY_ENTRY:
@@ -138,7 +138,7 @@ def lse_kernel(Q, K, EXISTS, ASKS, PLACE, SINKS, SHIFT,
 
 
 @triton.jit
-def store_stats(MAX, SUM, ENTROPY, LAST, worst, mass, spread, when, row, at, inside, exists):  # fmt: skip
+def _store_stats(MAX, SUM, ENTROPY, LAST, worst, mass, spread, when, row, at, inside, exists):  # fmt: skip
     """Write what was wanted of one block of keys; an entry that is not there was paid nothing."""
     if MAX is not None:
         tl.store(MAX + row + at, tl.where(exists, worst, 0.0), mask=inside)
@@ -222,7 +222,7 @@ def stats_kernel(Q, K, SHIFT, EXISTS, PLACE, LEAST, MAX, SUM, SCATTER, ENTROPY, 
             shift = tl.load(SHIFT + row + s)
             # Keys are rows, so that what is reduced over lies in few threads.
             products = tl.dot(keys, tl.trans(queries), input_precision=PRECISION)
-            logits, factor = capped(products, scale, soft_cap, HAS_CAP)
+            logits, factor = _capped(products, scale, soft_cap, HAS_CAP)
             logits = logits * factor + shift[None, :]
             if BLANKS:
                 # What lies where no query is may be NaN. It is read all the same: loads that wait for no
@@ -274,11 +274,11 @@ def stats_kernel(Q, K, SHIFT, EXISTS, PLACE, LEAST, MAX, SUM, SCATTER, ENTROPY, 
             to = (b * H * G + head) * (k1 - k0)
             if SCATTER is not None:
                 tl.store(SCATTER + to + entry - k0, tl.where(exists, scatter, 0.0), mask=inside)
-            store_stats(MAX, SUM, ENTROPY, LAST, worst, mass, spread, when, to, entry - k0, inside, exists)
+            _store_stats(MAX, SUM, ENTROPY, LAST, worst, mass, spread, when, to, entry - k0, inside, exists)
     if GROUP:
         to = (b * H + h) * (k1 - k0)
         if SCATTER is not None:
             tl.store(SCATTER + to + entry - k0, tl.where(exists, all_scatter, 0.0), mask=inside)
-        store_stats(
+        _store_stats(
             MAX, SUM, ENTROPY, LAST, all_worst, all_mass, all_spread, all_when, to, entry - k0, inside, exists
         )

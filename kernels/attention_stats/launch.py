@@ -1,7 +1,8 @@
-"""Launches the kernels of attention statistics, and lists their builds.
+"""Launches the kernels of attention statistics.
 
-Nothing waits for the device: properties that the host cannot know (whether padding exists, where places have
-gaps) are masked on it.
+Work is cut by a table (`tile`), without tuning at run time, so that the same call is computed in the same
+way every time. Nothing waits for the device: properties that the host cannot know (whether padding exists,
+where places have gaps) are masked on it.
 """
 
 from collections.abc import Sequence
@@ -13,9 +14,53 @@ from torch import Tensor
 from retain.kernels import backend
 from retain.kernels.attention_stats import kernel
 from retain.kernels.attention_stats.reference import Call, empty_outputs
-from retain.kernels.attention_stats.tiles import WHOLE, tile
-from retain.kernels.backend import LOG2E, TYPES
-from retain.kernels.build import ARCHS, Build, Tile
+from retain.kernels.backend import LOG2E
+from retain.kernels.build import Tile
+
+# So many queries, or keys, are a whole number of tiles.
+WHOLE = 128
+
+
+def tile(
+    kernel: str,
+    dtype: torch.dtype,
+    block: int,
+    arch: int,
+    num_queries: int,
+    *,
+    busy: bool = False,
+    heads: int = 1,
+) -> Tile:
+    """The tile of a kernel: queries (in the first pass rows: a query and a query head) by keys.
+
+    Args:
+        kernel: `lse` or `stats`.
+        dtype: of queries and keys.
+        block: the head width, as a power of two.
+        arch: whose table: 90 for Hopper, 80 for all others (`backend.architecture`).
+        num_queries: S, in the first pass rows of a KV head, G * S.
+        busy: whether much more than a maximum is made of a probability: then registers are short.
+        heads: query heads that a program of the second pass takes.
+    """
+    few, large = num_queries <= 32, arch == 90
+    if dtype == torch.float32:
+        # Products by plain multiply-adds, whose operands are registers.
+        return Tile(16 if few else 32, 32 if block <= 128 else 16, 4, 2)
+    if few:
+        return Tile(32, 128 if block <= 128 else 64, 4, 2)
+    if busy and large:
+        return Tile(64, 64, 4, 2) if kernel == "lse" else Tile(64, 128, 8, 2)
+    # Where registers are bounded, it is for two programs to a multiprocessor: one multiplies while the other
+    # takes exponentials and maxima.
+    if kernel == "lse":
+        if block <= 128:
+            return Tile(128, 128, 8, 2, 128) if large else Tile(128, 64, 8, 3)
+        return Tile(128, 64, 8, 2) if large else Tile(64, 64, 8, 1)
+    if block <= 128:
+        if large and heads == 1:
+            return Tile(128, 128, 8, 2, 128)
+        return Tile(64, 128, 8, 3)
+    return Tile(64, 128, 8, 2) if large else Tile(64, 64, 8, 1)
 
 
 @torch.no_grad()
@@ -176,67 +221,3 @@ def _stats(call: Call, shift_BQS: Tensor, found: dict[str, Tensor]) -> None:
         HEADS=heads,
         **_options(cut),
     )
-
-
-def builds() -> list[Build]:
-    """Every kernel with every tile that can be chosen, and what is switched on and off in it."""
-    plain: dict[str, Any] = {}
-    grouped = {"HEADS": 4, "GROUP": True}
-    every = {"EXISTS": "*u8", "ASKS": "*u8", "PLACE": "*i64", "SINKS": "*fp32",
-             "LEAST": "*fp32", "BLANKS": True, "HAS_CAP": True,
-             "WINDOW": int(kernel.BY_PLACE),
-             "wanted": ("MAX", "SUM", "SCATTER", "ENTROPY", "LAST")}  # fmt: skip
-    masked = {"EXISTS": "*u8", "ASKS": "*u8", "BLANKS": True, "WINDOW": int(kernel.BY_ENTRY)}
-    sums = {"EXISTS": "*u8", "wanted": ("MAX", "SUM"), "GROUP": True, "HEADS": 4}
-    many, few = 4096, 32
-    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
-    calls: list[tuple[str, torch.dtype, int, int, str, dict[str, Any]]] = []
-    for name in ("lse", "stats"):
-        calls += [(name, bf16, width, many, "", plain) for width in (64, 128, 256)]
-        calls += [(name, bf16, width, few, "grouped", grouped) for width in (64, 128, 256)]
-        calls += [(name, bf16, width, many, "every", every) for width in (128, 256)]
-        calls += [(name, bf16, 128, many, "masked", masked)]
-        calls += [(name, fp16, 80, many, "", plain)]
-        calls += [(name, fp32, width, number, "", plain) for width in (128, 256) for number in (few, many)]
-    calls += [("stats", bf16, 128, many, "sums", sums), ("stats", bf16, 128, few, "sums", sums)]
-    return [build for call in calls for build in _builds_of(*call)]
-
-
-_KERNELS = {"lse": kernel.lse_kernel, "stats": kernel.stats_kernel}
-# Arguments as contiguous tensors have them: strides of 1, and those of whole vectors.
-_ONES = ("stride_qd", "stride_kd", "stride_as", "stride_pt", "stride_sinks")
-_WHOLE_VECTORS = (
-    *("stride_qb", "stride_qq", "stride_qs", "stride_kb", "stride_kh", "stride_kt"),
-    *("stride_row", "stride_eb", "stride_eh"),
-)
-
-
-def _builds_of(
-    name: str, dtype: torch.dtype, D: int, num_queries: int, switched: str, switches: dict[str, Any]
-) -> list[Build]:
-    """One kernel as it is launched for these shapes: a build for each tile, of all that take it."""
-    block, kind, wide = backend.block_of(D), TYPES[dtype], dtype != torch.float32
-    busy, heads = bool(switches.get("HAS_CAP")), switches.get("HEADS", 1)
-    tiles = {arch: tile(name, dtype, block, arch, num_queries, busy=busy, heads=heads) for arch in ARCHS}
-    types = {"Q": f"*{kind}", "K": f"*{kind}", "SHIFT": "*fp32"}
-    types |= {key: value for key, value in switches.items() if str(value).startswith("*")}
-    types |= dict.fromkeys(switches.get("wanted", ("MAX",)), "*fp32")
-    types |= {"LAST": "*i64"} if "LAST" in types else {}
-    types |= {"scale": "fp32", "soft_cap": "fp32"}
-    of = _KERNELS[name]
-    sizes = ("BH", "H", "G", "S", "T")
-    pointers = dict.fromkeys(one for one in of.arg_names if one.isupper() and one not in (*sizes, *types))
-    label = f"{name} {kind} D={D} S={num_queries} {switched}".strip()
-    found = []
-    for cut in dict.fromkeys(tiles.values()):
-        constants: dict[str, Any] = {
-            "D": D, "BLOCK_D": block, "BLOCK_M": cut.m, "BLOCK_N": cut.n, "WINDOW": 0,
-            "HAS_CAP": False, "GROUP": False, "UPCAST": False,
-            "BLANKS": False, "HEADS": 1, "PRECISION": backend.dot_precision(dtype),
-        }  # fmt: skip
-        switched_on = {key: value for key, value in switches.items() if key in constants}
-        constants = {**pointers, **dict.fromkeys(_ONES, 1), **constants, **switched_on}
-        wgmma = wide and (cut.m if name == "lse" else cut.n) >= 64
-        archs = [arch for arch in ARCHS if tiles[arch] == cut]
-        found.append(Build(label, of, types, constants, cut, _WHOLE_VECTORS, wgmma, archs))
-    return found

@@ -7,15 +7,13 @@ of entries (where one row alone fills the budget). Results are float32 (float64 
 """
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
 
 import torch
 from torch import Tensor
 from torch.nn.functional import max_pool1d
-
-from retain.kernels.attention_stats.threads import spread
 
 # Inside the logarithm of an entropy, as CAKE's released code has it.
 LOG_EPS = 1e-10
@@ -109,25 +107,34 @@ def empty_outputs(call: Call, *, filled: bool = True) -> dict[str, Tensor]:
 def attention_stats(call: Call) -> dict[str, Tensor]:
     """Each wanted statistic, `[B, Q, K]`, or `[B, H, K]` if the group is reduced; `lse` `[B, Q, S]`."""
     walk = _Walk(call)
+    slabs = list(walk.slabs())
     if walk.workers == 1:
-        for rows in walk.slabs():
-            walk.fold(rows)
-        return walk.found
-    waiting: SimpleQueue[_Rows] = SimpleQueue()
-    for rows in walk.slabs():
-        waiting.put(rows)
-
-    def work(walk: _Walk) -> None:
-        # Who takes which heads changes nothing: no two write the same numbers.
-        while True:
-            try:
-                walk.fold(waiting.get_nowait())
-            except Empty:
-                return
-
-    walks = [walk, *(walk.beside() for _ in range(walk.workers - 1))]
-    spread(work, walks)
+        walk.fold_all(slabs)
+    else:
+        # No two write the same numbers.
+        walks = [walk, *(walk.copied() for _ in range(walk.workers - 1))]
+        _in_threads([(other, slabs[place :: len(walks)]) for place, other in enumerate(walks)])
     return walk.found
+
+
+def _in_threads(parts: "list[tuple[_Walk, list[_Rows]]]") -> None:
+    """Folds each part in a thread that computes alone: an operation that is cut over all cores waits for its
+    slowest piece, and these are many small ones."""
+    before, inference = torch.get_num_threads(), torch.is_inference_mode_enabled()
+
+    def work(part: "tuple[_Walk, list[_Rows]]") -> None:
+        # A thread takes the process's default when it is first asked, and would then forget the number.
+        torch.get_num_threads()
+        torch.set_num_threads(1)
+        with torch.inference_mode(inference), torch.no_grad():
+            part[0].fold_all(part[1])
+
+    try:
+        with ThreadPoolExecutor(len(parts)) as pool:
+            list(pool.map(work, parts))
+    finally:
+        # A thread's number is also the default of threads to come.
+        torch.set_num_threads(before)
 
 
 @dataclass(frozen=True)
@@ -199,8 +206,8 @@ class _Walk:
         keys = self.call.keys_BHTD
         self.block, self.scratch = (keys.new_empty(self._size, dtype=self.call.dtype) for _ in range(2))
 
-    def beside(self) -> "_Walk":
-        """The same call and results, with blocks of its own."""
+    def copied(self) -> "_Walk":
+        """The same call and results, with other blocks."""
         other = copy(self)
         other._make_room()
         return other
@@ -233,6 +240,11 @@ class _Walk:
                 stop = min(self.H, h + self.heads)
                 query_heads = slice(h * self.G, stop * self.G)
                 yield _Rows(slice(b, min(self.B, b + self.batch)), slice(h, stop), query_heads)
+
+    def fold_all(self, slabs: list[_Rows]) -> None:
+        """Count the queries of all slabs."""
+        for rows in slabs:
+            self.fold(rows)
 
     def fold(self, rows: _Rows) -> None:
         """Count the queries of some heads, a few at a time."""

@@ -7,8 +7,9 @@ from step to step, as a compiled graph, or a CUDA graph, wants them.
 
 Entries before those of the pool may be codes (`retain.kernels.codes`), in a pool of their own.
 
-Plain PyTorch is the definition (`reference`). On a CPU the same in C++ (`step.cpp`) takes its place once
-`build.load` has compiled it; on CUDA a Triton kernel runs (`kernel`), which has met no GPU yet.
+Plain PyTorch is the definition (`reference`: write the token, then `ragged_attention`). On a CPU the same in
+C++ (`step.cpp`) takes its place once `build.load` has compiled it; on CUDA a Triton kernel runs (`kernel`),
+which has met no GPU yet.
 """
 
 from collections.abc import Sequence
@@ -43,7 +44,7 @@ _LIBRARY.define(
 )
 
 
-def _cuda(*given: Any) -> Tensor:
+def _by_kernel(*given: Any) -> Tensor:
     """The step on a GPU: the kernel, or plain PyTorch where it does not support the call."""
     from retain.kernels.decode_step import launch
 
@@ -52,7 +53,7 @@ def _cuda(*given: Any) -> Tensor:
 
 
 _LIBRARY.impl("decode_step", reference.decode_step, "CompositeExplicitAutograd")
-_LIBRARY.impl("decode_step", _cuda, "CUDA")
+_LIBRARY.impl("decode_step", _by_kernel, "CUDA")
 
 
 @torch.library.register_fake("retain::decode_step")
@@ -107,24 +108,12 @@ def decode_step(
     Raises:
         ValueError, RuntimeError: a row without a free place.
     """
-    return torch.ops.retain.decode_step(
-        queries_BQ1D,
-        keys_BH1D,
-        values_BH1V,
-        keys_PD,
-        values_PV,
-        positions_P,
-        offsets_R1,
-        base_R,
-        clock_1,
-        last_B,
-        log_weight_P,
-        sinks_Q,
-        scaling,
-        soft_cap or 0.0,
-        window or 0,
+    given = (
+        *(queries_BQ1D, keys_BH1D, values_BH1V, keys_PD, values_PV, positions_P, offsets_R1, base_R, clock_1),
+        *(last_B, log_weight_P, sinks_Q, scaling, soft_cap or 0.0, window or 0),
         *(work or (None, None, None, None)),
-        packed,
-        bits,
-        span,
+        *(packed, bits, span),
     )
+    if (path := backend.forced()) is None:
+        return torch.ops.retain.decode_step(*given)
+    return reference.decode_step(*given) if path == "reference" else _by_kernel(*given)

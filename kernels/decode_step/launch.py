@@ -1,4 +1,4 @@
-"""Launches the step on a GPU, lays out its work there, and lists its builds."""
+"""Launches the step on a GPU, and lays out its work there."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from retain.kernels import backend
-from retain.kernels.build import SHARED_LIMIT, Build, Tile
+from retain.kernels.build import Tile
 from retain.kernels.decode_step import kernel
 
 # Programs of a launch, for each multiprocessor; and how many of these an interpreted kernel is told.
@@ -119,61 +119,12 @@ def decode_step(
             *(keys_P, values_P, *coded, weight, base.shape[0]),
             *(scale, cap, window, items.shape[1], parts.shape[0] // (group * (V + 2)), H),
             *(*queries.stride()[:2], *new_keys.stride()[:2], *new_values.stride()[:2]),
-            **_constants(group, D, V, keys.dtype, bits, span),
+            **{"G": group, "D": D, "V": V, "BLOCK_D": block_d, "BLOCK_V": block_v},
+            **{"BLOCK_G": max(cut.m, 1 << (group - 1).bit_length()), "BLOCK_N": cut.n},
+            **{"PRECISION": backend.dot_precision(keys.dtype), "UPCAST": backend.upcast(keys.dtype)},
+            **{"BITS": bits, "SPAN": block_v if span >= V else span},
             **{"WEIGHTED": log_weight is not None, "SUNK": sinks is not None},
             **{"CAPPED": bool(soft_cap), "WINDOWED": window > 0},
             **cut.options,
         )
     return out
-
-
-def _constants(group: int, D: int, V: int, dtype: torch.dtype, bits: int, span: int) -> dict[str, Any]:
-    block_d, block_v = backend.block_of(D), backend.block_of(V)
-    cut = tile(max(block_d, block_v), dtype, bits)
-    return {
-        **{"G": group, "D": D, "V": V, "BLOCK_D": block_d, "BLOCK_V": block_v},
-        **{"BLOCK_G": max(cut.m, block_of_group(group)), "BLOCK_N": cut.n},
-        **{"PRECISION": backend.dot_precision(dtype), "UPCAST": backend.upcast(dtype)},
-        **{"BITS": bits, "SPAN": block_v if span >= V else span},
-    }
-
-
-def block_of_group(group: int) -> int:
-    """The power of two that covers the query heads of a row."""
-    return 1 << (group - 1).bit_length()
-
-
-# Pointers to what is held as codes, and to what, in a kernel's types.
-CODED = {
-    **dict.fromkeys(("coded_keys_ptr", "coded_values_ptr"), "*u8"),
-    **dict.fromkeys(("value_scales_ptr", "key_scales_ptr"), "*fp16"),
-    **dict.fromkeys(("coded_positions_ptr", "groups_ptr", "coded_held_ptr"), "*i32"),
-    **{"coded_offsets_ptr": "*i64", "coded_weight_ptr": "*fp32"},
-}
-
-
-def builds() -> list[Build]:
-    """Every width with its tile, and every switch that changes the code."""
-    plain = {"WEIGHTED": False, "SUNK": False, "CAPPED": False, "WINDOWED": False}
-    found = [(torch.bfloat16, D, 4, plain, 0) for D in (16, 32, 64, 128, 256)]
-    found += [(torch.float32, D, 4, plain, 0) for D in (64, 128)] + [(torch.float16, 128, 8, plain, 0)]
-    found += [(torch.bfloat16, 128, 1, {**plain, switch: True}, 0) for switch in plain]
-    found += [(torch.bfloat16, 128, 4, plain, bits) for bits in (8, 4, 2)]
-    found += [(torch.bfloat16, 128, 4, {**plain, "WEIGHTED": True, "WINDOWED": True}, 4)]
-    return [_build(*one) for one in found]
-
-
-def _build(dtype: torch.dtype, D: int, group: int, switches: dict[str, bool], bits: int) -> Build:
-    kind = f"*{backend.TYPES[dtype]}"
-    own = ("q", "k", "v", "keys", "values", "sinks", "out")
-    types = {**dict.fromkeys((f"{name}_ptr" for name in own), kind), "scale": "fp32", "cap": "fp32"}
-    types |= dict.fromkeys(("weight_ptr", "parts_ptr"), "*fp32") | CODED
-    types |= dict.fromkeys(("positions_ptr", "base_ptr", "items_ptr", "count_ptr", "arrived_ptr"), "*i32")
-    types |= dict.fromkeys(("offsets_ptr", "clock_ptr", "last_ptr"), "*i64")
-    words = [backend.TYPES[dtype], f"D={D}", f"G={group}", *([f"bits {bits}"] if bits else [])]
-    words += [name.lower() for name, on in switches.items() if on]
-    vectors = ("q_b", "q_h", "k_b", "k_h", "v_b", "v_h")
-    constants = {**_constants(group, D, D, dtype, bits, min(32, D)), **switches, "UPCAST": False}
-    constants |= {} if bits else dict.fromkeys(CODED)
-    cut = tile(backend.block_of(D), dtype, bits)
-    return Build(" ".join(words), kernel.step, types, constants, cut, vectors, archs=(*SHARED_LIMIT,))

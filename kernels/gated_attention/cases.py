@@ -1,29 +1,25 @@
-"""Cases of gated attention: named shapes, inputs, check and rivals.
+"""Cases of gated attention: named shapes, inputs and rivals.
 
 The forward and the backward are timed, to queries, keys, values and gates, as in training.
 """
 
-import contextlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
-from retain.kernels import backend
 from retain.kernels.gated_attention import gated_attention
-from retain.kernels.measure import Claim, Cost, cast, wrong
+from retain.kernels.measure import Claim, Cost
 
-# Logits that plain PyTorch may hold at once, where its error is asked for; beyond, only the floor is allowed.
-PLAIN_CELLS = 2**24
 # One after another: the output (of which the backward makes what a row subtracts), the weights, the logits'
 # gradients, and the result.
-ROUNDINGS = 4
-DENSE = "SDPA, dense mask"
+ROUNDING, GRAPHED = (4, None), False
 FREE = "SDPA, no gate"
 
 
@@ -32,42 +28,34 @@ class Case:
     """One call.
 
     Args:
-        batch: B.
-        heads: H, KV heads.
-        group: G.
-        entries: T.
+        batch, heads, group, entries, width: B, H, G, T and D.
         queries: S, the last of the entries; None: all of them.
-        width: D.
-        gate: whether there is a log-gate.
-        decay: whether there is a log-decay.
-        protected: entries of the recent window that is not gated.
-        window: of a query; None: all.
+        gate, decay, sinks: whether there are any.
         pads: padding on the left of each sequence; beyond the last, none.
         holes: share of entries that do not exist, wherever they lie.
-        soft_cap: of the logits.
-        sinks: whether query heads have sinks.
-        silent: query heads, from the first on, whose sink is -inf.
         hidden: share of entries whose log-gate is -inf.
+        silent: query heads, from the first on, whose sink is -inf.
         heads_last: tensors are views of `[B, T, heads, D]`, and gates of `[B, T, H]`.
+        protected, window, soft_cap: as the op's.
     """
 
     batch: int = 1
     heads: int = 2
     group: int = 2
     entries: int = 50
-    queries: int | None = None
     width: int = 64
+    queries: int | None = None
     gate: bool = True
     decay: bool = False
-    protected: int = 8
-    window: int | None = None
+    sinks: bool = False
     pads: tuple[int, ...] = ()
     holes: float = 0.0
-    soft_cap: float | None = None
-    sinks: bool = False
-    silent: int = 0
     hidden: float = 0.0
+    silent: int = 0
     heads_last: bool = False
+    protected: int = 8
+    window: int | None = None
+    soft_cap: float | None = None
 
     @property
     def asked(self) -> int:
@@ -75,14 +63,14 @@ class Case:
         return self.entries if self.queries is None else self.queries
 
 
+ALL: dict[str, Any] = {"decay": True, "window": 31, "pads": (5,), "soft_cap": 3.0, "sinks": True}
 CASES = {
     "one entry": Case(entries=1, sinks=True),
     "one entry, gated": Case(entries=1, protected=0, decay=True, sinks=True),
     "no gate": Case(gate=False, entries=45),
     "G = 1, odd lengths": Case(batch=2, group=1, heads=1, entries=67),
-    "G = 8": Case(heads=1, group=8, entries=33),
+    "G = 8, all gated": Case(heads=1, group=8, entries=33, protected=0),
     "strided": Case(batch=2, entries=35, heads_last=True),
-    "all gated": Case(heads=1, protected=0),
     "protected beyond all": Case(entries=40, protected=1000),
     "whole blocks": Case(heads=1, entries=64, protected=16),
     "decay": Case(heads=1, gate=False, decay=True, protected=0),
@@ -91,59 +79,38 @@ CASES = {
     "one query": Case(entries=49, queries=1),
     "left padding": Case(batch=3, heads=1, pads=(11, 45), entries=50),
     "a sequence of padding": Case(batch=2, heads=1, pads=(20,), entries=20, sinks=True),
-    "window": Case(heads=1, entries=70, window=23),
     # Longer than a block of keys and one of queries in the interpreter, and ending on a block's first query.
     "long window": Case(heads=1, group=1, entries=90, window=50, width=16),
     "window inside of the protected": Case(entries=60, window=7, protected=9),
     "soft cap": Case(soft_cap=2.0, entries=40),
-    "sinks": Case(sinks=True, entries=40),
     "a sink of nothing": Case(sinks=True, silent=2, hidden=1.0, protected=0, entries=40),
     "holes": Case(batch=2, heads=1, entries=70, holes=0.3, window=40),
     "hidden entries": Case(hidden=0.4, protected=0, entries=45),
-    "everything": Case(
-        batch=2,
-        heads=1,
-        entries=45,
-        decay=True,
-        window=31,
-        pads=(5,),
-        soft_cap=3.0,
-        sinks=True,
-        heads_last=True,
-    ),
-    "D = 16": Case(heads=1, width=16),
+    "everything": Case(batch=2, heads=1, entries=45, heads_last=True, **ALL),
     "D = 33": Case(heads=1, width=33, pads=(3,)),
-    "D = 80": Case(heads=1, width=80, entries=40),
     "D = 128": Case(heads=1, width=128, entries=60),
     "D = 256": Case(heads=1, width=256, entries=37),
-}  # fmt: skip
+}
 
-
-def _long(entries: int) -> Case:
-    """An 8B model's layer."""
-    return Case(heads=8, group=4, entries=entries, width=128, protected=512)
-
-
+# An 8B model's layer.
+_LAYER = Case(heads=8, group=4, width=128, protected=512)
 SPEED = {
-    "cpu": {
-        "2K, D = 64": Case(heads=2, group=4, entries=2048, protected=128),
-        "4K, D = 128": Case(heads=1, group=4, entries=4096, width=128, protected=128),
-    },
-    "cuda": {"4K": _long(2**12), "32K": _long(2**15), "128K": _long(2**17)},
+    "cpu": {"2K": Case(heads=2, group=4, entries=2048, protected=128)},
+    "cuda": {"4K": replace(_LAYER, entries=2**12), "32K": replace(_LAYER, entries=2**15)},
 }
-
-CLAIMS = {
-    "cuda": [
-        Claim("a gate costs little", FREE, at_most=1.3, case="32K"),
-        Claim("a gate costs little", FREE, at_most=1.3, case="128K"),
-        Claim("memory is linear in T", extra_mb_at_most=2000, case="128K"),
-    ],
-    "cpu": [
-        Claim("a blocked gate is no dearer than a dense mask", DENSE, at_most=1.0),
-        Claim("a gate costs little", FREE, at_most=1.6),
-        Claim("no T x T matrix", extra_mb_at_most=64),
-    ],
-}
+CLAIMS = [Claim("2K", FREE, 1.6), Claim("32K", FREE, 1.3)]  # a gate costs little
+_WHOLE = Case(heads=1, group=4, entries=128)
+_HALF, _FULL = torch.bfloat16, torch.float32
+# Calls that are compiled ahead of time: every tile, and every switch of the code, of whole blocks and others.
+BUILDS: list[tuple[torch.dtype, Case]] = [
+    *((dtype, replace(_WHOLE, width=D)) for D in (64, 128, 256) for dtype in (_HALF, _FULL)),
+    *((_HALF, replace(_WHOLE, width=D, decay=True)) for D in (64, 128, 256)),
+    (_HALF, replace(_WHOLE, width=128, **ALL)),
+    (_HALF, replace(_WHOLE, width=128, entries=100)),
+    (_HALF, replace(_WHOLE, width=128, entries=100, pads=(5,))),
+    (_HALF, replace(_WHOLE, width=33, entries=100, **ALL)),
+    (torch.float16, replace(_WHOLE, width=80, pads=(5,))),
+]
 
 DIFFERENTIABLE = ("queries_BQSD", "keys_BHTD", "values_BHTD", "log_gate_BHT", "log_decay_BHT", "sinks_Q")
 
@@ -219,104 +186,28 @@ def _d_out(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tenso
     return torch.randn(shape, generator=generator, device=device).to(dtype)
 
 
-def plain(kwargs: dict[str, Any]) -> Tensor:
-    """The formula, as one would write it in the inputs' precision, T x T logits and all."""
-    queries, keys, values = (kwargs[name] for name in ("queries_BQSD", "keys_BHTD", "values_BHTD"))
-    (B, Q, S, _), (H, T), dtype = queries.shape, keys.shape[1:3], queries.dtype
-    logits = (queries @ keys.repeat_interleave(Q // H, 1).transpose(-1, -2)) * kwargs["scaling"]
-    if kwargs["soft_cap"] is not None:
-        logits = torch.tanh(logits / kwargs["soft_cap"]) * kwargs["soft_cap"]
-    own = torch.arange(T - S, T, device=queries.device)[:, None]
-    distance = own - torch.arange(T, device=queries.device)
-    outside = distance >= kwargs["protected"]
-    if kwargs["log_gate_BHT"] is not None:
-        gate = kwargs["log_gate_BHT"].to(dtype).repeat_interleave(Q // H, 1)[:, :, None]
-        logits = logits + torch.where(outside, gate, 0.0)
-    if kwargs["log_decay_BHT"] is not None:
-        decay = kwargs["log_decay_BHT"].to(dtype).repeat_interleave(Q // H, 1)[:, :, None]
-        logits = logits + torch.where(outside, distance * decay, 0.0)
-    seen = (distance >= 0).expand(B, 1, S, T)
-    if kwargs["window"] is not None:
-        seen = seen & (distance < kwargs["window"])
-    if kwargs["exists_BT"] is not None:
-        exists = kwargs["exists_BT"]
-        seen = seen & exists[:, None, None] & exists[:, None, T - S :, None]
-    logits = logits.masked_fill(~seen, -math.inf)
-    if kwargs["sinks_Q"] is not None:
-        sinks = kwargs["sinks_Q"].to(dtype).view(1, Q, 1, 1).expand(B, Q, S, 1)
-        logits = torch.cat([logits, sinks.masked_fill(~seen.any(-1, keepdim=True), -math.inf)], -1)
-    top = logits.amax(-1, keepdim=True).detach()
-    weights = (logits - top.masked_fill(top == -math.inf, 0.0)).exp()
-    total = weights.sum(-1, keepdim=True)
-    share = weights[..., :T] / total.masked_fill(total == 0, 1.0)
-    return share @ values.repeat_interleave(Q // H, 1)
-
-
-def seen_pairs(case: Case) -> int:
-    """(query, key) pairs that one query head of one sequence sees, padding apart."""
-    T, S, window = case.entries, case.asked, case.window or case.entries
-    return sum(min(own + 1, window) for own in range(T - S, T))
-
-
 def cost(case: Case, dtype: torch.dtype) -> Cost:
     """Seven matrix products: two of the forward, five of the backward."""
     B, H, T, D = case.batch, case.heads, case.entries, case.width
     Q, S = H * case.group, case.asked
-    flops = 14.0 * B * Q * D * seen_pairs(case)
+    seen = sum(min(last + 1, case.window or T) for last in range(T - S, T))
+    flops = 14.0 * B * Q * D * seen
     # Queries, output and its gradient, and the queries' gradient; keys and values and theirs.
     numbers = 4.0 * B * Q * S * D + 4.0 * B * H * T * D
     gates = 2.0 * (case.gate + case.decay) * B * H * T
     return Cost(flops, numbers * dtype.itemsize + gates * 4)
 
 
-def check(case: Case, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> str | None:
-    """Compares each result of the op with the reference in float64."""
-    kwargs = inputs(case, dtype, device, seed)
-    names = ["output"]
-    names += [f"gradient of {name}" for name in DIFFERENTIABLE if kwargs[name] is not None]
-    with backend.using("reference"):
-        wanted = run(case, cast(kwargs, torch.float64))
-    rough: list[Tensor] | None = None
-    if case.batch * case.heads * case.group * case.asked * case.entries <= PLAIN_CELLS:
-        out = plain(kwargs)
-        rough = [out, *gradients(kwargs, out)]
-    # On a GPU it is the kernel that is checked, and nothing else in its place.
-    on_gpu = torch.device(device).type == "cuda"
-    with backend.using("triton") if on_gpu else contextlib.nullcontext():
-        results = run(case, kwargs)
-    for place, (name, found, reference) in enumerate(zip(names, results, wanted, strict=True)):
-        beside = None if rough is None else rough[place]
-        if (problem := wrong(found, reference, beside, dtype=dtype, ops=ROUNDINGS, what=name)) is not None:
-            return problem
-    return None
-
-
 def rivals(case: Case, kwargs: dict[str, Any]) -> dict[str, Callable[[], Any]]:
-    """Forward and backward of what else there is: attention without the gate, and with it in other ways."""
+    """Forward and backward of attention without the gate."""
     queries, keys, values = (kwargs[name] for name in DIFFERENTIABLE[:3])
     d_out = _d_out(queries.shape, queries.dtype, queries.device)
-    scaling = kwargs["scaling"]
 
     def free() -> tuple[Tensor, ...]:
-        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
-            out = functional.scaled_dot_product_attention(
-                queries, keys, values, is_causal=True, scale=scaling, enable_gqa=True
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            out = scaled_dot_product_attention(
+                queries, keys, values, is_causal=True, scale=kwargs["scaling"], enable_gqa=True
             )
         return torch.autograd.grad(out, (queries, keys, values), d_out)
 
-    found: dict[str, Callable[[], Any]] = {FREE: free}
-    gate = kwargs["log_gate_BHT"]
-
-    def dense() -> tuple[Tensor, ...]:
-        place = torch.arange(case.entries, device=queries.device)
-        distance = place[:, None] - place
-        bias = torch.where(distance >= case.protected, gate[:, :, None], 0.0)
-        bias = bias.masked_fill(distance < 0, -math.inf).to(queries.dtype).repeat_interleave(case.group, 1)
-        out = functional.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=bias, scale=scaling, enable_gqa=True
-        )
-        return torch.autograd.grad(out, (queries, keys, values, gate), d_out)
-
-    if not queries.is_cuda or case.entries <= 2**12:
-        found[DENSE] = dense
-    return found
+    return {FREE: free}

@@ -1,19 +1,68 @@
-"""Launches gated attention, and lists its builds; nothing waits for the device.
+"""Launches gated attention; nothing waits for the device.
+
+Nothing is tried out when a program runs, so that results do not depend on timings: tiles come from a table.
+Its rows for half precision began as the defaults that PyTorch settled on for FlexAttention
+(`torch/_inductor/template_heuristics/triton.py`), the closest kernel that was tuned on such GPUs, and were
+changed where compiling showed spilled registers. None was timed by us: see the README.
 
 Inputs are read where they lie, with any strides; the output is laid out as the queries, and gradients as the
 tensors that they belong to.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from retain.kernels.backend import LOG2E, TYPES, architecture, block_of, dot_precision, upcast
-from retain.kernels.build import ARCHS, Build, Tile
+from retain.kernels.backend import LOG2E, architecture, block_of, dot_precision, interpreting, upcast
+from retain.kernels.build import Tile
 from retain.kernels.gated_attention import kernel
 from retain.kernels.gated_attention.reference import Bias, Gradients, Settings
-from retain.kernels.gated_attention.tiles import ROWS, Kernel, tile
+
+Kernel = Literal["forward", "prepare", "d_queries", "d_keys"]
+# Every block of queries is a divisor of it: what is kept of each row is padded to a multiple.
+ROWS = 128
+
+
+# (kernel, capability) -> tiles for heads covered by up to 64, 128 and 256, in half precision.
+_HALF = {
+    ("forward", 90): (Tile(128, 128, 8, 3), Tile(128, 64, 8, 3), Tile(128, 64, 8, 2)),
+    ("forward", 80): (Tile(128, 64, 8, 2), Tile(128, 64, 8, 2), Tile(64, 32, 4, 2)),
+    ("d_queries", 90): (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(128, 32, 8, 2)),
+    ("d_queries", 80): (Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 32, 8, 1)),
+    ("d_keys", 90): (Tile(64, 128, 8, 3), Tile(64, 128, 8, 2), Tile(32, 64, 8, 2)),
+    ("d_keys", 80): (Tile(32, 128, 8, 2), Tile(64, 64, 8, 2), Tile(32, 32, 8, 1)),
+}
+# Where a decay or a soft cap needs registers too.
+_FULLER = _HALF | {
+    ("forward", 90): (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(128, 64, 8, 2)),
+    ("d_queries", 90): (Tile(128, 32, 8, 3), Tile(128, 64, 8, 3), Tile(128, 32, 8, 2)),
+    ("d_queries", 80): (Tile(64, 32, 4, 2), Tile(64, 64, 8, 2), Tile(64, 32, 8, 1)),
+    ("d_keys", 90): (Tile(32, 128, 8, 3), Tile(32, 128, 8, 2), Tile(32, 64, 8, 2)),
+    ("d_keys", 80): (Tile(32, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 8, 1)),
+}
+_SINGLE = {
+    "forward": (Tile(32, 32, 4, 2), Tile(32, 32, 8, 2), Tile(32, 16, 8, 1)),
+    "d_queries": (Tile(32, 32, 4, 1), Tile(32, 32, 8, 1), Tile(16, 16, 8, 1)),
+    "d_keys": (Tile(32, 32, 4, 1), Tile(32, 32, 8, 1), Tile(16, 16, 8, 1)),
+}
+
+
+def tile(kernel: Kernel, dtype: torch.dtype, block_d: int, capability: int, *, fuller: bool = False) -> Tile:
+    """The tile that a kernel takes.
+
+    Args:
+        kernel: which.
+        dtype: of queries, keys and values.
+        block_d: power of two that covers the head width, 256 at most.
+        capability: of the GPU, 90 for 9.0.
+        fuller: whether there is a decay or a soft cap.
+    """
+    if kernel == "prepare":
+        return Tile(min(ROWS, 8192 // block_d), 16, 4, 1)
+    half = (_FULLER if fuller else _HALF)[kernel, 90 if capability == 90 else 80]
+    row = _SINGLE[kernel] if dtype == torch.float32 else half
+    return row[0 if block_d <= 64 else 1 if block_d <= 128 else 2]
 
 
 def forward(
@@ -184,69 +233,7 @@ def _constants(queries: Tensor, num_keys: int, bias: Bias, settings: Settings, o
 
 def _tile(name: Kernel, queries: Tensor, bias: Bias, settings: Settings) -> Tile:
     """The tile of a kernel on the queries' device; the interpreter takes small ones of every kind."""
-    if not queries.is_cuda:
+    if interpreting():
         return Tile(16, 32, 4, 1) if name == "d_keys" else Tile(32, 16, 4, 1)
     fuller = bias.log_decay_BHT is not None or settings.soft_cap is not None
     return tile(name, queries.dtype, block_of(queries.shape[-1]), architecture(queries), fuller=fuller)
-
-
-_POINTERS = {
-    **dict.fromkeys(("gate_at", "decay_at", "sinks_at", "lse_at", "lse2_at", "delta_at"), "*fp32"),
-    **dict.fromkeys(("d_gate_at", "d_decay_at"), "*fp32"),
-    **{"exists_at": "*i1", "clear_at": "*i32"},
-}
-_KERNELS: dict[Kernel, Any] = {
-    "forward": kernel.forward_,
-    "prepare": kernel.prepare_,
-    "d_queries": kernel.d_queries_,
-    "d_keys": kernel.d_keys_,
-}
-_BITS = {"gate": kernel.GATE, "decay": kernel.DECAY, "exists": kernel.EXISTS, "window": kernel.WINDOW}
-_BITS |= {"cap": kernel.CAP, "sinks": kernel.SINKS}
-
-
-def _build(name: Kernel, dtype: torch.dtype, D: int, has: int, capability: int, whole: bool = True) -> Build:
-    """One kernel as it is launched for contiguous tensors of 4 query heads a KV head."""
-    names = [option for option, bit in _BITS.items() if has & bit.value]
-    of, kind = _KERNELS[name], TYPES[dtype]
-    own = tile(name, dtype, block_of(D), capability, fuller="decay" in names or "cap" in names)
-    constants: dict[str, Any] = {"HAS": has, "D": D, "BLOCK_D": block_of(D), "BLOCK_S": own.m}
-    constants |= {"BLOCK_T": own.n, "WHOLE": whole, "UPCAST": False, "PRECISION": dot_precision(dtype)}
-    for option in ("gate", "decay", "exists", "sinks"):
-        if option not in names:
-            constants |= {f"{option}_at": None, f"d_{option}_at": None}
-    if "exists" not in names:
-        constants["clear_at"] = None
-    types = dict.fromkeys(("scaling", "scale", "cap"), "fp32")
-    vectors = []
-    for argument in of.arg_names:
-        if argument.endswith("_at"):
-            types[argument] = _POINTERS.get(argument, f"*{kind}")
-        elif argument.endswith(("_d", "gate_t", "decay_t", "exists_t", "sinks_q")):
-            constants[argument] = 1
-        elif argument.endswith(("_b", "_h", "_s", "_t")) and D % 16 == 0:
-            vectors.append(argument)
-    options = "all" if len(names) == len(_BITS) else "+".join(names) or "plain"
-    label = f"{name} {kind} D={D} {options}{'' if whole else ', masked'}"
-    wgmma = dtype != torch.float32 and name != "prepare"
-    return Build(label, of, types, constants, own, vectors, wgmma, (capability,))
-
-
-def builds() -> list[Build]:
-    """Every kernel with every tile that its launcher can choose, in the most frequent call that does."""
-    gate, decay, exists = kernel.GATE.value, kernel.DECAY.value, kernel.EXISTS.value
-    everything = sum(bit.value for bit in _BITS.values())
-    half, single = torch.bfloat16, torch.float32
-    made = []
-    for arch in ARCHS:
-        calls = [(dtype, D, gate, True) for D in (64, 128, 256) for dtype in (half, single)]
-        calls += [(torch.float16, 128, gate | exists, True)]
-        for D in (64, 128):
-            calls += [(half, D, gate, False)]
-            calls += [(half, D, gate | exists, whole) for whole in (True, False) if arch == 90]
-        calls += [(half, 256, gate | decay, True), (half, 33, everything, False)]
-        calls += [(half, 80, gate | decay, False), (half, 128, everything, True)]
-        for name in ("forward", "d_queries", "d_keys"):
-            made += [_build(name, dtype, D, has, arch, whole) for dtype, D, has, whole in calls]
-        made += [_build("prepare", half, D, 0, arch) for D in (64, 128, 256)]
-    return made

@@ -1,24 +1,65 @@
-"""Launches attention over ragged rows, and lists its builds: one kernel, and a second where rows
-were cut.
+"""Launches attention over ragged rows: one kernel, and a second where rows were cut.
 
 Where the layout is known, nothing here depends on a number that only the device has. The first call of a
-layout cuts its rows on the host and sends the tables, which costs the host time and waits for nothing.
+layout cuts its rows on the host and sends the tables, which waits for nothing. There is no tuning at run
+time, so that the same call is computed in the same way everywhere. The tables know Hopper (90) and all others
+(80): tiles of the latter take no more than the 99 KiB of shared memory of a block on the smallest of them.
 """
 
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from retain.kernels import backend
-from retain.kernels.build import ARCHS, Build, Tile
+from retain.kernels.backend import multiprocessors
+from retain.kernels.build import Tile
 from retain.kernels.codes import Codes
 from retain.kernels.ragged_attention.kernel import attend, combine
 from retain.kernels.ragged_attention.pages import PAGE
 from retain.kernels.ragged_attention.reference import Call, Result
-from retain.kernels.ragged_attention.tiles import PARTS, PARTS_WARPS, item_entries, tile
 from retain.kernels.ragged_attention.work import work_of
+
+# Programs that a launch is cut into, for each multiprocessor, by the query rows of a tile: some waves of as
+# many as it holds at once, so that one which ends late is a small part of the whole. Fewer of those that take
+# many queries: their parts are larger.
+PROGRAMS = {16: 16, 32: 8, 64: 8, 128: 4}
+# Multiprocessors where there are none, so that the interpreter cuts rows too.
+INTERPRETED = 1
+# Of `combine`: parts at a time, warps.
+PARTS, PARTS_WARPS = 16, 4
+
+
+def tile(num_rows: int, dtype: torch.dtype, block: int, arch: int, coded: bool = False) -> Tile:
+    """The tile of `attend`: query rows by entries.
+
+    Args:
+        num_rows: G * S, query rows of a KV head.
+        dtype: of the queries, and of what is multiplied.
+        block: the head width, as a power of two.
+        arch: 90 for Hopper, 80 for all others (`backend.architecture`).
+        coded: keys or values are codes, which are made numbers in registers.
+    """
+    few = num_rows <= 16  # decoding: all that matters is that enough loads are under way
+    if dtype == torch.float32:  # without matrix instructions; more would not fit into registers
+        n = {16: 64, 32: 64, 64: 32, 128: 16, 256: 16}[block]
+        return Tile(16, n, 8, 3) if few or block == 256 or coded else Tile(32, 16, 8, 2)
+    if few and coded:  # in registers a number takes twice the room; loads are of few bytes either way
+        return Tile(16, {16: 128, 32: 128, 64: 64, 128: 32, 256: 32}[block], 8 if block == 256 else 4, 3)
+    if few:
+        return Tile(16, {16: 128, 32: 128, 64: 128, 128: 64, 256: 32}[block], 4, 3)
+    if block == 256:
+        return Tile(64, 32, 8, 3 if arch == 90 else 2)
+    n = 64 if arch == 90 or block < 128 else 32
+    return Tile(64, n, 8 if coded else 4, 3) if num_rows <= 64 else Tile(128, n, 8, 3)
+
+
+def item_entries(num_entries: int, blocks: int, cut: Tile, device: torch.device) -> int:
+    """Entries of one item: whole tiles and pages, and as many programs in all as `PROGRAMS` says."""
+    wanted = PROGRAMS[cut.m] * multiprocessors(device, INTERPRETED)
+    step = max(PAGE, cut.n)
+    return max(1, -(-num_entries * blocks // (wanted * step))) * step
 
 
 def ragged_attention(call: Call) -> Result:
@@ -61,7 +102,8 @@ def ragged_attention(call: Call) -> Result:
             *(position, *places, weight, *out_BQSV.stride()[:3]),
             *(own.scales, own.groups, theirs.scales, lse_BQS),
             **{"D": D, "DV": DV, "BLOCK_D": block_d, "BLOCK_V": block_v, "M": cut.m, "N": cut.n},
-            **_multiplied(dtype, capped=call.soft_cap is not None),
+            **{"PRECISION": backend.dot_precision(dtype), "UPCAST": backend.upcast(dtype)},
+            **{"CAPPED": call.soft_cap is not None},
             **{"KEY_BITS": own.bits, "VALUE_BITS": theirs.bits, "VALUE_SPAN": theirs.span},
             **cut.options,
         )
@@ -99,83 +141,3 @@ def _held(store_CD: Tensor | Codes, block: int) -> _Held:
     codes_CW, scales_G2N, groups_C, bits, span, width = store_CD
     groups_C = None if groups_C is None else groups_C.contiguous()
     return _Held(codes_CW, scales_G2N.contiguous(), groups_C, bits, block if span >= width else span)
-
-
-def _multiplied(dtype: torch.dtype, *, capped: bool) -> dict[str, Any]:
-    """Constants of `attend` that follow the precision."""
-    return {"CAPPED": capped, "PRECISION": backend.dot_precision(dtype), "UPCAST": backend.upcast(dtype)}
-
-
-# Stores that are compiled for ahead of time: bits of keys, bits and span of values; 0 bits are numbers.
-_KIVI4, _KIVI2 = (4, 4, 32), (2, 2, 32)
-_OTHERS = ((8, 8, 32), (4, 2, 24), (0, 4, 256), (4, 0, 0))
-_NUMBERS = (0, 0, 0)
-
-
-def builds() -> list[Build]:
-    """Every kernel as it would be launched: decoding, few queries and many, narrow heads and wide, with all
-    options (cap, window, sinks, log weights, log-sum-exp) and with none, over numbers and over codes."""
-    half, full = torch.bfloat16, torch.float32
-    plain = [(half, width, rows) for width in (64, 128, 256) for rows in (4, 64, 512)]
-    plain += [(torch.float16, 128, 512), (half, 80, 4), (half, 32, 4)]
-    plain += [(full, width, rows) for width in (64, 128, 256) for rows in (4, 64)]
-    every = [(half, 128, rows) for rows in (4, 64, 512)] + [(half, 256, 512), (full, 128, 4), (full, 256, 64)]
-    codes = [(half, 128, 4, 128, False, held) for held in _OTHERS]
-    codes += [(half, width, 4, width, False, _KIVI4) for width in (64, 128, 256)]
-    codes += [(half, 128, rows, 128, True, _KIVI4) for rows in (4, 64, 512)]
-    codes += [(torch.float16, 128, 64, 128, False, _KIVI2), (half, 256, 512, 256, False, _KIVI4)]
-    codes += [(half, 128, 4, 128, False, _KIVI2), (half, 20, 4, 128, False, _KIVI4)]
-    codes += [(full, width, 4, width, False, _KIVI4) for width in (128, 256)]
-    made = []
-    for dtype, width, rows, values, options, held in (
-        *((*one, one[1], False, _NUMBERS) for one in plain),
-        *((*one, one[1], True, _NUMBERS) for one in every),
-        (half, 192, 4, 128, False, _NUMBERS),
-        *codes,
-    ):
-        block = backend.block_of(max(width, values))
-        tiles = {arch: tile(rows, dtype, block, arch, held != _NUMBERS) for arch in ARCHS}
-        for cut in dict.fromkeys(tiles.values()):  # where tiles differ, architectures get their own
-            archs = [arch for arch in ARCHS if tiles[arch] == cut]
-            made.append(_build(attend, dtype, width, rows, cut, options, values, archs, held))
-    for dtype, width, options in ((half, 128, False), (half, 128, True), (full, 256, False)):
-        made.append(_build(combine, dtype, width, 0, Tile(1, PARTS, PARTS_WARPS, 3), options))
-    return made
-
-
-def _build(
-    kernel: Any, dtype: torch.dtype, width: int, rows: int, cut: Tile, options: bool,
-    values: int | None = None, archs: list[int] | None = None, held: tuple[int, ...] = _NUMBERS,
-) -> Build:  # fmt: skip
-    """One kernel, for so many query rows (`combine`: 0), with all options or none, over numbers or codes."""
-    kind, values = backend.TYPES[dtype], width if values is None else values
-    words = [kernel.fn.__name__, kind, f"D={width}", *([f"{rows} queries"] if rows else [])]
-    words += ["all options"] * options + [f"DV={values}"] * (values != width)
-    words += [f"bits {held[0]}/{held[1]} span {held[2]}"] * (held != _NUMBERS)
-    types = dict.fromkeys(("queries", "keys", "values", "out", "sinks"), f"*{kind}")
-    types |= dict.fromkeys(("offsets", "seen", "query_positions"), "*i64")
-    types |= dict.fromkeys(("items", "cut", "positions"), "*i32")
-    types |= {"parts": "*fp32", "weights": "*fp32", "scale": "fp32", "cap": "fp32"}
-    constants: dict[str, Any] = dict.fromkeys(("q_d", "k_d", "v_d", "seen_s"), 1)
-    constants |= {"D": width, "BLOCK_D": backend.block_of(width), "DV": values, "M": cut.m, "N": cut.n}
-    constants |= {"BLOCK_V": backend.block_of(values), "I": PARTS}
-    constants |= {**_multiplied(dtype, capped=options), "UPCAST": False}
-    # Positions are contiguous where there are some; without them their strides are the number 0.
-    if options:
-        types |= {"lse": "*fp32"}
-        constants |= {"positions_c": 1, "places_s": 1, "weights_c": 1}
-    else:
-        constants |= dict.fromkeys(("sinks", "positions", "query_positions", "weights", "lse"))
-    key_bits, value_bits, span = held
-    span = backend.block_of(values) if span >= values else span
-    constants |= {"KEY_BITS": key_bits, "VALUE_BITS": value_bits, "VALUE_SPAN": span}
-    types |= {"key_scales": "*fp16", "key_groups": "*i32", "value_scales": "*fp16"}
-    types |= {f"{name}s": "*u8" for name, bits in (("key", key_bits), ("value", value_bits)) if bits}
-    constants |= dict.fromkeys(
-        ["key_scales", "key_groups"] * (not key_bits) + ["value_scales"] * (not value_bits)
-    )
-    vectors = ["positions_c", "places_s", "weights_c"]
-    if width % 16 == 0:
-        vectors += ["q_b", "q_q", "q_s", "k_c", "v_c", "o_b", "o_q", "o_s"]
-    wgmma = dtype != torch.float32 and cut.m >= 64
-    return Build(" ".join(words), kernel, types, constants, cut, vectors, wgmma, archs or ARCHS)

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from retain.evidence import Evidence, attention_probs, padded_columns
+from retain.evidence import Evidence, attention_probs
 from retain.shapes import axis_of
 
 
@@ -40,9 +40,7 @@ def attention_chunks(evidence: Evidence, chunk: int, *, first: int = 0) -> Itera
     the first query wanted; queries `first..T` must be held.
     """
     T, S = evidence.num_seen, evidence.num_queries
-    # Asked once, since the answer is waited for.
-    padded = padded_columns(evidence) if evidence.held_BHT is None else T
     for start in range(first, T, chunk):
         stop = min(start + chunk, T)
         shown = truncate(evidence, stop)
-        yield start, attention_probs(shown, start - (T - S), stop - (T - S), padded=min(padded, stop))
+        yield start, attention_probs(shown, start - (T - S), stop - (T - S))

@@ -64,7 +64,7 @@ class Budget:
 
     @property
     def in_bytes(self) -> bool:
-        """Whether bytes are stated."""
+        """True where bytes are stated."""
         return self.bytes is not None or self.byte_ratio is not None
 
 
@@ -75,8 +75,6 @@ class LayerShape:
     Args:
         num_heads: H, KV heads.
         entry_bytes: bytes of one key and value.
-        parts: processes that the layer's heads are spread over, of which this one has H each (tensor
-            parallelism): what a head has in the mean is that of the whole layer, so that all protect alike.
         metadata_bytes: bytes that attention reads with an entry once something went: a budget that is less
             than everything holds fewer entries for them.
         widths: channels of a key and of a value; None: half of the entry's numbers each.
@@ -87,7 +85,6 @@ class LayerShape:
 
     num_heads: int
     entry_bytes: int
-    parts: int = 1
     metadata_bytes: int = 0
     widths: tuple[int, int] | None = None
     element_size: int = 2
@@ -132,7 +129,7 @@ class Totals:
         equal_BL: entries of each layer under equal budgets, as stated: at most `length * H`, whether or not
             they are still there.
         held_BL: entries that are still there.
-        per_head_B: stated entries of a head in the mean over all parts of the layers, exact, to which
+        per_head_B: stated entries of a head in the mean over the layers, exact, to which
             fractions of a budget refer.
         whole_B: which sequences are short and held whole, since the stated budget is too little for them.
     """
@@ -175,7 +172,7 @@ def select_rows(record: Record, rows: Sequence[int]) -> Record:
     `_BT`."""
     plain: Any = record
     changes: dict[str, Any] = {}
-    for name in (own.name for own in fields(plain)):
+    for name in (each.name for each in fields(plain)):
         value = getattr(plain, name)
         if value is not None and name.rpartition("_")[2] in ("B", "BL", "BT"):
             tensor = isinstance(value, Tensor)
@@ -218,46 +215,41 @@ def spread(
     equal_BL, per_head_B, short = [], [], []
     for row, (length, held) in enumerate(zip(lengths_B, held_BL, strict=True)):
         assert len(held) == len(layers), "one count for each layer that evicts, in order"
-        equal, mean = held, Fraction(sum(held), sum(heads_L))
-        if budget.threshold is None:
-            equal = _stated(budget, length, layers, heads_L)
-            whole_L = [layer.num_heads * layer.parts for layer in layers]
-            mean = Fraction(sum(_stated(budget, length, layers, whole_L)), sum(whole_L))
-        for idx, (own, layer) in enumerate(zip(equal, layers, strict=True)):
-            if own < min(held[idx], layer.num_heads):
+        equal = held if budget.threshold is not None else _stated(budget, length, layers)
+        for idx, (entries, layer) in enumerate(zip(equal, layers, strict=True)):
+            if entries < min(held[idx], layer.num_heads):
                 if length <= short_tokens:
                     short.append(row)
                     break
                 least = math.ceil(sum(layer.bytes_of(layer.num_heads) for layer in layers))
                 more = max(1 + Fraction(other.metadata_bytes, other.entry_bytes) for other in layers)
                 raise ValueError(
-                    f"sequence {row} of {length} tokens gets {own} entries for the {layer.num_heads} KV "
+                    f"sequence {row} of {length} tokens gets {entries} entries for the {layer.num_heads} KV "
                     f"heads of layer {idx}, and no head may be empty: state more than is protected, and at "
                     f"the very least one entry a head (keep_ratio {float(more) / max(1, length):.3g}, "
                     f"tokens_per_head {math.ceil(more)}, or {least} bytes a sequence)."
                 )
         equal_BL.append(equal)
-        per_head_B.append(mean)
+        per_head_B.append(Fraction(sum(equal), sum(heads_L)))
     rows = tuple(lengths_B), heads_L, tuple(equal_BL), held_BL, tuple(per_head_B)
     return Totals(*rows, (False,) * len(lengths_B)).hold_whole(short)
 
 
-def _stated(
-    budget: Budget, length: int, layers: Sequence[LayerShape], heads_L: Sequence[int]
-) -> tuple[int, ...]:
-    """Entries of each layer of a sequence, of so many heads, at most those that there were."""
+def _stated(budget: Budget, length: int, layers: Sequence[LayerShape]) -> tuple[int, ...]:
+    """Entries of each layer of a sequence, at most those that there were."""
+    heads_L = [layer.num_heads for layer in layers]
     most_L = [length * heads for heads in heads_L]
     if budget.keep_ratio is not None or budget.tokens_per_head is not None:
         tokens = int(budget.tokens_per_head or 0)
         entries_L = [tokens * heads for heads in heads_L]
         if budget.keep_ratio is not None:
             entries_L = [math.floor(exact(budget.keep_ratio) * most + Fraction(1, 2)) for most in most_L]
-        fits = all(own >= most for own, most in zip(entries_L, most_L, strict=True))
+        fits = all(entries >= most for entries, most in zip(entries_L, most_L, strict=True))
         if not fits and any(entries_L) and any(layer.metadata_bytes for layer in layers):
             # As many as fit into the bytes of these, with what attention reads with each.
             shares = [
-                Fraction(own * layer.entry_bytes, layer.entry_bytes + layer.metadata_bytes)
-                for own, layer in zip(entries_L, layers, strict=True)
+                Fraction(entries * layer.entry_bytes, layer.entry_bytes + layer.metadata_bytes)
+                for entries, layer in zip(entries_L, layers, strict=True)
             ]
             entries_L = largest_remainder(math.floor(sum(shares)), shares)
         return tuple(map(min, entries_L, most_L))
@@ -266,15 +258,16 @@ def _stated(
         all_bytes = sum(layer.num_heads * layer.entry_bytes for layer in layers) * length
         size = math.floor(exact(budget.byte_ratio) * all_bytes)
     paid_L = [layer.paid_bytes for layer in layers]
-    pairs = [*zip(heads_L, layers, strict=True)]
-    once = sum(heads * layer.head_bytes for heads, layer in pairs)
     # Nothing is read with entries where all are kept.
-    if size >= once + sum(length * heads * (own.paid_bytes - own.metadata_bytes) for heads, own in pairs):
+    whole = sum(
+        layer.bytes_of(most) - most * layer.metadata_bytes for most, layer in zip(most_L, layers, strict=True)
+    )
+    if size >= whole:
         return tuple(most_L)
-    left = max(Fraction(0), size - once)
+    left = max(Fraction(0), size - sum(layer.num_heads * layer.head_bytes for layer in layers))
     if len({*paid_L}) == 1:
         entries_L = largest_remainder(int(left // paid_L[0]), [Fraction(heads) for heads in heads_L])
     else:
-        total = sum(heads * own for heads, own in zip(heads_L, paid_L, strict=True))
+        total = sum(heads * paid for heads, paid in zip(heads_L, paid_L, strict=True))
         entries_L = [int(left * heads // total) for heads in heads_L]
     return tuple(map(min, entries_L, most_L))

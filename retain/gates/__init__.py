@@ -1,13 +1,12 @@
 """Learned scores: one small gate per attention layer, trained by `train/distill.py`, read by `load_gates`.
 
 Reading order: `base` (interface, `GateSet`), `families` (by name), then one file a family; `calibrate`
-(scores to risk), `artifact` and `described` (the artifact and its checks), `hub` (where it lies),
-`published` and `unpickle`
-(releases of others), `shrink` (half the bytes).
+(scores to risk), `artifact` (saved and loaded), `hub` (where it lies), `card`, `published` (releases of
+others).
 """
 
 from retain.gates.admission import AdmissionGate, DMSGate
-from retain.gates.base import Extension, Gate, GateInputs, GateSet, HiddenGate, inputs_of
+from retain.gates.base import Gate, GateInputs, GateSet, HiddenGate, inputs_of
 from retain.gates.context import ContextGate
 from retain.gates.decay import DecayGate, SharedDecayGate
 from retain.gates.families import GATES, build_gates, dims_for, settings_of
@@ -22,7 +21,6 @@ __all__ = [
     "ContextGate",
     "DMSGate",
     "DecayGate",
-    "Extension",
     "Gate",
     "GateInputs",
     "GateSet",

@@ -103,28 +103,23 @@ class DMSGate(Gate):
 
     Two logits were released, which `query_width` tells apart:
 
-    - 0: `z_h(d) = w_h . RMSNorm(x_d)`, with `x_d` the residual stream. An adapter beside a frozen model
-      (`dms_separate_alpha: true` in the released training code). `norm` and `out` are their
-      `dms_proj_alpha_norm` and `dms_proj_alpha`. Parameters: `E + E H`, and `H` with `bias`.
-    - D: `z_h(d) = RMSNorm(W_h x_d)[D - 1]`, with `x_d` the attention input, after the layer norm. It is the
-      last neuron, before RoPE, of the first query head of the KV head's group; the norm is the model's query
-      norm, over that head (`nvidia/Qwen3-8B-DMS-8x`, whose attention then sets the neuron to zero). `out`
-      holds these heads' rows of their `q_proj`, `norm` is their `q_norm`. Parameters: `D + E H D`, and `H D`
-      with `bias`.
+    - 0: `z_h(d) = w_h . RMSNorm(x_d)`, with `x_d` the residual stream: an adapter of a frozen model
+      (`dms_separate_alpha: true` in the released training code). Parameters: `E + E H`, and `H` with `bias`.
+    - D: `z_h(d) = RMSNorm(W_h x_d)[D - 1]`, with `x_d` the attention input, after the layer norm: the last
+      neuron, before RoPE, of the first query head of the KV head's group; the norm is the model's query norm
+      (`nvidia/Qwen3-8B-DMS-8x`, whose attention then sets the neuron to zero). Parameters: `D + E H D`, and
+      `H D` with `bias`.
 
     The deciding entry `d(i)` is a choice of variant:
 
-    - `decides="next"` is the released one: `d(i) = i + 1`. Entry `i` is decided with the token after it:
-      their training attention shifts the decision logits by one and pads the newest with 0.0, which is not
-      above 0 and so keeps it. Here the newest entry (and one before padding) has the score `UNDECIDED`,
-      1e4: kept under every threshold and budget, and not closed at all in soft attention (`log_gate` 0). Soft
-      attention is causal only with a protected window of at least 1. The number of an entry then depends on
-      the entry after it, so the gate is `contextual`: in regimes that evict again later, and for prompts in
-      chunks, the number noted of the newest entry of each call would stay `UNDECIDED` for ever, and they are
-      refused.
-    - `decides="own"`, `d(i) = i`, is ours, not the paper's, and the default: the number of an entry is known
-      when the entry comes, which is what makes these gates usable while decoding and in chunks. Gates
-      trained in one variant do not fit the other; weights that NVIDIA released want `next`.
+    - `next`, the released one: `d(i) = i + 1`. Their training attention shifts the decision logits by one and
+      pads the newest with 0.0, which keeps it. Here the newest entry (and one before padding) has the score
+      `UNDECIDED`, 1e4: kept under every threshold and budget, and open in soft attention, which is causal
+      only with a protected window of at least 1. The number of an entry depends on the entry after it, so the
+      gate is `contextual`: evictions while decoding and prompts in chunks are refused.
+    - `own`, `d(i) = i`, is ours and the default: the number of an entry is known when the entry comes, so
+      that these gates work while decoding and in chunks. Gates trained in one variant do not fit the other;
+      weights that NVIDIA released want `next`.
 
     Args:
         scale: factor on the projection: one learning rate fits it and the model's own scale.

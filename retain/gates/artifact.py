@@ -1,17 +1,15 @@
 """Saves and loads the gate artifact: a folder with `gates.safetensors` and `gates.json`.
 
-Both files are written in full beside the old ones and then renamed, and the JSON carries the weights' sha256:
-a full disk leaves the old artifact whole, and a torn or truncated one is noticed. Reading needs neither
-transformers nor any training extra: the fingerprint of the model is passed in as a plain dict.
+Both files are written in full next to the old ones and then renamed, and the JSON carries the weights'
+sha256: a full disk leaves the old artifact whole, and a torn or truncated one is refused. The fingerprint of
+the model is passed in as a plain dict, so that reading needs no transformers.
 
-Schema 2 (schema 1, of linear and MLP gates alone, is read too). Tensors: `gates.<layer>.<name>`,
-`calibrators.<layer>.<name>`, `extension.<name>`; tensors that layers share are written once, under their
-first layer. JSON: `family`; `layers`, layer -> the keyword arguments that build its gate; `settings`, the
-family's own arguments that are equal in all layers, for a reader; `ties`, name -> the name of the shared
-tensor; `calibration.layers`, layer -> the arguments of its calibrator; `extension`, the arguments of the
-extension; `inputs`, `unit`, `score_unit` (unit of `GateSet.score` before a calibrator), `fingerprint`,
-`sha256`; and further entries of the caller. Entries that were read are written again: `gates.metadata` is
-carried over.
+Schema 2. Tensors: `gates.<layer>.<name>`, `calibrators.<layer>.<name>`, `extension.<name>`; tensors that
+layers share are written once, under their first layer. JSON: `family`; `layers`, layer -> the keyword
+arguments that build its gate; `calibration.layers`, layer -> the arguments of its calibrator; `extension`,
+the arguments of the extension; `unit`, `score_unit` (unit of `GateSet.score` before a calibrator),
+`fingerprint`, `sha256`; and further entries of the caller. Entries that were read are written again:
+`gates.metadata` is carried over.
 """
 
 import hashlib
@@ -27,27 +25,21 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
 from retain.gates.base import UNITS, GateSet
-from retain.gates.calibrate import Calibrator, build_calibrator
-from retain.gates.described import check_record, check_score_unit, check_values
-from retain.gates.families import GATES, build_gates, settings_of
+from retain.gates.calibrate import Calibrator, build_calibrator, check_curve
+from retain.gates.families import GATES, build_gates, dims_for
 from retain.process.disk import write_new
+from retain.process.registry import lookup
 
 SCHEMA_VERSION = 2
 WEIGHTS_FILE = "gates.safetensors"
 METADATA_FILE = "gates.json"
-# Entries that `save_gates` writes itself: never carried over, and refused in `metadata`.
+# Entries that `save_gates` writes itself, and those that it wrote before: never carried over, and refused in
+# `metadata`.
 RESERVED = (
-    "schema_version",
-    "family",
-    "settings",
-    "layers",
-    "ties",
-    "extension",
-    "inputs",
-    "unit",
-    "fingerprint",
-    "sha256",
+    *("schema_version", "family", "layers", "extension", "unit", "fingerprint", "sha256"),
+    *("settings", "ties", "inputs"),
 )
+AGAIN = "Fetch or train the gates again"
 Fingerprint = Mapping[str, Any]
 # A model's, or a function that gives it.
 FingerprintOf = Fingerprint | Callable[[], Fingerprint]
@@ -70,7 +62,7 @@ def save_gates(
         metadata: JSON to keep with it: target and loss recipe, data revision, protected window, `score_unit`,
             `calibration` (its `layers` are written from the gates' calibrators). It is added to the metadata
             that the gates were loaded with, and wins where both name something.
-        half: store matrices in float16, half the bytes; all else (statistics, curves) stays as it is.
+        half: store matrices in float16, half the bytes, as those that ship; all else stays as it is.
 
     Returns:
         the folder.
@@ -87,32 +79,26 @@ def save_gates(
     carried = {name: value for name, value in gates.metadata.items() if name not in RESERVED}
     kept = {**carried, **(metadata or {})}
     unit = gates[gates.layers[0]].unit
-    score_unit = kept.pop("score_unit", None)
-    check_score_unit(score_unit)
+    score_unit = kept.pop("score_unit", None) or UNITS[unit]
+    _check_unit(score_unit)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    ties, state = ties_of(gates), gates.state_dict()
+    ties, state = _ties_of(gates), gates.state_dict()
     tensors = {name: state[name].detach().cpu().contiguous() for name in state if name not in ties}
     if half:
-        matrices = [
-            name for name, _ in gates.named_parameters() if name in tensors and tensors[name].dim() > 1
-        ]
-        tensors |= {name: tensors[name].half() for name in matrices}
+        matrices = {name for name, one in gates.named_parameters() if one.dim() > 1}
+        tensors |= {name: tensors[name].half() for name in tensors if name in matrices}
     payload = save_tensors(tensors)
     record = {
         "schema_version": SCHEMA_VERSION,
         "family": gates.family,
-        "settings": _common_settings(gates),
         "layers": {str(layer): gates[layer].dims() for layer in gates.layers},
-        "inputs": sorted(gates.inputs),
         "unit": unit,
-        "score_unit": score_unit or UNITS[unit],
+        "score_unit": score_unit,
         "fingerprint": dict(fingerprint),
         "sha256": hashlib.sha256(payload).hexdigest(),
         **{name: value for name, value in kept.items() if name != "calibration"},
     }
-    if ties:
-        record["ties"] = ties
     if gates.extension is not None:
         record["extension"] = gates.extension.dims()
     calibrators = {layer: cast(Calibrator, each).dims() for layer, each in gates.calibrators.items()}
@@ -134,7 +120,11 @@ def save_gates(
     return folder
 
 
-def ties_of(gates: GateSet) -> dict[str, str]:
+def _check_unit(unit: Any) -> None:
+    lookup(unit, dict.fromkeys(sorted({*UNITS.values()})), what="score_unit")
+
+
+def _ties_of(gates: GateSet) -> dict[str, str]:
     """Map names of shared tensors in the state dict, all but the first, to the first name of the same
     tensor."""
     first: dict[int, str] = {}
@@ -142,38 +132,23 @@ def ties_of(gates: GateSet) -> dict[str, str]:
     return {name: first[id(tensor)] for name, tensor in named if first.setdefault(id(tensor), name) != name}
 
 
-def _common_settings(gates: GateSet) -> dict[str, Any]:
-    """The family's own settings that are equal in all layers."""
-    dims = [gates[layer].dims() for layer in gates.layers]
-    names = [name for name in settings_of(gates.family) if all(name in each for each in dims)]
-    return {name: dims[0][name] for name in names if all(each[name] == dims[0][name] for each in dims)}
-
-
 def read_metadata(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read the artifact's JSON; a ValueError if it is missing, does not parse, or has an unknown schema."""
-    folder = Path(folder)
-    path = folder / METADATA_FILE
+    """Read the artifact's JSON; a ValueError if it is missing, does not parse, or has another schema."""
+    path = Path(folder) / METADATA_FILE
     if not path.is_file():
         raise ValueError(
             f"{folder} is not a gate artifact: it has no {METADATA_FILE}. Pass the folder that "
-            "train/distill.py wrote "
-            "(`output:` of its config), or a hub id; a run that was killed leaves only checkpoints: start "
-            "it again and it resumes."
+            "train/distill.py wrote (`output:` of its config), or a hub id; a run that was killed leaves "
+            "only checkpoints: start it again and it resumes."
         )
     try:
-        metadata = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, numbers or nesting beyond measure
-        raise ValueError(f"{path} is not readable JSON ({error}): fetch or train the gates again.") from None
-    version = metadata.get("schema_version") if isinstance(metadata, dict) else None
-    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+        metadata = dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError, RecursionError) as error:  # no JSON, no UTF-8, nesting beyond measure
+        raise ValueError(f"{path} is not readable JSON ({error}). {AGAIN}.") from None
+    if (version := metadata.get("schema_version")) != SCHEMA_VERSION:
         raise ValueError(
-            f"{path} states no schema_version (1 .. {SCHEMA_VERSION}; got {version!r}): it was not written "
-            "by retain, or is damaged. Fetch or train the gates again."
-        )
-    if version > SCHEMA_VERSION:
-        raise ValueError(
-            f"{path} has schema version {version}, this retain reads up to {SCHEMA_VERSION}: upgrade retain "
-            "to load it."
+            f"{path} has schema version {version!r}, this retain reads {SCHEMA_VERSION}: upgrade retain if "
+            f"it is a later one. Or: {AGAIN.lower()}."
         )
     return metadata
 
@@ -196,28 +171,23 @@ def load_gates(
         the gates, with the JSON's content in `metadata`.
 
     Raises:
-        ValueError: if a file is missing, truncated, inconsistent or of a newer schema, or the model is
+        ValueError: if a file is missing, truncated, inconsistent or of another schema, or the model is
             another one.
     """
     folder = Path(folder)
     metadata = read_metadata(folder)
     path = folder / WEIGHTS_FILE
     if not path.is_file():
-        raise ValueError(
-            f"{folder} has {METADATA_FILE} but no {WEIGHTS_FILE}: fetch or train the gates again."
-        )
+        raise ValueError(f"{folder} has {METADATA_FILE} but no {WEIGHTS_FILE}. {AGAIN}.")
     payload = path.read_bytes()
     try:
         tensors = load_tensors(payload)
     except SafetensorError as error:
-        raise ValueError(
-            f"{path} is truncated or corrupt ({error}): fetch or train the gates again."
-        ) from None
+        raise ValueError(f"{path} is truncated or corrupt ({error}). {AGAIN}.") from None
     if hashlib.sha256(payload).hexdigest() != metadata.get("sha256"):
         raise ValueError(
             f"{path} and {METADATA_FILE} do not belong together (the sha256 differs): a write was cut "
-            "between the two, or "
-            "one was replaced. Fetch or train the gates again."
+            f"between the two, or one was replaced. {AGAIN}."
         )
     gates = _build(metadata, tensors, path)
     if fingerprint is not None:
@@ -229,24 +199,15 @@ def load_gates(
 
 def _build(metadata: Mapping[str, Any], tensors: dict[str, torch.Tensor], path: Path) -> GateSet:
     """Build the gates that the JSON describes, with the tensors; allocates only after the shapes agree."""
-    again = "Fetch or train the gates again"
     try:
-        check_record(metadata)
         with torch.device("meta"):
             described = _described(metadata)
-    except (TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
         raise ValueError(
-            f"{path.parent / METADATA_FILE} describes gates that this retain cannot build ({error}): upgrade "
-            "retain, or fetch or train the gates again."
+            f"{path.parent / METADATA_FILE} describes gates that this retain cannot build "
+            f"({type(error).__name__}: {error}): upgrade retain. Or: {AGAIN.lower()}."
         ) from None
-    ties = ties_of(described)
-    stated = metadata.get("ties") or {}
-    if stated != ties:
-        raise ValueError(
-            f"{path.parent / METADATA_FILE} says that layers share {len(stated)} tensors (`ties`), and gates "
-            f"of its family and settings share {len(ties)}, or others: the file is damaged. {again}."
-        )
-    state = described.state_dict()
+    ties, state = _ties_of(described), described.state_dict()
     wanted = {name: tuple(tensor.shape) for name, tensor in state.items() if name not in ties}
     got = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if wanted != got:
@@ -254,30 +215,34 @@ def _build(metadata: Mapping[str, Any], tensors: dict[str, torch.Tensor], path: 
         name = wrong[0]
         raise ValueError(
             f"{path} does not hold the tensors that {METADATA_FILE} describes: {len(wrong)} differ, the "
-            f"first is {name!r}, "
-            f"wanted {wanted.get(name)}, got {got.get(name)}. {again}."
+            f"first is {name!r}, wanted {wanted.get(name)}, got {got.get(name)}. {AGAIN}."
         )
-    if odd := sorted(name for name, tensor in tensors.items() if not tensor.is_floating_point()):
-        raise ValueError(f"{path}: {odd[0]!r} holds {tensors[odd[0]].dtype}, wanted fractions. {again}.")
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point() or not bool(tensor.isfinite().all()):
+            raise ValueError(f"{path}: {name!r} holds numbers that are not finite fractions. {AGAIN}.")
     gates = _described(metadata)
     gates.load_state_dict({**tensors, **{name: tensors[first] for name, first in ties.items()}})
-    try:
-        check_values(gates)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}. {again}.") from None
+    for layer, calibrator in gates.calibrators.items():
+        check_curve(cast(Calibrator, calibrator), f"{path}: the calibrator of layer {layer}")
     return gates
 
 
 def _described(metadata: Mapping[str, Any]) -> GateSet:
     """Build fresh gates from the JSON."""
-    family = metadata["family"]
-    added, described = GATES[family].extension, metadata.get("extension")
+    gate_class = lookup(metadata["family"], GATES, what="gate family")
+    dims: dict[int, dict[str, Any]] = {}
+    for layer, given in metadata["layers"].items():
+        sizes = {name: given[name] for name in gate_class.sizes}
+        settings = {name: value for name, value in given.items() if name not in sizes}
+        dims |= dims_for(metadata["family"], {int(layer): sizes}, settings)
+    if (unit := metadata.get("score_unit")) is not None:
+        _check_unit(unit)
     curves = (metadata.get("calibration") or {}).get("layers", {})
     return build_gates(
-        family,
-        {int(layer): dims for layer, dims in metadata["layers"].items()},
-        calibrators={int(layer): build_calibrator(**dims) for layer, dims in curves.items()},
-        extension=added(**described) if added is not None and described is not None else None,
+        metadata["family"],
+        dims,
+        calibrators={int(layer): build_calibrator(**curve) for layer, curve in curves.items()},
+        extension=gate_class.extension(**metadata["extension"]) if "extension" in metadata else None,
     )
 
 
@@ -305,7 +270,8 @@ def check_fingerprint(
         ValueError: it is another model, by dimensions, or by weights where these may not differ; names the
             fields that differ.
     """
-    trained = metadata.get("fingerprint") or {}
+    trained = metadata.get("fingerprint")
+    trained = trained if isinstance(trained, Mapping) else {}
     known = fingerprint() if callable(fingerprint) else fingerprint
     at_hand = json.loads(json.dumps(dict(known)))
     differ = [key for key in sorted(trained.keys() | at_hand.keys()) if trained.get(key) != at_hand.get(key)]

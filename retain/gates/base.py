@@ -8,12 +8,11 @@ the model; layers that retain leaves alone (sliding window, linear attention) ha
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from huggingface_hub import ModelCard, ModelHubMixin
@@ -45,28 +44,20 @@ INPUTS = {
     "token_ids": ("token_ids_BT", "BT", "token ids"),
     "lookahead": (
         *("lookahead_BQSD", "BQSD"),
-        "queries of the gate's own lookahead tokens (retain.hf.intercept.lookahead_pass)",
+        "queries of the gate's lookahead tokens (retain.hf.intercept.lookahead_pass.look_ahead)",
     ),
 }
 
 
 @dataclass(frozen=True)
 class GateInputs:
-    """Inputs of the gate of one layer; a gate names in `inputs` the fields that it needs.
+    """Inputs of the gate of one layer; a gate names in `inputs` the fields that it needs (`INPUTS`).
 
     Args:
-        hidden_BTE: attention input, after the input layer norm.
-        stream_BTE: the same before the norm: the residual stream.
-        queries_BQTD: a query per entry, after norm and RoPE.
-        queries_before_BQTD: the same before RoPE.
-        keys_BHTD: keys after norm and RoPE.
-        keys_before_BHTD: the same before RoPE.
-        values_BHTD: values.
-        lookahead_BQSD: queries of the lookahead tokens that `extend` added, after norm and RoPE.
+        lookahead_BQSD: queries of the lookahead tokens, after norm and RoPE.
         lookahead_keys_BHSD: their keys.
         valid_BT: False on padding; None: none. For gates that look from one entry at another.
-        scaling: factor on the layer's attention logits.
-        soft_cap: of the layer's logits; None: none.
+        scaling, soft_cap: factor on the layer's attention logits, and their cap; None: none.
         window: entries that the layer's queries see; None: all.
         sinks_Q: the layer's sink logits; None: none.
     """
@@ -117,7 +108,7 @@ class Gate(nn.Module, ABC):
     ages: ClassVar[bool] = False
     signed: ClassVar[bool] = False
     contextual: bool = False
-    extension: ClassVar["type[Extension] | None"] = None
+    extension: ClassVar[Any] = None
 
     risk_floor_H: Tensor
 
@@ -153,8 +144,13 @@ class Gate(nn.Module, ABC):
             floor_H: added to a risk before its logarithm, per head (zeros in other units).
             mean_H: mean target in the gate's own unit, per head: of log(risk + floor), of risk, of mass.
         """
+        if inputs.hidden_BTE is not None:
+            self.standardise_as_(inputs.hidden_BTE[counted_BT])
         self.risk_floor_H.copy_(floor_H)
         self.start_at_(mean_H)
+
+    def standardise_as_(self, hidden_NE: Float[Tensor, "N E"]) -> None:
+        """Set the input statistics, if the family has some, from these attention inputs."""
 
     def start_at_(self, mean_H: Float[Tensor, " H"]) -> None:
         """Set the output bias, so that training begins near this output."""
@@ -202,22 +198,9 @@ class HiddenGate(Gate):
 
     @torch.no_grad()
     def standardise_as_(self, hidden_NE: Float[Tensor, "N E"]) -> None:
-        """Set the input statistics from these attention inputs."""
         hidden_NE = hidden_NE.double()
         self.input_mean_E.copy_(hidden_NE.mean(0))
         self.input_scale_E.copy_(hidden_NE.std(0, correction=0).clamp_min(SMALLEST_SCALE))
-
-    @torch.no_grad()
-    def prepare_(
-        self,
-        inputs: GateInputs,
-        counted_BT: Bool[Tensor, "B T"],
-        floor_H: Float[Tensor, " H"],
-        mean_H: Float[Tensor, " H"],
-    ) -> None:
-        assert inputs.hidden_BTE is not None
-        self.standardise_as_(inputs.hidden_BTE[counted_BT])
-        super().prepare_(inputs, counted_BT, floor_H, mean_H)
 
 
 class LogitGate(HiddenGate):
@@ -240,23 +223,8 @@ class LogitGate(HiddenGate):
         return nn.functional.logsigmoid(output_BHT)
 
 
-class Extension(nn.Module, ABC):
-    """Addition to the model for the length of a prefill (lookahead tokens and their adapter).
-
-    Its parameters belong to the gate set and are saved with it.
-    """
-
-    @abstractmethod
-    def dims(self) -> dict[str, Any]:
-        """Keyword arguments that rebuild this extension (plain JSON values)."""
-
-    @abstractmethod
-    def extend(self, model: nn.Module) -> AbstractContextManager[Self]:
-        """Context in which the frozen model has the extension; afterwards it is restored."""
-
-
 class GateSet(nn.Module, ModelHubMixin):
-    """One gate per attention layer; huggingface_hub's mixin saves, cards and publishes it.
+    """Gates of all attention layers, one a layer; huggingface_hub's mixin saves, cards and publishes them.
 
     `push_to_hub` and `save_pretrained(folder)` write an artifact with a model card, which `retain.load_gates`
     reads. A licence is `gates.metadata["license"]`.
@@ -267,7 +235,8 @@ class GateSet(nn.Module, ModelHubMixin):
             values).
         calibrators: layer index -> calibration of that layer's scores (`retain.gates.calibrate`); none:
             scores are as the gates give them.
-        extension: addition to the model without which these gates see nothing; None: none.
+        extension: lookahead tokens and adapters (`retain.gates.lookahead`), which the model has during a
+            prefill; None: none.
 
     Raises:
         ValueError: no layer; gates of several families, or with different inputs; calibrators that do not
@@ -280,7 +249,7 @@ class GateSet(nn.Module, ModelHubMixin):
         metadata: Mapping[str, Any] | None = None,
         *,
         calibrators: Mapping[int, nn.Module] | None = None,
-        extension: Extension | None = None,
+        extension: Any = None,
     ):
         super().__init__()
         self._hub_mixin_config = None  # an artifact has its files, and no config.json
@@ -372,10 +341,6 @@ class GateSet(nn.Module, ModelHubMixin):
     def contextual(self) -> bool:
         return self[self.layers[0]].contextual
 
-    @property
-    def _calibration(self) -> Mapping[str, Any]:
-        return self.metadata.get("calibration") or {}
-
     def threshold_for(self, keep_ratio: float) -> float:
         """Threshold on the score that keeps, on average, this share of the unprotected entries of the
         held-out calibration documents; for `retain.Cache(model, "gate", threshold=...)`.
@@ -388,39 +353,25 @@ class GateSet(nn.Module, ModelHubMixin):
         Raises:
             ValueError: no curve was stored, or it does not reach that far.
         """
-        curve = self._calibration.get("curve")
+        curve = (self.metadata.get("calibration") or {}).get("curve")
         if not curve:
             raise ValueError(
-                "these gates know no threshold for a keep_ratio: train them with calibration.curve true "
+                "these gates know no threshold for a keep_ratio: train them with calibration.kind shared "
                 "(train/distill.py), or state a budget (keep_ratio=...)."
             )
         return threshold_at(curve["keep_ratio"], curve["threshold"], keep_ratio)
 
-    @contextmanager
-    def extend(self, model: nn.Module) -> Iterator[Extension | None]:
-        """Context in which the model has the extension of these gates (for the prefill); most need none."""
-        if self.extension is None:
-            yield None
-        else:
-            with self.extension.extend(model) as extension:
-                yield extension
-
     def __getitem__(self, layer_idx: int) -> Gate:
         if str(layer_idx) not in self.gates:
             raise ValueError(
-                f"there is no gate for layer {layer_idx}: gates exist for layers {list(self.layers)}. "
-                "Load gates that were trained on this model."
+                f"there is no gate for layer {layer_idx}: gates exist for layers {list(self.layers)}."
             )
         gate = self.gates[str(layer_idx)]
         assert isinstance(gate, Gate)
         return gate
 
-    def forward(self, inputs: Mapping[int, GateInputs]) -> dict[int, Float[Tensor, "B H T"]]:
-        """Outputs of the gates, in their own unit, for every layer given."""
-        return {layer: self[layer](layer_inputs) for layer, layer_inputs in inputs.items()}
-
     @torch.no_grad()
-    def noted(self, evidence: Evidence) -> Float[Tensor, "B H T"]:
+    def learned(self, evidence: Evidence) -> Float[Tensor, "B H T"]:
         """Number stored with each entry for later evictions, float32: its score, or with `ages` the logarithm
         of its decay. Moves the gate to the layer's device.
 
@@ -430,9 +381,9 @@ class GateSet(nn.Module, ModelHubMixin):
         Raises:
             ValueError: if there is no gate for that layer, or an input is missing or of another width.
         """
-        return self._noted(evidence)
+        return self._learned(evidence)
 
-    def _noted(self, evidence: Evidence) -> Float[Tensor, "B H T"]:
+    def _learned(self, evidence: Evidence) -> Float[Tensor, "B H T"]:
         gate = self[evidence.layer_idx]
         inputs = inputs_of(evidence, gate)
         _follow(gate, evidence.keys_BHTD.device)
@@ -451,38 +402,34 @@ class GateSet(nn.Module, ModelHubMixin):
         return calibrator(value_BHT)
 
     def values(self, evidence: Evidence) -> Float[Tensor, "B H T"]:
-        """What `score` says of one layer's entries, with its graph to the gate's parameters: for losses on
-        what was kept. Entries that do not exist have a number too.
+        """Values of `score` with their graph to the gate's parameters, for losses on what was kept. Entries
+        that do not exist have a number too.
 
         Raises:
-            ValueError: as `noted`.
+            ValueError: as `learned`.
         """
-        noted_BHT = self._noted(evidence) if evidence.learned_BHT is None else evidence.learned_BHT
+        learned_BHT = self._learned(evidence) if evidence.learned_BHT is None else evidence.learned_BHT
         if not self.ages:
-            return noted_BHT
+            return learned_BHT
         places_BT = evidence.places_BT
         newest_B1 = places_BT.masked_fill(~evidence.valid_BT, 0).amax(-1, keepdim=True)
-        return self._calibrated(noted_BHT * (newest_B1 - places_BT)[:, None], evidence.layer_idx)
+        return self._calibrated(learned_BHT * (newest_B1 - places_BT)[:, None], evidence.layer_idx)
 
     @torch.no_grad()
     def score(self, evidence: Evidence) -> Score:
-        """Score one layer's entries at this moment.
+        """Score one layer's entries now.
 
         Of gates whose output ages, `score_i = (t - i) log beta_i` at the newest place `t` of the sequence:
         the order of TRIM-KV (arXiv 2512.03324), in `rank`; a calibrator is applied to that.
 
         Args:
-            evidence: the layer, with the gate's inputs, or with `learned_BHT`, the result of `noted` when its
+            evidence: the layer, with the gate's inputs, or with `learned_BHT`, which `learned` gave when its
                 entries came.
 
         Returns:
             `Score(values_BHT float32, unit)`, -inf on entries that do not exist.
-
-        Raises:
-            ValueError: as `noted`.
         """
-        values_BHT = self.values(evidence)
-        return masked_score(values_BHT, evidence.exists_BHT, self.unit)
+        return masked_score(self.values(evidence), evidence.exists_BHT, self.unit)
 
 
 def _follow(module: nn.Module, device: torch.device) -> None:
@@ -493,33 +440,20 @@ def _follow(module: nn.Module, device: torch.device) -> None:
 
 
 def _check_alike(gates: Mapping[int, Gate], calibrators: Mapping[int, nn.Module]) -> None:
-    """Refuse gates or calibrators that cannot make one score, with all problems at once."""
-    problems = []
+    """Refuse gates or calibrators that cannot make one score."""
     for side in ("family", "inputs", "unit", "ages", "contextual"):
-        found: dict[str, list[int]] = {}
-        for layer in sorted(gates):
-            value = getattr(gates[layer], side)
-            found.setdefault(str(sorted(value) if side == "inputs" else value), []).append(layer)
-        if len(found) > 1:
-            listing = ", ".join(f"{value} in layers {layers}" for value, layers in found.items())
-            problems.append(f"{side} is {listing}")
-    if calibrators and set(calibrators) != set(gates):
-        problems.append(
-            f"calibrators are for layers {sorted(calibrators)} and gates for layers {sorted(gates)}"
-        )
-    units = sorted({str(each.unit) for each in calibrators.values()})
-    if len(units) > 1:
-        problems.append(f"calibrators give {' and '.join(units)}")
-    problems += [
-        f"the calibrator of layer {layer} is for {calibrators[layer].H} KV heads and its gate for "
-        f"{gates[layer].H}"
-        for layer in sorted(set(calibrators) & set(gates))
-        if calibrators[layer].H != gates[layer].H
-    ]
-    if problems:
+        found = {layer: getattr(gates[layer], side) for layer in sorted(gates)}
+        if len({*found.values()}) > 1:
+            raise ValueError(
+                f"a gate set scores all its layers alike, and here {side} is {found}: build all layers with "
+                "the same settings (retain.gates.build_gates)."
+            )
+    heads = {layer: gate.H for layer, gate in gates.items()}
+    curves = {layer: each.H for layer, each in calibrators.items()}
+    if calibrators and (curves != heads or len({str(each.unit) for each in calibrators.values()}) > 1):
         raise ValueError(
-            f"a gate set scores all its layers alike, and here {'; '.join(problems)}: build all layers with "
-            "the same settings (retain.gates.build_gates), and calibrate all of them or none."
+            f"a gate set scores all its layers alike, and its gates have KV heads {heads} (layer: heads) and "
+            f"its calibrators {curves}: calibrate all layers, in one unit, or none."
         )
 
 
@@ -538,17 +472,14 @@ def inputs_of(evidence: Evidence, gate: Gate) -> GateInputs:
     for name in sorted(gate.inputs):
         field, axes, description = INPUTS[name]
         tensor = getattr(evidence, field)
-        step = f"pass {name}_{axes}"
         if name.endswith("_before"):
-            rotary, step = evidence.rotary, "pass rotary (retain.hf.model.decoder.rotary_of)"
+            rotary = evidence.rotary
             positions_BS = evidence.positions_BT[:, evidence.num_seen - tensor.shape[2] :]
             tensor = None if rotary is None else rotary.unrotate(tensor, positions_BS)
         if tensor is None:
-            if name == "lookahead":
-                step = "run retain.hf.intercept.lookahead_pass.look_ahead on it"
             raise ValueError(
                 f"{where} looks at {description}, which this evidence does not hold: record it with "
-                f"retain.attach(model) and a retain.Cache that was made with these gates, or {step}."
+                "retain.attach(model) and a retain.Cache that was made with these gates."
             )
         found[f"{name}_{axes}"] = tensor
         if axes == "BTE" and tensor.shape[-1] != gate.E:

@@ -21,8 +21,7 @@ import torch
 from jaxtyping import Float, Float32, Float64
 from torch import Tensor, nn
 
-from retain.process.registry import suggest
-from retain.process.removed import hint_of
+from retain.process.registry import lookup
 
 # How the artifact names the one kind of calibrator that there is.
 KIND = "shared"
@@ -73,8 +72,6 @@ class Calibrator(nn.Module):
             self.register_buffer(name, torch.linspace(-1, 1, K))
         for name, value in (("mean_H", 0.0), ("spread_H", 1.0), ("offset_H", 0.0), ("gain_H", 1.0)):
             self.register_buffer(name, torch.full((H,), value))
-        # The extended curve, and the tensors (with versions) that it was made of.
-        self._made: tuple[tuple[tuple[Tensor, int], ...], tuple[Tensor, Tensor]] | None = None
 
     scale_H: Tensor
     knots_K: Tensor
@@ -105,24 +102,8 @@ class Calibrator(nn.Module):
             score_BHT: as the gate gives it, in any unit.
         """
         x_BHT = axis(score_BHT, self.space, self.scale_H)
-        knots_HK, values_HK = self._curve()
-        risk_BHT = interpolate(x_BHT, knots_HK, values_HK).exp().float()
+        risk_BHT = interpolate(x_BHT, *extended(*self.knots())).exp().float()
         return torch.where(score_BHT.isfinite(), risk_BHT, score_BHT.float())
-
-    def _curve(self) -> tuple[Float64[Tensor, "H knots"], Float64[Tensor, "H knots"]]:
-        """The extended curve, cached until the tensors are replaced (another device) or written to (loaded,
-        fitted)."""
-        buffers = list(self.buffers())
-        if any(buffer.is_inference() for buffer in buffers):  # writes to those are not counted
-            return extended(*self.knots())
-        if self._made is None or any(
-            kept is not now or version != now._version
-            for (kept, version), now in zip(self._made[0], buffers, strict=True)
-        ):
-            # Outside inference mode, whose tensors could be of no use to a later gradient.
-            with torch.inference_mode(False):
-                self._made = tuple((buffer, buffer._version) for buffer in buffers), extended(*self.knots())
-        return self._made[1]
 
 
 def build_calibrator(kind: str, **dims: Any) -> Calibrator:
@@ -131,10 +112,20 @@ def build_calibrator(kind: str, **dims: Any) -> Calibrator:
     Raises:
         ValueError: another kind, which earlier releases had; or sizes that no calibrator has.
     """
-    if kind != KIND:
-        hint = hint_of(f"calibration.{kind}") or suggest(str(kind), [KIND])
-        raise ValueError(f"unknown kind of calibrator {kind!r}{hint}. Known: {KIND}.")
-    return Calibrator(**dims)
+    return lookup(kind, {KIND: Calibrator}, what="kind of calibrator")(**dims)
+
+
+def check_curve(calibrator: Calibrator, named: str) -> None:
+    """Refuse a calibrator whose numbers no fit gives; a ValueError that begins with `named`."""
+    positive = (calibrator.scale_H, calibrator.spread_H, calibrator.gain_H)
+    knots_HK, values_HK = calibrator.knots()
+    rises = bool((knots_HK.diff(dim=-1) > 0).all()) and bool((values_HK.diff(dim=-1) >= 0).all())
+    inside = float(knots_HK.abs().max()) <= EDGE and float(values_HK.abs().max()) <= REACH
+    if not rises or not inside or not all(bool((each > 0).all()) for each in positive):
+        raise ValueError(
+            f"{named} is no curve: its knots are not increasing, or lie outside of -{EDGE:g} .. {EDGE:g}, or "
+            f"its values outside of -{REACH:g} .. {REACH:g}: fetch or train the gates again."
+        )
 
 
 def axis(

@@ -23,15 +23,12 @@ BASELINES = {
 }
 
 
-def _looks(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    return [record["held_out"] for record in records if record.get("held_out")]
-
-
 def overlap_of_heads(
     metadata: Mapping[str, Any], records: Sequence[Mapping[str, Any]]
 ) -> Mapping[str, Sequence[float]]:
     """Layer -> overlap of each head, of the last look at the held-out documents."""
-    looks = [metadata.get("training", {}).get("held_out") or {}, *reversed(_looks(records))]
+    looks = [metadata.get("training", {}).get("held_out") or {}]
+    looks += [record["held_out"] for record in reversed(records) if record.get("held_out")]
     return next((look["overlap_of"] for look in looks if look.get("overlap_of")), {})
 
 
@@ -53,7 +50,8 @@ def card_of(
         place: folder or hub id of the artifact, for the example.
     """
     require("train", "jinja2", what="the card of gates")
-    base, looks = str(metadata.get("base_model", "not stated")), _looks(records)
+    base = str(metadata.get("base_model", "not stated"))
+    looks = [record["held_out"] for record in records if record.get("held_out")]
     training = metadata.get("training") or {}
     last = training.get("held_out") or (looks[-1] if looks else {})
     baselines = [
@@ -66,10 +64,6 @@ def card_of(
         for name, value in last.items()
         if isinstance(value, int | float) and not name.startswith("overlap")
     }
-    overlap_of = [
-        [layer, *(f"{value:.3f}" for value in (sum(heads) / len(heads), min(heads), max(heads)))]
-        for layer, heads in sorted(overlap_of_heads(metadata, records).items(), key=lambda item: int(item[0]))
-    ]
     sections: dict[str, Any] = {
         name: metadata.get(name) or {} for name in ("data", "training", "calibration", "provenance")
     }
@@ -84,10 +78,8 @@ def card_of(
         last=last,
         baselines=baselines,
         losses=losses,
-        overlap_of=overlap_of,
         pictures=pictures or {},
         recipe=_recipe(metadata),
-        kept=_kept(metadata.get("calibration") or {}),
         plain=_plain,
         code=_code,
         table=_table,
@@ -150,15 +142,3 @@ def _recipe(metadata: Mapping[str, Any]) -> dict[str, Any]:
     chosen = {"stage": stage} | {name: metadata.get(name, config.get(name)) for name in sections}
     chosen |= {name: config.get(name) for name in ("training", "dtype")}
     return {name: value for name, value in chosen.items() if value}
-
-
-def _kept(record: Mapping[str, Any]) -> list[list[str]]:
-    """Shares kept before and after calibration, on the held-out documents that nothing was fitted to."""
-    if not (record.get("report") or {}).get("before"):
-        return []
-    before, after = (record["report"][name]["keep"] for name in ("before", "after"))
-    sides = [(scope, side) for scope in ("layer", "model") for side in (before, after)]
-    return [
-        [ratio, *(_number(side[ratio][scope]["kept"]) for scope, side in [("head", before), *sides])]
-        for ratio in before
-    ]

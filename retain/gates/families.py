@@ -5,13 +5,14 @@ them alike.
 """
 
 import inspect
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
 from retain.gates.admission import AdmissionGate, DMSGate
-from retain.gates.base import Extension, Gate, GateSet
+from retain.gates.base import Gate, GateSet
 from retain.gates.context import ContextGate
 from retain.gates.decay import DecayGate, SharedDecayGate
 from retain.gates.lookahead import LookaheadGate
@@ -19,8 +20,6 @@ from retain.gates.lowrank import LowRankGate
 from retain.gates.mlp import LinearGate, MLPGate
 from retain.gates.qkv import QKVGate
 from retain.process.registry import lookup, suggest
-
-__all__ = ["GATES", "build_gates", "dims_for", "fits_default", "settings_of"]
 
 GATES: dict[str, type[Gate]] = {
     "admission": AdmissionGate,
@@ -41,7 +40,7 @@ def build_gates(
     dims: Mapping[int, Mapping[str, Any]],
     *,
     calibrators: Mapping[int, nn.Module] | None = None,
-    extension: Extension | None = None,
+    extension: Any = None,
 ) -> GateSet:
     """Build a fresh gate set of one family; parts that its layers share are shared.
 
@@ -82,16 +81,12 @@ def dims_for(
     known = settings_of(family)
     problems = []
     for name, value in (settings or {}).items():
-        if name in known:
-            if not fits_default(value, known[name]):
-                problems.append(
-                    f"{name} is {value!r}, a {type(value).__name__}, where a {type(known[name]).__name__} "
-                    "is wanted"
-                )
-        elif name in gate_class.sizes:
+        if name in gate_class.sizes:
             problems.append(f"{name} comes from the model and cannot be set")
-        else:
+        elif name not in known:
             problems.append(f"there is no setting {name!r}{suggest(name, known)}")
+        elif not _fits(value, known[name]):
+            problems.append(f"{name} is {value!r}, where a {type(known[name]).__name__} is wanted")
     if problems:
         listing = ", ".join(f"{name} ({default!r})" for name, default in sorted(known.items()))
         raise ValueError(
@@ -109,10 +104,10 @@ def dims_for(
     }
 
 
-def fits_default(value: Any, default: Any) -> bool:
-    """Whether a value has the type of the default; a whole number may replace a float."""
+def _fits(value: Any, default: Any) -> bool:
+    """True for a value of the default's type; a whole number may replace a float."""
     if isinstance(default, bool) or isinstance(value, bool):
         return isinstance(default, bool) and isinstance(value, bool)
     if isinstance(default, float):
-        return isinstance(value, int | float)
+        return isinstance(value, int | float) and math.isfinite(value)
     return default is None or isinstance(value, type(default))

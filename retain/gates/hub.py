@@ -5,11 +5,12 @@ every place that takes a folder or a hub id takes a revision. `GateSet.push_to_h
 """
 
 import os
+from collections.abc import Collection
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import constants, snapshot_download
+from huggingface_hub import snapshot_download
 from huggingface_hub.errors import (
     HfHubHTTPError,
     HFValidationError,
@@ -36,22 +37,18 @@ UNREACHABLE: tuple[type[Exception], ...] = (
 def fetch(
     path_or_hub_id: str | os.PathLike[str],
     revision: str | None = None,
-    token: str | bool | None = None,
     *,
-    cache_dir: str | Path | None = None,
-    force_download: bool = False,
-    local_files_only: bool = False,
+    files: Collection[str] = (METADATA_FILE, WEIGHTS_FILE),
+    **how: Any,
 ) -> Path:
     """The folder of an artifact: as it is, or fetched into the hub's cache.
 
     Args:
-        path_or_hub_id: a folder, or the id of a hub repository, of which the two files are fetched and
-            nothing else; its revision may stand behind it (`owner/name@v1`).
+        path_or_hub_id: a folder, or the id of a hub repository, whose revision may stand behind it
+            (`owner/name@v1`).
         revision: of the hub repository: a branch, a tag or a commit; None: that of the id, else `main`.
-        token: of the hub; None: that of `hf auth login` or HF_TOKEN.
-        cache_dir: folder of the hub's cache; None: the user's.
-        force_download: fetch again what the cache holds.
-        local_files_only: take what the cache holds, and ask no hub.
+        files: names or patterns of the files to fetch.
+        **how: `token`, `cache_dir`, `force_download`, `local_files_only`, of `snapshot_download`.
 
     Raises:
         ValueError: there is neither.
@@ -65,34 +62,24 @@ def fetch(
             f"gates {named!r} name a revision, and revision={revision!r} another way: state one."
         )
     try:
-        fetched = snapshot_download(
-            hub_id,
-            revision=stated or revision,
-            allow_patterns=[METADATA_FILE, WEIGHTS_FILE],
-            token=token,
-            cache_dir=cache_dir,
-            force_download=force_download,
-            local_files_only=local_files_only,
-        )
-        return Path(fetched)
+        return Path(snapshot_download(hub_id, revision=stated or revision, allow_patterns=[*files], **how))
     except UNREACHABLE as error:
         reason = " ".join(line.strip() for line in str(error).splitlines()[:3]).rstrip(". ")
         raise ValueError(
             f"there are no gates at {named!r}: it is no folder here (from {str(Path.cwd())!r}), and from "
-            f"the hub it could not be fetched ({type(error).__name__}: {reason}). "
-            f"{_next_step(error, local_files_only)}"
+            f"the hub it could not be fetched ({type(error).__name__}: {reason}). {_next_step(error)}"
         ) from None
 
 
-def _next_step(error: BaseException, local_files_only: bool) -> str:
+def _next_step(error: BaseException) -> str:
     if isinstance(error, RevisionNotFoundError):
         return "The repository has no such branch, tag or commit: check the revision."
-    if isinstance(error, LocalEntryNotFoundError | OfflineModeIsEnabled | HTTP.HTTPError) and (
-        getattr(error, "response", None) is None
-    ):
-        offline = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
-        offline = "local_files_only asks no hub" if local_files_only else offline
-        return f"It is not in the hub's cache, and {offline}: connect, or pass a folder."
+    unasked = isinstance(error, LocalEntryNotFoundError | OfflineModeIsEnabled | HTTP.HTTPError)
+    if unasked and getattr(error, "response", None) is None:
+        return (
+            "It is not in the hub's cache, and the hub was not reached (with HF_HUB_OFFLINE or "
+            "local_files_only it is not asked): connect, or pass a folder."
+        )
     return (
         "It does not exist, or it is private or gated: check the name, and log in with `hf auth login` (or "
         "set HF_TOKEN) as someone who may read it. Or pass the folder that training wrote (`output`)."

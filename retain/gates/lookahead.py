@@ -8,28 +8,26 @@ go with modules of any kind: packed weights, weights on several devices, modules
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import MappingProxyType
-from typing import Any, Self
-from weakref import WeakSet
+from functools import partial
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
 
-from retain.gates.base import Extension, Gate, GateInputs
-from retain.kernels.attention_stats import attention_stats
+from retain.attention.received import received_attention
+from retain.evidence import Evidence, attention_probs
+from retain.gates.base import Gate, GateInputs
 
-# Of this context (a thread has its own): decoder -> the pass whose hooks add to it.
-_PASSES: ContextVar[Mapping[nn.Module, object]] = ContextVar("retain_lookahead", default=MappingProxyType({}))
-# Decoders whose lookahead gates are being trained, by any thread.
-_TRAINED: "WeakSet[nn.Module]" = WeakSet()
+# The pass of this context (threads differ) whose hooks add adapters; None: the model runs as it is.
+_ACTIVE: ContextVar[object | None] = ContextVar("retain_lookahead", default=None)
 
 
-class LookaheadExtension(Extension):
+class LookaheadExtension(nn.Module):
     """Lookahead tokens `[n, E]`, and for each named linear module `W` the adapter of their path.
 
     On that path `W x` becomes `W x + alpha / rank * up (down x)`; `down` is `[rank, in]`, `up` is
@@ -68,6 +66,7 @@ class LookaheadExtension(Extension):
             self.up[_key(name)] = nn.Parameter(torch.zeros(width_out, rank))
 
     def dims(self) -> dict[str, Any]:
+        """Keyword arguments that rebuild this extension (plain JSON values)."""
         sizes = {name: getattr(self, name) for name in ("num_tokens", "E", "rank", "alpha")}
         return {**sizes, "modules": {name: list(widths) for name, widths in self.modules_of.items()}}
 
@@ -77,13 +76,12 @@ class LookaheadExtension(Extension):
         return self.tokens_SE.to(like).expand(num_sequences, -1, -1)
 
     @contextmanager
-    def extend(self, model: nn.Module) -> Iterator[Self]:
+    def extend(self, model: nn.Module) -> Iterator[None]:
         """Context in which the named modules run with the adapters; afterwards they are as before.
 
-        For this context alone (`contextvars`): other threads run the plain model meanwhile, or lookahead
-        tokens of their own. Where gradients are wanted (`torch.is_grad_enabled`) it is for all threads, since
-        checkpointed layers are computed again in threads of autograd's: nothing else should use a model whose
-        lookahead gates are being trained.
+        Other threads run the plain model meanwhile, or lookahead tokens of their own. Where gradients are
+        wanted (`torch.is_grad_enabled`) the adapters are there for all threads, since checkpointed layers are
+        computed again in threads of autograd's.
 
         Args:
             model: a causal language model of transformers, or its decoder.
@@ -91,44 +89,30 @@ class LookaheadExtension(Extension):
         Raises:
             ValueError: the model does not have the modules, or is extended by lookahead gates already.
         """
-        decoder, own, trains = _decoder(model), object(), torch.is_grad_enabled()
+        inner: Any = model
+        inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+        decoder, trains, active = getattr(inner, "base_model", inner), torch.is_grad_enabled(), object()
         found = {name: _module(decoder, name, widths) for name, widths in self.modules_of.items()}
-        passes = _PASSES.get()
-        if decoder in passes or (trains and decoder in _TRAINED):
-            raise ValueError(
-                "lookahead gates extend this model already: leave their extend(model) before others enter "
-                "one, and train one set of them at a time on a model."
-            )
+        if _ACTIVE.get() is not None:
+            raise ValueError("lookahead gates extend a model already: leave their extend(model) first.")
 
-        def runs() -> bool:
-            return trains or _PASSES.get().get(decoder) is own
-
-        if trains:
-            _TRAINED.add(decoder)
-        token = _PASSES.set({**passes, decoder: own})
-        handles = [module.register_forward_hook(self._adds(name, runs)) for name, module in found.items()]
-        try:
-            yield self
-        finally:
-            for handle in handles:
-                handle.remove()
-            _PASSES.reset(token)
-            if trains:
-                _TRAINED.discard(decoder)
-
-    def _adds(self, name: str, runs: Callable[[], bool]) -> Callable[..., Tensor]:
-        """A hook that adds the adapter of a module to its output, where it runs; computed in the adapter's
-        precision, and given back in the module's."""
-
-        def added(module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
-            if not runs():
+        def added(name: str, module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            """The output and the adapter's, computed in the adapter's precision, in the module's."""
+            if not trains and _ACTIVE.get() is not active:
                 return output
             x = arguments[0]
             down, up = (_followed(part[_key(name)], x.device) for part in (self.down, self.up))
             lower = functional.linear(functional.linear(x.to(down.dtype), down), up)
             return (output + lower * (self.alpha / self.rank)).to(output.dtype)
 
-        return added
+        token = _ACTIVE.set(active)
+        handles = [module.register_forward_hook(partial(added, name)) for name, module in found.items()]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            _ACTIVE.reset(token)
 
 
 class LookaheadGate(Gate):
@@ -177,52 +161,31 @@ def lookahead_attention(inputs: GateInputs) -> Float[Tensor, "B Q T"]:
     Args:
         inputs: queries and keys of the tokens, keys of the prompt, and how the layer attends.
     """
-    queries, keys, own = inputs.lookahead_BQSD, inputs.keys_BHTD, inputs.lookahead_keys_BHSD
-    assert queries is not None and keys is not None and own is not None and inputs.scaling is not None
-    T, S = keys.shape[2], own.shape[2]
-    keys_BHAD, exists_BA = torch.cat([keys, own], dim=2), inputs.valid_BT
-    if exists_BA is not None:
-        exists_BA = torch.cat([exists_BA, exists_BA.new_ones(len(own), S)], dim=1)
-    if torch.is_grad_enabled() and (queries.requires_grad or keys_BHAD.requires_grad):
-        return _rows(inputs, queries, keys_BHAD, exists_BA)[..., :T].sum(2) / S
-    # Without padding, no places are passed to the op.
-    stats = attention_stats(
-        queries,
-        keys_BHAD,
+    queries, keys, behind = inputs.lookahead_BQSD, inputs.keys_BHTD, inputs.lookahead_keys_BHSD
+    assert queries is not None and keys is not None and behind is not None and inputs.scaling is not None
+    (B, Q, S, D), T = queries.shape, keys.shape[2]
+    exists_BA = torch.ones(B, T + S, dtype=torch.bool, device=keys.device)
+    if inputs.valid_BT is not None:
+        exists_BA[:, :T] = inputs.valid_BT
+    both_BHAD, place_BA = torch.cat([keys, behind], dim=2), exists_BA.cumsum(-1) - 1
+    layer = Evidence(
+        layer_idx=0,
+        queries_BQSD=queries,
+        keys_BHTD=both_BHAD,
+        values_BHTD=both_BHAD,
+        output_weight_QDE=keys.new_zeros(1).expand(Q, D, 1),
         scaling=inputs.scaling,
-        wanted=("sum",),
-        first_query=T,
-        keys=(0, T),
-        window=inputs.window,
-        exists_BHT=None if exists_BA is None else exists_BA[:, None],
-        place_BT=None if exists_BA is None or inputs.window is None else exists_BA.cumsum(-1) - 1,
+        positions_BT=place_BA,
+        valid_BT=exists_BA,
         soft_cap=inputs.soft_cap,
+        window=inputs.window,
         sinks_Q=inputs.sinks_Q,
+        place_BT=None if inputs.valid_BT is None else place_BA,
     )
-    assert stats.sum is not None
-    return stats.sum / S
-
-
-def _rows(how: GateInputs, queries_BQSD: Tensor, keys_BHAD: Tensor, exists_BA: Tensor | None) -> Tensor:
-    """The tokens' rows of attention, `[B, Q, S, A = T + S]` (and one column for a sink), with gradients."""
-    assert how.scaling is not None
-    (B, H, A, D), (Q, S) = keys_BHAD.shape, queries_BQSD.shape[1:3]
-    dtype = torch.promote_types(keys_BHAD.dtype, torch.float32)
-    queries = queries_BQSD.to(dtype).reshape(B, H, -1, D)
-    logits = (queries @ keys_BHAD.to(dtype).transpose(-1, -2)).view(B, Q, S, A) * how.scaling
-    if how.soft_cap is not None:
-        logits = how.soft_cap * torch.tanh(logits / how.soft_cap)
-    place_A = torch.arange(A, device=keys_BHAD.device)
-    seen_BSA = (place_A <= place_A[A - S :, None]).expand(B, S, A)
-    if exists_BA is not None:
-        seen_BSA = seen_BSA & exists_BA[:, None]
-    if how.window is not None:
-        place_BA = place_A.expand(B, A) if exists_BA is None else exists_BA.cumsum(-1)
-        seen_BSA = seen_BSA & (place_BA[:, None] > place_BA[:, A - S :, None] - how.window)
-    logits = logits.masked_fill(~seen_BSA[:, None], float("-inf"))
-    if how.sinks_Q is not None:
-        logits = torch.cat([logits, how.sinks_Q.to(dtype).view(1, Q, 1, 1).expand(B, Q, S, 1)], dim=-1)
-    return torch.softmax(logits, dim=-1)
+    if torch.is_grad_enabled() and (queries.requires_grad or both_BHAD.requires_grad):
+        return attention_probs(layer, 0, S)[..., :T].sum(2) / S
+    (paid_BQT,) = received_attention(layer, "sum", entries=T)
+    return paid_BQT / S
 
 
 def _key(name: str) -> str:
@@ -230,24 +193,14 @@ def _key(name: str) -> str:
     return name.replace(".", "/")
 
 
-def _decoder(model: Any) -> nn.Module:
-    """Module that holds the layers of a causal language model (in a wrapper of peft, or not)."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return getattr(inner, "base_model", inner)
-
-
 def _module(decoder: nn.Module, name: str, widths: tuple[int, int]) -> nn.Module:
     """Find the module of an adapter; a ValueError if it is not there, or of other widths."""
-    try:
-        module: Any = decoder.get_submodule(name)
-    except AttributeError:
-        module = None
+    module: Any = dict(decoder.named_modules()).get(name)
     got = None if module is None else (getattr(module, "in_features", 0), getattr(module, "out_features", 0))
     if got != widths:
-        found = "does not have it" if got is None else f"has one with {got}"
         raise ValueError(
-            f"these lookahead gates adapt {name} with (features in, out) {widths}, and "
-            f"{type(decoder).__name__} {found}: load gates that were trained on this model."
+            f"these lookahead gates adapt {name} with (features in, out) {widths}, and in "
+            f"{type(decoder).__name__} it has {got}: load gates that were trained on this model."
         )
     return module
 

@@ -73,8 +73,8 @@ class LowRankGate(HiddenGate):
         H, G, rank = self.H, self.Q // self.H, self.rank
         q_BTHGr = self.query_norm(self.queries(x_BTE).view(B, T, H, G, rank))
         k_BTHr = self.key_norm(self.keys(x_BTE).view(B, T, H, rank))
-        own_BTHG = torch.einsum("bthgr,bthr->bthg", q_BTHGr, k_BTHr) / math.sqrt(rank) + self.bias
+        key_BTHG = torch.einsum("bthgr,bthr->bthg", q_BTHGr, k_BTHr) / math.sqrt(rank) + self.bias
         base_BTHGs = torch.einsum("bthgr,hsr->bthgs", q_BTHGr, self.sink_keys) / math.sqrt(rank)
         # 1 / (1 + sum exp(x)) = sigmoid(-logsumexp(x)), which no large x overflows.
-        share_BTHG = torch.sigmoid(own_BTHG - base_BTHGs.logsumexp(-1))
+        share_BTHG = torch.sigmoid(key_BTHG - base_BTHGs.logsumexp(-1))
         return share_BTHG.mean(-1).transpose(1, 2)

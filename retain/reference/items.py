@@ -11,7 +11,6 @@ from retain.reference.documents import (
     Question,
     Writer,
     take,
-    taken_words,
 )
 
 SEEN_TASKS = ("single", "multikey", "multivalue", "multiquery", "tracing", "common")
@@ -38,31 +37,34 @@ def write_item(writer: Writer, task: str, context_tokens: int) -> tuple[tuple[in
     question: Question | None = None  # on the filler, which is drawn last
     if task == "single":
         content.facts = facts(1)
-        question = writer.ask_get(*content.facts[0])
+        (key, value), *_ = content.facts
+        question = writer.ask("get", [key], [value])
         reuses = int(writer.rng.integers(0, 3))
     elif task in ("multikey", "format"):
         content.facts = facts(crowd)
-        asked = int(writer.rng.choice(crowd, p=writer.popularity(crowd)))
-        question, reuses = writer.ask_get(*content.facts[asked]), crowd // 3
+        key, value = content.facts[int(writer.rng.choice(crowd, p=writer.popularity(crowd)))]
+        question, reuses = writer.ask("get", [key], [value]), crowd // 3
     elif task == "multivalue":
         content.facts, content.multis = facts(8), [(pool.pop(), take(pool, 4))]
         question, reuses = writer.ask_all(*content.multis[0]), 3
     elif task == "multiquery":
         content.facts = facts(8)
-        question = writer.ask_each([content.facts[i] for i in writer.rng.permutation(8)[:4]])
+        question = writer.ask_each(writer.shuffled(content.facts)[:4])
         reuses = 3
     elif task == "tracing":
         content.chains = [take(pool, 5) for _ in range(2)]
-        question, reuses = writer.ask_trace(content.chains[int(writer.rng.integers(2))]), 2
+        first, *rest = content.chains[int(writer.rng.integers(2))]
+        question, reuses = writer.ask("trace", [first], rest), 2
     elif task == "lists":
         content.lists, content.facts = [(pool.pop(), take(pool, 4)) for _ in range(4)], facts(4)
-        question, reuses = writer.ask_list(*content.lists[int(writer.rng.integers(4))]), 2
+        name, items = content.lists[int(writer.rng.integers(4))]
+        question, reuses = writer.ask("list", [name], items), 2
     elif task == "quote":
         content.facts, reuses = facts(8), 3
     else:
         content.topics = take(pool, NUM_TOPICS)
-        question = writer.ask_common(content.topics)
+        question = writer.ask("common", [], writer.shuffled(content.topics))
     formats = HELD_OUT_FACT_FORMATS if task == "format" else FACT_FORMATS
     groups = writer.groups(content, reuses, formats)
-    ids = writer.weave(groups, context_tokens, taken_words(content), content.topics)
-    return tuple(ids.tolist()), question or writer.ask_quote(ids, taken_words(content))
+    ids = writer.weave(groups, context_tokens, content)
+    return tuple(ids.tolist()), question or writer.ask_quote(ids, content.words)

@@ -1,8 +1,7 @@
 """Observed scores of published methods, one file a family; a line here brings it into the registry, `SCORES`.
 
 Settings that several scores have: `window`, the last queries observed (a sequence must not be shorter);
-`pool` (`avg`, `max` or None) and `pool_size` (odd), smoothing over neighbouring entries; `chunk`, queries at
-a time, which changes memory and not the result (None: as many as are quick).
+`pool` (`avg`, `max` or None) and `pool_size` (odd), smoothing over neighbouring entries.
 """
 
 from retain.evidence import UNITS, Score, masked_score

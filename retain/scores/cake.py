@@ -16,7 +16,6 @@ from retain.scores.window import pool_group, window_received
     "mass",
     needs=("window",),
     paper="CAKE: Cascading and Adaptive KV Cache Eviction with Layer Preferences, arXiv 2503.12491",
-    cost="W rows of attention (Q W T D), with their entropy and variance",
 )
 def cake(
     evidence: Evidence,
@@ -41,8 +40,7 @@ def cake(
 
     A sequence without entries before its window has a preference of 0.
 
-    CAKE: Cascading and Adaptive KV Cache Eviction with Layer Preferences, arXiv 2503.12491: our `dispersion`
-    is its H, our `shift` its V.
+    In the paper our `dispersion` is H, our `shift` V.
 
     Args:
         window: last queries observed, at least 2.

@@ -16,7 +16,6 @@ from retain.scores.window import group_heads
     "risk",
     needs=("window", "value_norm"),
     paper="Identify Critical KV Cache in LLM Inference (CriticalKV), arXiv 2502.03805",
-    cost="W rows of attention (Q W T D) and one output projection (Q T D E)",
 )
 def critical(
     evidence: Evidence,
@@ -31,11 +30,10 @@ def critical(
     `first: s_h[i] = mean_{q in group(h)} pool(mean_{j in window} a_qj)[i]`;
     `values: (s_h[i] + eps) * N_h[i]`, with `N_h[i] = mean_{q in group(h)} ||v_i W_O^q||_1`.
 
-    Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective (CriticalKV), arXiv
-    2502.03805. Paper: `pool="max", pool_size=7`. Released (default): `pool="avg", pool_size=5`. The mean over
-    the group, of both factors, is the released code's; the paper has no groups. Its bound is of
-    one query head and does not pass to the two means: their product may fall short of the group's mean
-    `a * N`, by a factor of G at most.
+    Paper: `pool="max", pool_size=7`. Released (default): `pool="avg", pool_size=5`. The mean over the group,
+    of both factors, is the released code's; the paper has no groups. Its bound is of one query head and does
+    not pass to the two means: their product may fall short of the group's mean `a * N`, by a factor of G at
+    most.
 
     Args:
         eps: attention that every entry is granted, so that an unseen one ranks by its value.

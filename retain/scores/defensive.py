@@ -19,7 +19,6 @@ from retain.scores.window import group_heads, window_received
     "risk",
     needs=("window", "value_norm"),
     paper="Taming the Fragility of KV Cache Eviction (DefensiveKV), arXiv 2510.13334",
-    cost="W rows of attention (Q W T D), each pooled (Q W T), and one output projection (Q T D E)",
 )
 def defensive(
     evidence: Evidence,
@@ -47,8 +46,7 @@ def defensive(
     `raw` is the default: under equal budgets a head compares its entries, and the share takes away the
     one thing that the norm could tell them apart by (more than half of the entries sit on the floor).
 
-    Taming the Fragility of KV Cache Eviction in LLM Inference (DefensiveKV), arXiv 2510.13334. Our `risk` is
-    its R.
+    In the paper our `risk` is R.
 
     Args:
         norm: `raw`, `head_share` or `token_sum`.

@@ -27,7 +27,6 @@ FLOATS_AT_ONCE = 2**24
     "mass",
     needs=("queries", "rotary"),
     paper="Expected Attention: Estimating Attention from Future Queries Distribution, arXiv 2510.00636",
-    cost="a covariance of the S queries held (Q S D D) and a quadratic form an entry (Q T D D)",
 )
 def expected_attention(
     evidence: Evidence,
@@ -54,8 +53,7 @@ def expected_attention(
     an entry that is held, at most `window - 1`; the softmax is over the entries that the next position sees;
     others score 0, an entry of the sinks too. A cap on logits has no closed form and is refused.
 
-    Expected Attention: KV Cache Compression by Estimating Attention from Future Queries Distribution, arXiv
-    2510.00636. Defaults are those of its authors' released press.
+    Defaults are those of its authors' released press.
 
     Args:
         evidence: the layer, with `rotary`. The more queries it holds the better; all of them is the
@@ -137,13 +135,11 @@ def _check(evidence: Evidence, future: int, sinks: int, value_norm: str) -> None
 def quadratic(
     rows_BHTD: Float[Tensor, "B H T D"],
     forms_BHGDD: Float[Tensor, "B H G D D"],
-    *,
-    floats_at_once: int = FLOATS_AT_ONCE,
 ) -> Float[Tensor, "B H G T"]:
     """`x_i . M_g x_i` for every row x and every form M of its head, a chunk of rows at a time."""
     B, H, T, D = rows_BHTD.shape
     G = forms_BHGDD.shape[2]
-    chunk = max(1, floats_at_once // max(1, B * H * G * D))
+    chunk = max(1, FLOATS_AT_ONCE // max(1, B * H * G * D))
     parts = []
     for start in range(0, T, chunk):
         rows = rows_BHTD[:, :, None, start : start + chunk]

@@ -1,4 +1,4 @@
-"""Declares an observed score with its function: unit, evidence that it reads, paper, cost."""
+"""Declares an observed score with its function: unit, evidence that it reads, paper."""
 
 import inspect
 from collections.abc import Callable, Collection, Mapping
@@ -25,7 +25,6 @@ class ScoreFamily:
             `token_ids`, `seeds` (one integer a sequence, passed as `seeds_B`). A cache that evicts again
             keeps exactly this for the next eviction.
         paper: title and arXiv id, or where the idea comes from.
-        cost: cost of a layer, in the letters of `retain.shapes` (W: window queries).
         needs_where: other needs under certain settings: (name, value, or a type of values) -> needs.
         fold: folds queries into the running statistics that it reads, with those settings that it names.
     """
@@ -34,7 +33,6 @@ class ScoreFamily:
     unit: str
     needs: frozenset[str]
     paper: str
-    cost: str = ""
     needs_where: Mapping[tuple[str, Any], frozenset[str]] = field(default_factory=dict)
     fold: Callable[..., RunningStatistics] = advance
 
@@ -61,7 +59,6 @@ def family(
     unit: str,
     *,
     paper: str,
-    cost: str = "",
     needs: Collection[str] = (),
     needs_where: Mapping[tuple[str, Any], Collection[str]] | None = None,
     fold: Callable[..., RunningStatistics] = advance,
@@ -70,7 +67,7 @@ def family(
 
     def declare(function: Function) -> Function:
         where = {key: frozenset(names) for key, names in (needs_where or {}).items()}
-        FAMILIES[function.__name__] = ScoreFamily(function, unit, frozenset(needs), paper, cost, where, fold)
+        FAMILIES[function.__name__] = ScoreFamily(function, unit, frozenset(needs), paper, where, fold)
         return function
 
     return declare

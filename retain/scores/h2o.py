@@ -20,16 +20,14 @@ from retain.scores.family import family
     "mass",
     needs=("running",),
     paper="H2O: Heavy-Hitter Oracle, arXiv 2306.14048",
-    cost="nothing where running statistics are kept; else every row of attention (Q T T D), in chunks",
 )
-def h2o(evidence: Evidence, *, reduce: str = "sum", chunk: int | None = None) -> Score:
+def h2o(evidence: Evidence, *, reduce: str = "sum") -> Score:
     """Score by attention received from all queries, averaged over the group.
 
     `sum: mean_{q in group(h)} sum_{j >= i} a_qj[i]`; `mean`: the same over the number of queries that could
     see i, `n - i` (at most the layer's sliding window, if it has one).
 
-    H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models, arXiv 2306.14048
-    (`sum`: paper); `mean` is the released observed-attention press. Where the evidence carries no running
+    `sum` is the paper's, `mean` the released observed-attention press. Where the evidence carries no running
     mass it is made from the queries, a few at a time, never T x T.
 
     Args:
@@ -40,7 +38,7 @@ def h2o(evidence: Evidence, *, reduce: str = "sum", chunk: int | None = None) ->
         score in `mass`.
     """
     check_choice("h2o reduce", reduce, ("sum", "mean"))
-    mass_BHT = running_statistics(evidence, chunk, reads="h2o sums the attention of every query").mass_BHT
+    mass_BHT = running_statistics(evidence, reads="h2o sums the attention of every query").mass_BHT
     if reduce == "mean":
         mass_BHT = mass_BHT / _payers(evidence)[:, None]
     return masked_score(mass_BHT, evidence.exists_BHT, "mass")
@@ -48,7 +46,6 @@ def h2o(evidence: Evidence, *, reduce: str = "sum", chunk: int | None = None) ->
 
 def running_statistics(
     evidence: Evidence,
-    chunk: int | None,
     *,
     reads: str,
     fold: Callable[..., RunningStatistics] = advance,
@@ -72,7 +69,7 @@ def running_statistics(
             f"{reads}, but the evidence holds the last {S} of {T} and no running statistics: record all "
             "queries at prefill, keep running statistics, or use a window score such as snapkv."
         )
-    return fold(evidence, chunk=chunk, **settings)
+    return fold(evidence, **settings)
 
 
 def _payers(evidence: Evidence) -> Tensor:

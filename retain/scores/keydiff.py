@@ -14,15 +14,13 @@ from retain.scores.family import family
 @family(
     "rank",
     paper="KeyDiff: Key Similarity-Based KV Cache Eviction, arXiv 2504.15364",
-    cost="two passes over the keys (H T D)",
 )
 def keydiff(evidence: Evidence) -> Score:
     """Score by minus the cosine of each key with the mean key direction.
 
     `score[i] = - k_i . m / (||k_i|| ||m||)`, with `m = mean_i k_i / ||k_i||`
 
-    KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference in Resource-Constrained
-    Environments, arXiv 2504.15364. Our anchor m is their mu.
+    In the paper our anchor m is mu.
 
     Args:
         evidence: the layer; its keys, after RoPE, as cached.

@@ -9,14 +9,12 @@ from retain.scores.family import family
 @family(
     "rank",
     paper="A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression, arXiv 2406.11430",
-    cost="one pass over the keys (H T D)",
 )
 def knorm(evidence: Evidence) -> Score:
     """Score by minus the length of each key, `score[i] = -||k_i||_2`.
 
-    A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression, arXiv 2406.11430. Models that
-    normalise their keys before RoPE (Qwen3) leave little for it to see: the learned scale of that norm is all
-    that is left of the length.
+    Models that normalise their keys before RoPE (Qwen3) leave little for it to see: the learned scale of that
+    norm is all that is left of the length.
 
     Args:
         evidence: the layer; its keys, as cached (RoPE leaves their lengths alone).

@@ -17,10 +17,8 @@ BLOCKS = 64
 
 @family(
     "rank",
-    paper=(
-        "LagKV: Lag-Relative Information of the KV Cache Tells Which Tokens Are Important, arXiv 2504.04704"
-    ),
-    cost="two passes over the keys and the values (H T D)",
+    paper="LagKV: Lag-Relative Information of the KV Cache Tells Which Tokens Are Important, "
+    "arXiv 2504.04704",
 )
 def lagkv(evidence: Evidence, *, lag: int = 128, sinks: int = 4) -> Score:
     """Score by the spread, over channels, of the key and the value within the range of the next block.
@@ -32,10 +30,9 @@ def lagkv(evidence: Evidence, *, lag: int = 128, sinks: int = 4) -> Score:
     The score is the entry's rank by s in its block, over `lag`, so that all blocks lose alike. Entries that
     no whole block follows score 1, the sinks 2.
 
-    LagKV: Lag-Relative Information of the KV Cache Tells Which Tokens Are Important, arXiv 2504.04704. As in
-    the released press of kvpress 0.5.5, but for a channel that does
-    not vary in the next block, which is left out here and gives NaN there. The authors' code never looks at
-    what it has kept again; here every eviction starts from what a head holds.
+    As in the released press of kvpress 0.5.5, but for a channel that does not vary in the next block, which
+    is left out here and gives NaN there. The authors' code never looks at what it has kept again; here every
+    eviction starts from what a head holds.
 
     Args:
         evidence: the layer; its keys, after RoPE, as cached.

@@ -19,7 +19,6 @@ from retain.scores.window import group_heads, pool_entries, window_received
     "mass",
     needs=("window",),
     paper="LAVa: Layer-wise KV Cache Eviction with Dynamic Budget Allocation, arXiv 2509.09754",
-    cost="W rows of attention (Q W T D) and one pass over the values (H T D)",
 )
 def lava(
     evidence: Evidence,
@@ -37,8 +36,8 @@ def lava(
     too). A head that is all window has nothing before it: its maximum is over all its entries either way.
     What a head does not hold is in no maximum.
 
-    LAVa: Layer-wise KV Cache Eviction with Dynamic Budget Allocation, arXiv 2509.09754. The maximum over the
-    group is the released code's; the pool (max, 7) is the paper's and the released code's.
+    The maximum over the group is the released code's; the pool (max, 7) is the paper's and the released
+    code's.
 
     Args:
         value_max_over: `prefix` or `all`.

@@ -17,10 +17,9 @@ from retain.scores.h2o import running_statistics
         "LazyEviction: Lagged KV Eviction with Attention Pattern Observation for Efficient Long "
         "Reasoning, arXiv 2506.15969"
     ),
-    cost="every row of attention once (Q T T D), in chunks, and one pass over two numbers an entry (H T)",
     fold=advance_with_gaps,
 )
-def lazy_eviction(evidence: Evidence, *, alpha: float = 1e-4, chunk: int | None = None) -> Score:
+def lazy_eviction(evidence: Evidence, *, alpha: float = 1e-4) -> Score:
     """Score by the time since the last access over the longest gap between two.
 
     With t the place of the last query, `l` that of the entry's last access and `g` its longest gap
@@ -28,10 +27,9 @@ def lazy_eviction(evidence: Evidence, *, alpha: float = 1e-4, chunk: int | None 
     `2 / (1 + exp(1 + (t - l) / (g + 1e-5))) + [g > 0] 2 / (1 + exp(g - 1))`.
     The second term is for entries that are accessed all the time.
 
-    LazyEviction: Lagged KV Eviction with Attention Pattern Observation for Efficient Long Reasoning, arXiv
-    2506.15969; as in its released code (github.com/Halo-949/LazyEviction), which scores each query head,
-    holds a copy for each head, and starts to count with the first generated token. Here the heads of a group
-    share an entry, and the queries of the prompt count, so that there is a score at the eviction after it.
+    As in its released code (github.com/Halo-949/LazyEviction), which scores each query head, holds a copy for
+    each head, and starts to count with the first generated token. Here the heads of a group share an entry,
+    and the queries of the prompt count, so that there is a score at the eviction after it.
 
     Args:
         evidence: the layer, with `running`, or with S == T queries. A cache that kept `running` decided what
@@ -47,7 +45,7 @@ def lazy_eviction(evidence: Evidence, *, alpha: float = 1e-4, chunk: int | None 
     if not 0 < alpha <= 1:
         raise ValueError(f"lazy_eviction alpha is attention, above 0 and at most 1; got {alpha}.")
     reads = "lazy_eviction asks every query what it accessed"
-    running = running_statistics(evidence, chunk, reads=reads, fold=advance_with_gaps, alpha=alpha)
+    running = running_statistics(evidence, reads=reads, fold=advance_with_gaps, alpha=alpha)
     if running.longest_gap_BHT is None:
         raise ValueError(f"{reads}, and these running statistics hold no gaps (`advance_with_gaps`).")
     gap_BHT = running.longest_gap_BHT.double()

@@ -13,9 +13,8 @@ from retain.scores.h2o import running_statistics
     "rank",
     needs=("running",),
     paper="least recently used, by attention; a control, no paper",
-    cost="nothing where running statistics are kept; else every row of attention (Q T T D), in chunks",
 )
-def lru(evidence: Evidence, *, share: int | float = 1.0, chunk: int | None = None) -> Score:
+def lru(evidence: Evidence, *, share: int | float = 1.0) -> Score:
     """Score by the place of the last query that accessed the entry.
 
     `score[i] = max({i} | {j >= i: max_{q in group(h)} a_qj[i] >= share / n_j})`, where `n_j` is the number of
@@ -38,5 +37,5 @@ def lru(evidence: Evidence, *, share: int | float = 1.0, chunk: int | None = Non
     """
     if not share >= 0:
         raise ValueError(f"lru share is a multiple of uniform attention, at least 0; got {share}.")
-    running = running_statistics(evidence, chunk, reads="lru asks every query what it accessed", share=share)
+    running = running_statistics(evidence, reads="lru asks every query what it accessed", share=share)
     return masked_score(running.last_access_BHT.float(), evidence.exists_BHT, "rank")

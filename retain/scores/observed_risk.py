@@ -15,15 +15,14 @@ from retain.scores.window import group_heads, window_received
     "risk",
     needs=("window", "value_norm"),
     paper="this project, after DefensiveKV (arXiv 2510.13334)",
-    cost="W rows of attention (Q W T D) and one output projection (Q T D E)",
 )
 def observed_risk(evidence: Evidence, *, window: int = 32) -> Score:
     """Score by the largest value-weighted attention of the last `window` queries.
 
     `risk[h, i] = max_{q in group(h)} ( ||v_i W_O^q||_1 * max_{j in window} a_qj[i] )`
 
-    After DefensiveKV (Taming the Fragility of KV Cache Eviction, arXiv 2510.13334), whose worst case over the
-    window this is; the published orders and norms are the score `defensive`.
+    After DefensiveKV, whose worst case over the window this is; the published orders and norms are the score
+    `defensive`.
 
     Returns:
         score in `risk`, non-negative.

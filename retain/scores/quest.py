@@ -19,7 +19,6 @@ from retain.scores.window import group_heads
     "rank",
     needs=("window",),
     paper="Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference, arXiv 2406.10774",
-    cost="two passes over the keys (H T D), and one query against the bounds of T / page_size pages",
 )
 def quest(evidence: Evidence, *, page_size: int = 16) -> Score:
     """Score by the upper bound, over a page, of the last query's product with a key.
@@ -62,8 +61,8 @@ def quest(evidence: Evidence, *, page_size: int = 16) -> Score:
     if evidence.window is not None:
         lowest_BH1 = score_BHT.masked_fill(~exists_BHT, float("inf")).amin(-1, keepdim=True)
         place_BT = evidence.places_BT
-        gone_BT = place_BT <= place_BT[:, -1:] + 1 - evidence.window
-        score_BHT = torch.where(gone_BT[:, None], lowest_BH1 - lowest_BH1.abs() - 1, score_BHT)
+        unseen_BT = place_BT <= place_BT[:, -1:] + 1 - evidence.window
+        score_BHT = torch.where(unseen_BT[:, None], lowest_BH1 - lowest_BH1.abs() - 1, score_BHT)
     return masked_score(score_BHT, exists_BHT, "rank")
 
 

@@ -19,7 +19,6 @@ from retain.scores.family import family
     "rank",
     needs=("seeds",),
     paper="a control, no paper",
-    cost="one hash an entry (H T)",
 )
 def random(evidence: Evidence, *, seeds_B: Sequence[int] | Int[Tensor, " B"] | None = None) -> Score:
     """Score by uniform numbers in [0, 1), independent over sequences, layers, heads and entries.
@@ -45,7 +44,7 @@ def random(evidence: Evidence, *, seeds_B: Sequence[int] | Int[Tensor, " B"] | N
     device = evidence.valid_BT.device
     state_B = hashed(torch.tensor([_signed(seed) for seed in seeds], dtype=torch.int64, device=device))
     state_B = hashed(state_B + evidence.layer_idx)
-    heads_H = evidence.first_head + torch.arange(evidence.num_heads, device=device)
+    heads_H = torch.arange(evidence.num_heads, device=device)
     state_BH = hashed(state_B[:, None] + heads_H)
     values_BHT = uniform_of(state_BH[:, :, None] + evidence.places_BT[:, None, :])
     return masked_score(values_BHT, evidence.exists_BHT, "rank")
@@ -87,17 +86,6 @@ def draw_keys(
 def uniform_of(state: Int[Tensor, "*any"]) -> Float[Tensor, "*any"]:
     """Uniform numbers in [0, 1) of 24 bits, float32, one for each number that is hashed."""
     return _shift(hashed(state), 40).float() / 2**24
-
-
-def gumbel_of(state: Int[Tensor, "*any"]) -> Float[Tensor, "*any"]:
-    """Numbers of Gumbel(0, 1), float64, one for each number that is hashed."""
-    return -exponential_of(state).log()
-
-
-def exponential_of(state: Int[Tensor, "*any"]) -> Float[Tensor, "*any"]:
-    """Numbers of Exponential(1), float64, one for each number that is hashed: `exp(-gumbel_of(state))`."""
-    # Half a step up, so that 0 has a logarithm; in float32 the sum would round to 1 at the other end.
-    return (uniform_of(state).double() + 2.0**-25).log_().neg_()
 
 
 def hashed(x: Int[Tensor, "*any"]) -> Int[Tensor, "*any"]:

@@ -7,13 +7,9 @@ from retain.scores.family import family
 @family(
     "rank",
     paper="Efficient Streaming Language Models (StreamingLLM), arXiv 2309.17453",
-    cost="one count an entry (T)",
 )
 def recency(evidence: Evidence) -> Score:
     """Score by the entry's place in its sequence, `score[i] = #{k < i: k valid}`, evicted entries included.
-
-    Efficient Streaming Language Models with Attention Sinks (StreamingLLM), arXiv 2309.17453, when sinks are
-    protected.
 
     Args:
         evidence: the layer (only its padding and its number of heads are read).

@@ -15,7 +15,6 @@ from retain.scores.window import pool_group, window_received
     "mass",
     needs=("window",),
     paper="SnapKV: LLM Knows What You are Looking for, arXiv 2404.14469",
-    cost="W rows of attention (Q W T D)",
 )
 def snapkv(
     evidence: Evidence,
@@ -28,9 +27,8 @@ def snapkv(
 
     `mean_{q in group(h)} pool(mean_{j in window} a_qj)[i]`
 
-    SnapKV: LLM Knows What You are Looking for Before Generation, arXiv 2404.14469. Defaults (avg, 5) are
-    those of the released key-value presses; the papers that compare with it use `pool="max", pool_size=7`,
-    and LAVa's code pools the mean of the group.
+    Defaults (avg, 5) are those of the released key-value presses; the papers that compare with it use
+    `pool="max", pool_size=7`, and LAVa's code pools the mean of the group.
 
     Returns:
         score in `mass`.

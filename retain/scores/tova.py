@@ -13,15 +13,14 @@ from retain.scores.window import window_received
     "mass",
     needs=("window",),
     paper="Transformers are Multi-State RNNs (TOVA), arXiv 2401.06104",
-    cost="one row of attention (Q T D)",
 )
 def tova(evidence: Evidence) -> Score:
     """Score by the attention of the last query, averaged over all query heads of the layer.
 
     `s[i] = mean_q a_{q,last}[i]`, over the query heads whose KV head holds the entry, for every KV head.
 
-    Transformers are Multi-State RNNs (TOVA), arXiv 2401.06104. Paper and released code agree on the score;
-    the paper applies it at every decoding step, the released press once, after prefill.
+    Paper and released code agree on the score; the paper applies it at every decoding step, the released
+    press once, after prefill.
 
     Returns:
         score in `mass`; its window is the last entry.

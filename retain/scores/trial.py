@@ -28,12 +28,6 @@ FILES = ("centres",)
 MOST_ENTRIES = 2**20  # of whatever is counted in entries, and may be made as a tensor
 
 
-def known_settings(name: str) -> tuple[str, ...]:
-    """Names of a score's settings: its keyword arguments, without the seeds."""
-    parameters = inspect.signature(SCORES[name].function).parameters
-    return tuple(key for key in parameters if key not in ("evidence", "seeds_B"))
-
-
 def try_settings(name: str, settings: Mapping[str, Any]) -> tuple[Score | None, list[str]]:
     """Score a made-up layer.
 
@@ -44,7 +38,8 @@ def try_settings(name: str, settings: Mapping[str, Any]) -> tuple[Score | None, 
     Returns:
         the score and no problem, or None and all problems that can be known.
     """
-    known = known_settings(name)
+    parameters = inspect.signature(SCORES[name].function).parameters
+    known = [key for key in parameters if key not in ("evidence", "seeds_B")]
     hints = {key: hint_of(f"{name}.{key}") or suggest(key, known) for key in settings if key not in known}
     problems = [
         f"score {name!r} has no setting {key!r}{hint}, known: {', '.join(known) or 'none'}"
@@ -54,8 +49,6 @@ def try_settings(name: str, settings: Mapping[str, Any]) -> tuple[Score | None, 
         value = settings.get(key, 1)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             problems.append(f"{key} is a whole number of at least 1, got {value!r}")
-        elif key == "pool_size" and value % 2 == 0:
-            problems.append(f"pool_size is odd, so that the pool is centred, got {value!r}")
     problems += [
         f"{key} is at most {MOST_ENTRIES:,}, got {value!r}"
         for key, value in settings.items()
@@ -68,19 +61,18 @@ def try_settings(name: str, settings: Mapping[str, Any]) -> tuple[Score | None, 
     ]
     if problems:
         return None, problems
-    # A few entries are enough to try any length.
-    lengths = {key: value for key, value in settings.items() if key in LENGTHS or key == "sinks"}
-    short = {key: min(value, LONGEST) for key, value in lengths.items() if isinstance(value, int)}
     tried = {key: value for key, value in settings.items() if key not in FILES}
+    for key in (*LENGTHS, "sinks"):
+        # A few entries are enough to try any length, odd or even.
+        if isinstance(value := tried.get(key), int) and value > LONGEST:
+            tried[key] = LONGEST - (value + 1) % 2
     try:
-        return _tried(name, json.dumps({**tried, **short}, sort_keys=True)), []
+        score = _tried(name, json.dumps(tried, sort_keys=True))
+        stated = score.window and "window" in settings
+        return replace(score, window=settings["window"]) if stated else score, []
     except (ValueError, TypeError, RuntimeError) as error:
-        return None, [f"score {name!r} does not take {dict(settings)}: {_first(error)}"]
-
-
-def _first(error: Exception) -> str:
-    """First line of an error, without its full stop."""
-    return str(error).partition("\n")[0].removesuffix(".")
+        reason = str(error).partition("\n")[0].removesuffix(".")
+        return None, [f"score {name!r} does not take {dict(settings)}: {reason}"]
 
 
 @cache

@@ -15,11 +15,9 @@ from torch import Tensor
 
 from retain.attention.rotary import Rotary, turn
 from retain.evidence import Evidence, Score, masked_score
-from retain.process.removed import hint_of
 from retain.scores.family import family
 from retain.scores.window import group_heads
 
-_HEAD = re.compile(r"layer(\d+)_head(\d+)")
 _PARTS = ("q_mean_real", "q_mean_imag", "q_abs_mean")
 _STEP = (
     "make them for this model with scripts/calibrate.py of github.com/WeianMao/triattention, or leave "
@@ -31,7 +29,6 @@ _STEP = (
     "rank",
     needs=("queries", "rotary"),
     paper="TriAttention: Efficient Long Reasoning with Trigonometric KV Compression, arXiv 2604.04921",
-    cost="one product of the keys with the centre of each query head (Q T D), and their lengths (H T D)",
     needs_where={("centres", str): ("rotary",)},
 )
 def triattention(
@@ -48,9 +45,8 @@ def triattention(
     the mean over `d = 1, 2, 4, ... <= furthest`; dimensions that RoPE leaves alone add the product of their
     means. Less the mean of the head's entries, over their deviation, the largest of the group counts.
 
-    TriAttention: Efficient Long Reasoning with Trigonometric KV Compression, arXiv 2604.04921; as in its
-    released code (github.com/WeianMao/triattention, each head of each layer by itself), which keeps all of
-    the prompt and scores generated tokens.
+    As in its released code (github.com/WeianMao/triattention, each head of each layer by itself), which keeps
+    all of the prompt and scores generated tokens.
 
     Its file of statistics is a mapping: `metadata`, of which `rope_style` is read, and `stats`, where
     `layer07_head03` has `q_mean_real`, `q_mean_imag` (of `c`) and `q_abs_mean` (`m`), `[D / 2]` each. Its
@@ -84,8 +80,8 @@ def triattention(
     if centres is None:
         centre_BQD, length_BQF = centres_of(evidence)
     else:
-        stored = (own.to(keys_BHTD) for own in _stored(centres, evidence))
-        centre_BQD, length_BQF = (own.expand(len(keys_BHTD), -1, -1) for own in stored)
+        stored = (part.to(keys_BHTD) for part in _stored(centres, evidence))
+        centre_BQD, length_BQF = (part.expand(len(keys_BHTD), -1, -1) for part in stored)
     # Turned by where the query will be, the centre's product with a key as cached is the series.
     distances = 2 ** torch.arange(furthest.bit_length(), device=keys_BHTD.device)
     ahead_BN = evidence.positions_BT[:, -1:] + 1 + distances
@@ -138,14 +134,13 @@ def _standardised(values_BHGT: Tensor, exists_BH1T: Tensor) -> Tensor:
 
 def _stored(path: str, evidence: Evidence) -> tuple[Tensor, Tensor]:
     """Centre `[1, Q, D]` and lengths `[1, Q, F]` of the heads shown, of a file."""
-    Q, first = evidence.queries_BQSD.shape[1], evidence.first_head * evidence.group
-    D, idx = evidence.keys_BHTD.shape[-1], evidence.layer_idx
+    Q, D, idx = evidence.queries_BQSD.shape[1], evidence.keys_BHTD.shape[-1], evidence.layer_idx
     stored_Q3F = _read(path).get(idx)
     assert evidence.rotary is not None
-    fits = stored_Q3F is not None and len(stored_Q3F) >= first + Q and 2 * stored_Q3F.shape[-1] == D
+    fits = stored_Q3F is not None and len(stored_Q3F) >= Q and 2 * stored_Q3F.shape[-1] == D
     if stored_Q3F is None or not fits or 2 * len(evidence.rotary.inverse_frequencies_F) != D:
-        raise ValueError(_another(path, idx, stored_Q3F, f"{first + Q} query heads of {D} turned numbers"))
-    real_1QF, imaginary_1QF, length_1QF = stored_Q3F[None, first : first + Q].unbind(2)
+        raise ValueError(_another(path, idx, stored_Q3F, f"{Q} query heads of {D} turned numbers"))
+    real_1QF, imaginary_1QF, length_1QF = stored_Q3F[None, :Q].unbind(2)
     return torch.cat([real_1QF, imaginary_1QF], dim=-1), length_1QF
 
 
@@ -158,9 +153,9 @@ def check_centres(path: str, layers: Iterable[tuple[int, int, int]]) -> None:
     """
     stored = _read(path)
     for idx, heads, width in layers:
-        own = stored.get(idx)
-        if own is None or len(own) != heads or 2 * own.shape[-1] != width:
-            raise ValueError(_another(path, idx, own, f"{heads} query heads of {width} numbers"))
+        found_Q3F = stored.get(idx)
+        if found_Q3F is None or len(found_Q3F) != heads or 2 * found_Q3F.shape[-1] != width:
+            raise ValueError(_another(path, idx, found_Q3F, f"{heads} query heads of {width} numbers"))
 
 
 def _another(path: str, idx: int, stored_Q3F: Tensor | None, wanted: str) -> str:
@@ -182,20 +177,21 @@ def _loaded(path: str, changed_ns: int) -> dict[int, Float[Tensor, "Q 3 F"]]:
         stored = torch.load(path, map_location="cpu", weights_only=True)
         if (style := stored["metadata"].get("rope_style", "half")) != "half":
             raise ValueError(f"rope_style is {style!r}, and 'half' is read")
-        heads = {
-            _HEAD.fullmatch(name).groups(): torch.stack([own[part].float() for part in _PARTS])  # type: ignore[union-attr]
-            for name, own in stored["stats"].items()
-        }
         found: dict[int, dict[int, Tensor]] = {}
-        for (layer, head), own_3F in heads.items():
-            found.setdefault(int(layer), {})[int(head)] = own_3F
-        made = {layer: torch.stack([own[head] for head in range(len(own))]) for layer, own in found.items()}
-        if any(own.ndim != 3 or not bool(own.isfinite().all()) for own in made.values()):
+        for name, parts in stored["stats"].items():
+            layer, head = re.fullmatch(r"layer(\d+)_head(\d+)", name).groups()  # type: ignore[union-attr]
+            found.setdefault(int(layer), {})[int(head)] = torch.stack(
+                [parts[part].float() for part in _PARTS]
+            )
+        made = {
+            layer: torch.stack([heads[head] for head in range(len(heads))]) for layer, heads in found.items()
+        }
+        if any(layer.ndim != 3 or not bool(layer.isfinite().all()) for layer in made.values()):
             raise ValueError("they are not finite numbers, one for each pair of dimensions")
     except Exception as error:  # the unpickler raises whatever a broken file leads it to
         reason = str(error).strip().partition("\n")[0]
         raise ValueError(
             f"query centres {path!r} could not be read as TriAttention's statistics ({type(error).__name__}: "
-            f"{reason}){hint_of('query_centres') if path.endswith('.safetensors') else ''}: {_STEP}."
+            f"{reason}): {_STEP}."
         ) from None
     return made

@@ -17,7 +17,6 @@ from retain.scores.snapkv import pooled_mass
     "mass",
     needs=("window",),
     paper="Attention Score is not All You Need (VATP), arXiv 2406.12335",
-    cost="W rows of attention (Q W T D) and one pass over the values (H T D)",
     needs_where={("attention", "running"): ("running",)},
 )
 def vatp(
@@ -25,17 +24,15 @@ def vatp(
     *,
     attention: str = "window",
     window: int = 32,
-    chunk: int | None = None,
 ) -> Score:
     """Attention of an entry times the L1 norm of its value, before any projection.
 
     `s_h[i] = ||v_h[i]||_1 * mean_{q in group(h)} mean_{j in window} a_qj[i]` (`window`), or with
     `sum_{j >= i} a_qj[i]` over all queries (`running`).
 
-    Attention Score is not All You Need for Token Importance Indicator in KV Cache Reduction: Value Also
-    Matters (VATP), arXiv 2406.12335: `running` is the paper's and its code's (H2O's sum; it keeps the first
-    tokens whatever they score, which here is protection's `sinks`). `window` is how LAVa (arXiv 2509.09754)
-    compares with it, without LAVa's pool. Neither has a group of more than one query head; its mean is ours.
+    `running` is the paper's and its code's (H2O's sum; it keeps the first tokens whatever they score, which
+    here is protection's `sinks`). `window` is how LAVa (arXiv 2509.09754) compares with it, without LAVa's
+    pool. Neither has a group of more than one query head; its mean is ours.
 
     Args:
         evidence: the layer; `running` needs `evidence.running`, or S == T queries.
@@ -53,7 +50,7 @@ def vatp(
         mass_BHT = pooled_mass(evidence, window, None, 1)
     else:
         reads, window = "vatp sums the attention of every query", 0
-        mass_BHT = running_statistics(evidence, chunk, reads=reads).mass_BHT
+        mass_BHT = running_statistics(evidence, reads=reads).mass_BHT
     norm_BHT = torch.linalg.vector_norm(evidence.values_BHTD, 1, dim=-1, dtype=mass_BHT.dtype)
     values_BHT = mass_BHT * norm_BHT
     return masked_score(values_BHT, evidence.exists_BHT, "mass", window=window)

@@ -126,8 +126,6 @@ class EvictingImpl(CPUAttentionBackendImpl):
         if worker is not None and place is not None and attn_metadata is not None:
             N = attn_metadata.num_actual_tokens
             worker.observe_(place, query[:N])
-            if worker.reading and worker.reads_heads:
-                worker.score_tokens_(place, queries_NQD=query[:N], keys_NHD=key[:N], values_NHD=value[:N])
             if isinstance(attn_metadata, EvictingMetadata):
                 self._attend(worker, place, query[:N], attn_metadata, output[:N])
                 return output

@@ -14,8 +14,6 @@ from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.platforms import current_platform
 from vllm.v1.sample.logits_processor import LogitsProcessor
 
-from retain import capability
-from retain.policy import Policy
 from retain.vllm.settings import Settings, options_of, settings_from
 
 # The release of vLLM that the tests were run with.
@@ -69,7 +67,7 @@ def prepare_(config: VllmConfig) -> None:
     settings = settings_from(config.additional_config)
     if settings is None:
         return
-    if problems := problems_of_engine(config, settings.load_policy()):
+    if problems := problems_of_engine(config):
         raise ValueError(f"this engine cannot evict: {'; '.join(problems)}. Or leave 'retain' out.")
     config.kv_transfer_config = KVTransferConfig(
         kv_connector=CONNECTOR, kv_connector_module_path="retain.vllm.connector", kv_role="kv_both"
@@ -79,10 +77,8 @@ def prepare_(config: VllmConfig) -> None:
         config.model_config.logits_processors = [*there, OPTIONS_CHECK]
 
 
-def problems_of_engine(config: VllmConfig, policy: Policy) -> list[str]:
+def problems_of_engine(config: VllmConfig) -> list[str]:
     """List why an engine cannot be served with eviction."""
-    parallel, model = config.parallel_config, config.model_config
-    ranks, kv_heads = parallel.tensor_parallel_size, model.get_total_num_kv_heads()
     problems = {
         f"vLLM {vllm.__version__} was not tested, {TESTED}* was": not is_tested(),
         "no GPU backend exists yet, a CPU is wanted (docs/serving.md)": not current_platform.is_cpu(),
@@ -90,18 +86,16 @@ def problems_of_engine(config: VllmConfig, policy: Policy) -> list[str]:
             config.cache_config.cache_dtype not in ("auto", "bfloat16", "float16", "float32")
         ),
         "speculative decoding was not tested: leave it out": config.speculative_config is not None,
-        "pipeline and context parallelism were not tested: take sizes of 1": any(
-            getattr(parallel, f"{kind}_parallel_size") > 1
-            for kind in ("pipeline", "decode_context", "prefill_context")
+        "tensor, pipeline and context parallelism are not served: take sizes of 1": any(
+            getattr(config.parallel_config, f"{kind}_parallel_size") > 1
+            for kind in ("tensor", "pipeline", "decode_context", "prefill_context")
         ),
         "the V2 model runner was not tested: set VLLM_USE_V2_MODEL_RUNNER=0": config.use_v2_model_runner,
-        f"tensor_parallel_size {ranks} splits {kv_heads} KV heads unevenly": bool(kv_heads % ranks),
         "another KV connector is configured: take one of the two": (
             config.kv_transfer_config is not None and config.kv_transfer_config.kv_connector != CONNECTOR
         ),
     }
-    of_policy = capability.problems(policy, ("vllm", "ranks")) if ranks > 1 else []
-    return [problem for problem, holds in problems.items() if holds] + of_policy
+    return [problem for problem, holds in problems.items() if holds]
 
 
 class OptionsCheck(LogitsProcessor):

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig, get_layers_from_vllm_config
-from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -27,7 +26,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
 from retain.budget.head_weights import check_weights
-from retain.capability import Use, check_gates, refuse
+from retain.capability import check_gates, refuse
 from retain.evidence import Evidence
 from retain.gates.artifact import load_gates
 from retain.gates.base import GateSet
@@ -73,8 +72,7 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
         spec = self.group.kv_cache_spec
         entry_bytes = 2 * spec.head_size * torch.empty(0, dtype=spec.dtype).element_size()
         heads_L = (spec.num_kv_heads,) * len(self.group.layer_names)
-        parts = vllm_config.model_config.get_total_num_kv_heads() // spec.num_kv_heads
-        self.rules = Rules(settings.load_policy(), spec.block_size, heads_L, entry_bytes, parts)
+        self.rules = Rules(settings.load_policy(), spec.block_size, heads_L, entry_bytes)
         if role is KVConnectorRole.SCHEDULER:
             where = f"in {len(heads_L)} layers of {spec.num_kv_heads} KV heads"
             name = "tokens_per_head" if settings.keep_ratio is None else "keep_ratio"
@@ -150,8 +148,8 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
         names = sorted(self.group.layer_names, key=extract_layer_index)
         attention = get_layers_from_vllm_config(self._vllm_config, Attention, names)
         modules = [attention[name] for name in names]
-        dtype, rank = self.group.kv_cache_spec.dtype, get_tensor_model_parallel_rank()
-        E, layers = self._vllm_config.model_config.get_hidden_size(), []
+        dtype, layers = self.group.kv_cache_spec.dtype, []
+        E = self._vllm_config.model_config.get_hidden_size()
         for name, module in zip(names, modules, strict=True):
             Q, H, D = module.num_heads, module.num_kv_heads, module.head_size
             unread = torch.zeros((), dtype=dtype).expand(Q, D, E)
@@ -165,8 +163,6 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
                 positions_BT=torch.zeros(1, 0, dtype=torch.int64),
                 valid_BT=torch.zeros(1, 0, dtype=torch.bool),
                 soft_cap=module.impl.logits_soft_cap or None,
-                rotary=getattr(module, "retain_rotary", None),
-                first_head=rank * H,
             )
             layers.append(layer)
         if (weights := self.rules.policy.weights) is not None:
@@ -211,10 +207,7 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
                 f"the gates in {self.settings.gates} were trained on another model ({listing}; trained -> at "
                 "hand): load gates of this one or, for a fine-tune of it, set allow_other_weights."
             )
-        uses: list[Use] = ["vllm"]
-        uses += ["ranks"] if self._vllm_config.parallel_config.tensor_parallel_size > 1 else []
-        uses += ["unknown_rope"] if any(layer.rotary is None for layer in layers) else []
-        refuse(self.rules.policy, uses, gates=gates)
+        refuse(self.rules.policy, ["vllm"], gates=gates)
         if caution := check_gates(self.rules.policy, self.settings.budget, gates):
             logger.warning(caution)
         return gates
@@ -233,8 +226,6 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         """The last call of a step: after its forward pass."""
         if self.worker is not None and (counts := self.worker.evict()):
-            # Every rank evicts from each request, each from its heads.
-            counts["evictions"] *= self.worker.layers[0].first_head == 0
             self.stats.count(**counts)
 
     def get_kv_connector_stats(self) -> EvictionStats | None:

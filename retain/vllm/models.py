@@ -1,8 +1,8 @@
 """Attaches what gates and scores read to the attention layers of vLLM's models.
 
 Each class is vLLM's with two additions where the engine is asked to evict: a hook that shows the gate its
-layer's attention input, and copies of what is read of a checkpoint (output projections, rotary embeddings,
-samples of the weights, by which gates know their model).
+layer's attention input, and copies of what is read of a checkpoint (output projections, and samples of the
+weights, by which gates know their model).
 """
 
 import re
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
 
-from retain.attention.rotary import Rotary
 from retain.process.fingerprint import fingerprint_of, shape_and_sample
 from retain.scores.trial import entries_read
 from retain.vllm.backend import worker_here
@@ -65,11 +64,11 @@ class _Evicting:
         if self._policy is None:
             return super().load_weights(weights)  # type: ignore[misc]
         loaded = super().load_weights(seen())  # type: ignore[misc]
-        shared, score = _shared_rotary(self), self._policy.observed
+        score = self._policy.observed
         for name, module, parent in _attention_of(self):
             if score and "output_weight" in entries_read(score, self._policy.observed_settings):
                 module.retain_output_QDE = _output_of(name, module, parent)
-            module.retain_rotary, module.retain_samples = _rotary_of(parent) or shared, samples
+            module.retain_samples = samples
         return loaded
 
 
@@ -110,25 +109,6 @@ def _output_of(name: str, module: Any, parent: Any) -> Float[Tensor, "Q D E"]:
     return weights[0].detach().clone().T.unflatten(0, (module.num_heads, module.head_size))
 
 
-def _shared_rotary(model: Any) -> Rotary | None:
-    """The rotary embedding of all layers, where a model has one, as those of transformers do."""
-    shared = [module for module in model.modules() if hasattr(module, "inv_freq")]
-    if len(shared) != 1 or not isinstance(shared[0].inv_freq, Tensor):
-        return None
-    return Rotary(shared[0].inv_freq, float(getattr(shared[0], "attention_scaling", 1.0)))
-
-
-def _rotary_of(parent: nn.Module) -> Rotary | None:
-    """The rotary embedding of an attention layer, where it is understood: the halves convention, of which
-    vLLM has a table. Position 1 turns by the frequencies."""
-    rotary = getattr(parent, "rotary_emb", None)
-    table, halves = getattr(rotary, "cos_sin_cache", None), getattr(rotary, "is_neox_style", False)
-    if not isinstance(table, Tensor) or table.dtype != torch.float32 or not halves:
-        return None
-    cosines, sines = table[:2].double().chunk(2, dim=-1)
-    return Rotary(torch.atan2(sines[1], cosines[1]).float(), float(cosines[0, 0]))
-
-
 def _hook(layer_name: str, width: int) -> Any:
     """A hook on the module around an attention layer, which shows the gate its input."""
 
@@ -144,10 +124,10 @@ def _hook(layer_name: str, width: int) -> Any:
 def _score_tokens(hidden: Tensor, layer_name: str) -> None:
     """Store the gate's scores of this step's tokens; nothing in a step that reads no prompt to evict from."""
     worker = worker_here()
-    if worker is None or not worker.reading or worker.reads_heads:
+    if worker is None or not worker.reading:
         return
     if (place := worker.order.get(layer_name)) is not None:
-        worker.score_tokens_(place, hidden_NE=hidden.flatten(0, -2)[: len(worker.positions_N)])
+        worker.score_tokens_(place, hidden.flatten(0, -2)[: worker.num_tokens])
 
 
 def _score_nothing(hidden: Tensor, layer_name: str) -> None:

@@ -138,14 +138,12 @@ class Rules:
         page: entries of a block.
         heads_L: KV heads of each layer that evicts, here.
         entry_bytes: bytes of one key and value.
-        parts: processes that have as many heads each of the model's (tensor parallelism).
     """
 
     policy: Policy
     page: int
     heads_L: tuple[int, ...]
     entry_bytes: int
-    parts: int = 1
 
     @cached_property
     def window(self) -> int:
@@ -165,7 +163,7 @@ class Rules:
             ValueError: the budget cannot hold what is protected.
         """
         valid_BT = torch.ones(1, seen, dtype=torch.bool)
-        shapes = [LayerShape(heads, self.entry_bytes, self.parts) for heads in self.heads_L]
+        shapes = [LayerShape(heads, self.entry_bytes) for heads in self.heads_L]
         plan = plan_of(self.policy, budget, valid_BT, shapes, short_tokens=SHORT_TOKENS)
         plan = plan.hold_whole([0], valid_BT) if seen < self.window else plan
         return in_pages(plan, self.page)

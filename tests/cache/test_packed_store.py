@@ -6,7 +6,6 @@ import torch
 from retain.cache.codec import GROUPS, Codec
 from retain.cache.layout import bytes_of
 from retain.cache.store import LOG_WEIGHT, RaggedStore
-from retain.kernels.codes import decode
 from tests.close import assert_close
 from tests.refused import refused
 
@@ -107,17 +106,6 @@ def test_what_is_held_is_what_loops_encode(name):
     assert store.bytes_held == naive_bytes(store) <= bytes_of(store.storages())
     assert step > 0 and not torch.equal(got_values, values)
     assert store.bytes_held < 4 * (D + V) * sum(LENGTHS)
-
-
-def test_decoded_numbers_are_rounded_to_the_models_precision_once():
-    form = form_of("4 bits", torch.bfloat16)
-    keys, values, positions = numbers([9, 3], 2)
-    store = encoded(form, keys.bfloat16(), values.bfloat16(), positions, [9, 3])
-    got_keys, got_values, _ = flat(store)
-    assert got_keys.dtype == got_values.dtype == torch.bfloat16
-    want_keys, want_values, _ = naive(form, keys.bfloat16(), values.bfloat16(), [9, 3])
-    assert torch.equal(got_keys, want_keys.bfloat16()) and torch.equal(got_values, want_values.bfloat16())
-    assert_close(decode(store.codes[0], torch.float32)[store.index_N()], want_keys.double())
 
 
 @pytest.mark.parametrize("side", [0, 1])

@@ -2,14 +2,11 @@
 every family, every regime. And what else is done with a cache.
 """
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 import retain
 from retain.correction.merge import Merge
-from retain.evidence import attention_probs
 from retain.hf.cache.cache import Cache
 from retain.hf.version_names import CACHE
 from tests.close import assert_close
@@ -165,35 +162,3 @@ def test_counts_last_while_a_cache_is_decoded_from_and_stacked():
     counted.crop(60)
     for store, own_N in zip(counted.state.stores, before, strict=True):
         assert torch.equal(store.log_weight_C[store.index_N()], own_N)
-
-
-def test_scores_of_a_later_eviction_see_what_attention_sees():
-    """What stands for several is paid for several, and the evidence says so."""
-    model = attached("qwen3")
-    shown = []
-    settings = {**SETTINGS, "correction": MERGE, "regime": "prefill+decode", "every": 3}
-    cache = run(model, "snapkv", **settings)
-    request = cache.state.bound_policy
-    scored = type(request).score
-
-    def score(self, evidence, batch):
-        shown.append(evidence)
-        return scored(self, evidence, batch)
-
-    mask = torch.cat([tiny_batch((0, 7), 60)[1], torch.ones(2, 3, dtype=torch.long)], dim=1)
-    columns = [store.log_weight_C[store.index_N()].sort().values for store in cache.state.stores]
-    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr(type(request), "score", score)
-        for step in range(3):
-            given = {"attention_mask": mask[:, : 61 + step], CACHE: cache}
-            where = positions_of(mask[:, : 61 + step])[:, -1:]
-            model(input_ids=torch.tensor([[5 + step], [9 + step]]), position_ids=where, **given)
-    assert cache.evictions == 2 and len(shown) == 3
-    for evidence, before_N in zip(shown, columns, strict=True):
-        known = evidence.log_weight_BHT[evidence.exists_BHT]
-        assert torch.equal(known[known > 0].sort().values, before_N[before_N > 0])
-        seen = evidence.queries_BQSD.shape[2]
-        paid = attention_probs(evidence, 0, seen)
-        plain = attention_probs(replace(evidence, log_weight_BHT=None), 0, seen)
-        heavy = evidence.log_weight_BHT.repeat_interleave(evidence.group, 1)[:, :, None] > 0
-        assert float((paid * heavy).sum()) > float((plain * heavy).sum())

@@ -103,9 +103,3 @@ def test_what_nothing_goes_to_stays_to_the_bit():
     values = values.bfloat16()
     got = merge(keys, values, exists, keep, Merge(1.0, recent=0))
     assert torch.equal(got.values_NV, values[keep & exists]) and bool((got.weight_N == 1).all())
-
-
-@pytest.mark.parametrize("threshold", [-1.01, 1.5, float("nan")])
-def test_a_threshold_is_a_cosine(threshold):
-    with pytest.raises(ValueError, match="threshold"):
-        Merge(threshold=threshold)

@@ -12,7 +12,7 @@ import retain
 from retain.eval.compare import identity_of_run
 from retain.eval.config import CompareConfig
 from retain.eval.run.checks import load_checked
-from retain.eval.run.measure import Keys, measure
+from retain.eval.run.measure import measure
 from retain.eval.run.plan import Context, units_of
 from retain.eval.run.table import Line
 from retain.eval.tryout import TEXT
@@ -70,8 +70,6 @@ def lines_of(config: CompareConfig, change: Callable[[Context], Context] = lambd
     """Measures a comparison in this process, without its folder; times are left out."""
     loaded, contexts = load_checked(config)
     identity = identity_of_run(config, loaded) | {"tasks": dict.fromkeys(contexts, {})}
-    keys, made = Keys(config, identity), []
-    for of_task in contexts.values():
-        for unit in units_of(config, [change(context) for context in of_task]):
-            made += measure(config, loaded, unit, keys, {})
-    return [replace(line, seconds=0.0) for line in made]
+    changed = [change(context) for of_task in contexts.values() for context in of_task]
+    units = units_of(config, changed, identity)
+    return [replace(line, seconds=0.0) for unit in units for line in measure(config, loaded, unit, ())]

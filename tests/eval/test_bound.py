@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from retain.eval.stats.bound import SMALLEST, p_at_most, p_within
+from retain.eval.stats.bound import p_at_most, p_within
 from retain.eval.stats.interval import macro_mean
 from tests.refused import refused
 
@@ -64,7 +64,7 @@ def test_of_many_items_that_differ_it_is_t() -> None:
     """The item that is added matters where little was seen: at 6,000 items a p of 0.025 is one of 0.026."""
     rng = np.random.default_rng(3)
     strata = [rng.choice([-100.0, 0.0, 0.0, 100.0], size=2000) for _ in range(3)]
-    error = math.sqrt(sum(own.var(ddof=1) / own.size for own in strata)) / 3
+    error = math.sqrt(sum(one.var(ddof=1) / one.size for one in strata)) / 3
     p = p_at_most(strata, macro_mean(strata) - 1.96 * error)
     assert 0.025 < p < 0.03
 
@@ -93,22 +93,6 @@ def test_equivalent_is_still_said_where_items_show_it() -> None:
     assert p_at_most([*values], -2.0) < 0.025 / 24
 
 
-@pytest.mark.parametrize(("tasks", "items"), [(1, 60), (1, 210), (1, 300), (2, 210), (3, 70), (6, 210)])
-@pytest.mark.parametrize("won", [0, 1, 5])
-def test_one_more_lost_item_never_speaks_for_a_policy(tasks: int, items: int, won: int) -> None:
-    """In one task, or in all of them in turn."""
-    for spread in (False, True):
-        values = np.zeros((tasks, items))
-        values[0, items - won :] = 100.0
-        found = []
-        for lost in range(9):
-            if lost:
-                task = (lost - 1) % tasks if spread else 0
-                values[task, (lost - 1) // tasks if spread else lost - 1] = -100.0
-            found.append(p_at_most([*values], -2.0))
-        assert found == sorted(found)
-
-
 @pytest.mark.parametrize("items", [70, 210, 400])
 @pytest.mark.parametrize("won", [0.0, 0.01, 0.1])
 def test_a_policy_that_is_worse_by_the_margin_passes_no_more_often_than_alpha(items: int, won: float) -> None:
@@ -121,31 +105,17 @@ def test_a_policy_that_is_worse_by_the_margin_passes_no_more_often_than_alpha(it
         if chance < 1e-6:
             continue
         for losses in range(items + 1 - wins):
-            own = chance * float(stats.binom.pmf(losses, items - wins, lost / (1 - won)))
+            both = chance * float(stats.binom.pmf(losses, items - wins, lost / (1 - won)))
             if losses > wins + items * margin / 100:  # a larger loss than the margin never passes
                 break
-            if own < 1e-7:
+            if both < 1e-7:
                 continue
             values = np.zeros(items)
             values[:wins], values[wins : wins + losses] = 100.0, -100.0
             p = p_at_most([values], -margin)
             for alpha in alphas:
-                passes[alpha] += own * (p < alpha)
+                passes[alpha] += both * (p < alpha)
     assert all(passes[alpha] <= 1.1 * alpha for alpha in alphas), passes
-
-
-def test_no_loss_among_300_is_the_rule_of_three() -> None:
-    none = [np.zeros(300)]
-    assert p_at_most(none, -2.0) == pytest.approx(0.98**300)
-    assert p_at_most(none, -1.0) == pytest.approx(0.05, abs=0.002)  # 3 / n of 100 points
-    # Tasks add up, and the smallest counts for all.
-    assert p_at_most([np.zeros(150)] * 2, -2.0) == pytest.approx(p_at_most(none, -2.0))
-    two = [np.zeros(300), np.zeros(150)]
-    assert p_at_most(two, -1.0) == pytest.approx(p_at_most(none, -1.0), rel=0.01)
-
-
-def test_no_p_is_said_to_be_smaller_than_floats_can_tell() -> None:
-    assert p_at_most([np.array([0.0, 100.0] * 50_000)], -40.0) == SMALLEST
 
 
 def test_losses_without_a_spread_speak_against_a_policy() -> None:
@@ -158,5 +128,4 @@ def test_what_cannot_be_tested_is_refused() -> None:
     refused("margin of equivalence must be positive, got 0", p_within, [np.zeros(4)], 0.0)
     refused("at least one stratum", p_at_most, [], -2.0)
     refused("p_at_most needs finite numbers", p_at_most, [np.array([0.0, np.nan])], -2.0)
-    with pytest.raises(ValueError, match="got 1.0 where an item lost 30. Pass the width of the scale"):
-        p_within([np.array([0.0, 30.0])], 0.02, worst=1.0)
+    refused("an item lost 130, and scores are points of 100", p_within, [np.array([0.0, 130.0])], 2.0)

@@ -1,24 +1,22 @@
 """A comparison from its config to its report: what it writes, how it goes on, and what it refuses."""
 
-import errno
 import json
 import random
 import subprocess
 import sys
 import time
 from dataclasses import replace
-from unittest.mock import Mock
 
 import pytest
+import torch
 
 from retain.config import load, save
 from retain.eval import cli
 from retain.eval import compare as entry
 from retain.eval.compare import Processes, compare, measure_all
-from retain.eval.config import CompareConfig, policy_settings
+from retain.eval.config import CompareConfig
 from retain.eval.run.table import MANIFEST, RESULTS, key_of, read_manifest, read_table
-from retain.presets import load_policy
-from retain.process.lock import LOCK_FILE, lock_folder
+from retain.process.lock import LOCK_FILE
 from tests.eval.small import save_small_gates, small
 from tests.launch import ROOT, launch_environment
 from tests.refused import refused
@@ -53,7 +51,7 @@ def test_a_run_leaves_a_table_a_manifest_and_a_report(grid, whole):
     assert manifest["rows"] == {task: {"0": [0, 1]} for task in grid.tasks}
     assert set(manifest["gates"]) == {grid.gates}
     assert manifest["command"].startswith("retain compare reference:0")
-    assert sorted(path.name for path in whole.iterdir() if path.suffix != ".lock") == [
+    assert sorted(path.name for path in whole.iterdir()) == [
         *("manifest.json", "report.html", "report.md", "results.jsonl", "scores.png")
     ]
 
@@ -95,16 +93,6 @@ def test_policies_budgets_tasks_and_items_are_added_to_a_run(gated):
     assert table_of(grown.folder.parent / "once") == after
 
 
-def test_a_report_is_of_the_rows_that_the_newest_config_asks_for(gated):
-    config = small(gated, run="moved", policies=("recency",), tasks=("reference/single",), items_per_task=3)
-    compare(config)
-    fewer = replace(config, policies=("recency", "random"), items_per_task=1)
-    assert "Items of a task: reference/single 1\n" in compare(fewer).path.read_text()
-    moved = replace(config, first_item=1, items_per_task=2)
-    assert "Items of a task: reference/single 2\n" in compare(moved).path.read_text()
-    assert "Seeds: 1\n" in compare(replace(config, seeds=(1,))).path.read_text()
-
-
 def test_lines_of_another_identity_are_refused_by_what_differs(gated, tmp_path):
     config = small(
         tmp_path, policies=("mine", "gate"), variants={"mine": ("snapkv",)}, tasks=("reference/lists",)
@@ -125,7 +113,6 @@ def test_lines_of_another_identity_are_refused_by_what_differs(gated, tmp_path):
         task_settings={"reference": {"metric": "match_all"}},
     )
     says(r"settings\.chat \(True there, False now\)", first_item=2, chat=False)
-    says(r"settings\.template\.enable_thinking", first_item=2, template={"enable_thinking": False})
     (tmp_path / "gates").rename(tmp_path / "moved")
     assert compare(replace(config, gates=str(tmp_path / "moved"), policies=("gate", "mine")))
     save_small_gates(tmp_path / "gates", seed=1)
@@ -145,13 +132,6 @@ def test_items_that_are_others_than_before_are_refused(tmp_path):
     refused("differ: the rows themselves", compare, config)
 
 
-def test_rows_begin_where_the_config_says(gated, whole, grid):
-    behind = replace(grid, run="behind", first_item=1, items_per_task=1)
-    compare(behind)
-    wanted = {key: line for key, line in table_of(whole).items() if line["item"] == 1}
-    assert table_of(behind.folder) == wanted
-
-
 def test_weights_of_heads_are_part_of_the_identity(tmp_path):
     path = tmp_path / "heads.json"
     path.write_text(json.dumps({str(layer): [1.0, 0.25] for layer in range(4)}))
@@ -161,34 +141,22 @@ def test_weights_of_heads_are_part_of_the_identity(tmp_path):
     path.write_text(json.dumps({str(layer): [1.0, 0.5] for layer in range(4)}))
     refused(r"policies\.mine\.policy\.allocation\.weights\.0", compare, config)
     path.unlink()
-    refused("policy 'mine': head weights .* do not exist", compare, config)
-
-
-def test_the_file_of_centres_is_part_of_the_identity(tmp_path):
-    policy = replace(load_policy("triattention"), observed_settings={"centres": str(tmp_path / "c.pt")})
-    (tmp_path / "c.pt").write_bytes(b"1")
-    before = policy_settings(policy)
-    (tmp_path / "c.pt").rename(tmp_path / "moved.pt")
-    moved = replace(policy, observed_settings={"centres": str(tmp_path / "moved.pt")})
-    assert policy_settings(moved) == before
-    (tmp_path / "moved.pt").write_bytes(b"2")
-    assert policy_settings(moved) != before
+    refused("policy 'mine' with when=prefill: head weights .* do not exist", compare, config)
 
 
 def test_memory_that_runs_out_stops_the_run_and_it_goes_on(gated, monkeypatch):
-    config, measured, measure = small(gated, run="tight", batch_items=2), [], entry.measure
+    config, measured, measure = small(gated, run="tight"), [], entry.measure
 
-    def run(config, loaded, unit, *more):
-        measured.append((unit.rows[0].task, len(unit.rows)))
-        if unit.rows[0].task == "reference/lists" and len(unit.rows) > 1:
-            raise ValueError("out of memory")
-        return measure(config, loaded, unit, *more)
+    def run(config, loaded, unit, done):
+        measured.append(unit.name)
+        if len(measured) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return measure(config, loaded, unit, done)
 
     monkeypatch.setattr(entry, "measure", run)
-    refused("out of memory", compare, config)
-    compare(replace(config, batch_items=1))
-    single, lists = "reference/single", "reference/lists"
-    assert measured == [(single, 2), (lists, 2), (lists, 1), (lists, 1)]  # no line is measured twice
+    refused("out of memory in item 0 of reference/lists .*Lower max_sequences", compare, config)
+    compare(replace(config, max_sequences=1))
+    assert measured[2] == measured[3] and len({*measured}) == 4  # no line is measured twice
     assert len(read_table(config.folder)) == 2 * 2 * 3
 
 
@@ -223,43 +191,24 @@ def test_a_comparison_needs_no_file(tmp_path, capsys):
     assert "missing key 'tasks'" in capsys.readouterr().err
 
 
-def test_one_run_at_a_time_is_in_a_folder(grid, tmp_path):
-    config = replace(grid, results=str(tmp_path))
-    with (
-        lock_folder(config.folder, otherwise="another"),
-        pytest.raises(ValueError, match=r"held by another run: process .*another name \(run=\.\.\.\)"),
-    ):
-        compare(config)
-    assert not config.folder.exists()
-
-
-def test_a_full_disk_is_one_line_that_says_where(tmp_path, monkeypatch, capsys):
-    full = OSError(errno.ENOSPC, "No space left on device")
-    monkeypatch.setattr(entry, "load_checked", Mock(side_effect=full))
-    assert entry.main(["--config", str(ROOT / "configs/compare/demo.yaml"), f"results={tmp_path}"]) == 2
-    said = capsys.readouterr().err
-    assert f"error: cannot write {tmp_path}/" in said and "No space left on device. Next step: free" in said
-    assert said.rstrip().endswith("the same command goes on where it was.") and len(said.splitlines()) == 1
-
-
-@pytest.mark.parametrize("text", ["{", "[]", "[" * 100_000, '{"identity": []}'])
+@pytest.mark.parametrize("text", ["{", "[]"])
 def test_a_damaged_manifest_is_refused(text, grid, whole, tmp_path):
     config = replace(grid, results=str(tmp_path))
     config.folder.mkdir()
     (config.folder / RESULTS).write_text((whole / RESULTS).read_text())
     (config.folder / MANIFEST).write_text(text)
-    refused(r"manifest\.json (cannot be read|is no manifest).*Restore it from a copy", compare, config)
+    refused(r"manifest\.json cannot be read.*Restore it from a copy", compare, config)
 
 
 def test_processes_share_out_the_units(grid, whole, tmp_path):
     loaded, contexts = entry.load_checked(grid)
-    units = [unit for of_task in contexts.values() for unit in entry.units_of(grid, of_task)]
-    keys = entry.Keys(grid, entry.manifest_of(grid, loaded, contexts, "")["identity"])
+    rows = [context for of_task in contexts.values() for context in of_task]
+    units = [*entry.units_of(grid, rows, entry.manifest_of(grid, loaded, contexts, "")["identity"])]
     shares = []
     for rank in (0, 1):
         share = replace(grid, results=str(tmp_path / str(rank)))
         share.folder.mkdir(parents=True)
-        measure_all(share, loaded, units, keys, Processes(rank=rank, count=2))
+        measure_all(share, loaded, units, Processes(rank=rank, count=2))
         shares.append(table_of(share.folder))
     assert not {*shares[0]} & {*shares[1]} and all(shares)
     assert shares[0] | shares[1] == table_of(whole)
@@ -269,28 +218,6 @@ def command_of(config, tmp_path):
     """A file of this config, and the arguments that ask for it."""
     save(config, path := tmp_path / "compare.yaml")
     return ["eval/compare.py", "--config", str(path)]
-
-
-@pytest.mark.slow
-def test_two_processes_of_a_launcher_write_what_one_does(grid, whole, tmp_path):
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0", "--config_file"]
-    config = replace(grid, results=str(tmp_path))
-    command = [*launch, "configs/accelerate/two_cpu_processes.yaml", *command_of(config, tmp_path)]
-    environment = launch_environment(ACCELERATE_USE_CPU="true")
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("Report: ") == 1  # of the first process alone
-    assert table_of(config.folder) == table_of(whole)
-    assert read_manifest(config.folder)["processes"] == 2  # launchers have been seen to start one
-    refusing = subprocess.run(
-        [*command, "context_tokens=170"],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert refusing.returncode != 0 and "lines of another identity" in refusing.stderr
 
 
 @pytest.mark.slow

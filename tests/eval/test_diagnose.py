@@ -1,23 +1,17 @@
-"""`retain diagnose` on tiny models: definitions, the full cache's row, what scores observe, the record."""
+"""`retain diagnose` on tiny models: definitions, the full cache's row, what policies keep, the record."""
 
 import itertools
 import json
 import math
 import re
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
 import retain
-from retain.attention.chunked import truncate
-from retain.budget.statement import Budget
-from retain.eval import diagnose as module
+from retain.budget.ranking import rank_entries
 from retain.eval.diagnose import (
-    FILE,
     FULL,
-    ORACLE,
     Document,
     Reading,
     coverage,
@@ -25,25 +19,21 @@ from retain.eval.diagnose import (
     diagnose,
     divergence,
     documents_of,
-    generate,
     main,
     oracle_overlap,
     parser,
-    policy_of,
-    read_context,
     summarise,
-    token_loss,
 )
-from retain.eval.run.scores import first_entries
+from retain.eval.run.answers import respond
+from retain.eval.run.memory import positions_held
 from retain.eval.text_pieces import cut, opening_of
 from retain.evidence import attention_probs
 from retain.future import future_risk
 from retain.hf.intercept.attach import attach
 from retain.hf.intercept.observe import observe
-from retain.policy import decide_layers, score_entries
+from retain.hf.version_names import CACHE
 from retain.reference import load_model, load_tokenizer
 from retain.reference.corpus import stream
-from retain.scores import Score
 from tests.close import MODEL, assert_close
 from tests.refused import refused
 from tests.tiny import VOCAB, tiny_model
@@ -54,14 +44,13 @@ UNPROTECTED = "oracle," + ",".join(
 )
 
 
-def drawn(name, seed, context, question):
-    ids = torch.randint(
-        2, VOCAB, (context + question,), generator=torch.Generator().manual_seed(seed)
-    ).tolist()
-    return Document(name, tuple(ids[:context]), tuple(ids[context:]))
+def drawn(seed, context, question):
+    draw = torch.Generator().manual_seed(seed)
+    ids = torch.randint(2, VOCAB, (context + question,), generator=draw).tolist()
+    return Document(tuple(ids[:context]), tuple(ids[context:]))
 
 
-DOCUMENTS = [drawn("long", 0, 90, 5), drawn("short", 1, 70, 4)]
+DOCUMENTS = [drawn(0, 90, 5), drawn(1, 70, 4)]
 
 
 @pytest.fixture(params=["rows sum to one", "a sink takes some"])
@@ -101,7 +90,7 @@ def test_oracle_overlap_by_hand():
         assert oracle_overlap(keep, risk).item() == pytest.approx(wanted), places
 
 
-def test_divergence_and_losses_are_their_formulas():
+def test_divergence_is_its_formula():
     logits, other = (3 * torch.randn(5, 13) for _ in range(2))
     p, q = (x.double().softmax(-1) for x in (logits, other))
     naive = [
@@ -112,50 +101,53 @@ def test_divergence_and_losses_are_their_formulas():
     never = torch.tensor([[0.0, float("-inf")]])
     assert divergence(never, torch.zeros(1, 2)).item() == pytest.approx(math.log(2))
     assert divergence(torch.zeros(1, 2), never).item() == math.inf
-    losses = token_loss(torch.tensor([[1.0, 3.0, 2.0], [0.0, 0.0, -1.0]]), torch.tensor([2, 0]))
-    by_hand = [math.log(sum(math.exp(x - 2) for x in (1, 3, 2))), math.log(2 + math.exp(-1))]
-    assert losses.tolist() == pytest.approx(by_hand)
 
 
-@pytest.fixture(scope="module", params=["unknown", "known"])
-def read(request):
-    """Readings of two documents with every kind of policy, and what was read of each document."""
+POLICIES = ("snapkv", "snapkv,protection.sinks=2", "defensivekv", "learned", "random", UNPROTECTED)
+
+
+@pytest.fixture(scope="module")
+def read():
+    """A model, and by document what was read behind its context, and readings with every kind of policy."""
     model = tiny_model("qwen3", seed=0)
-    policies = ("snapkv", "snapkv,protection.sinks=2", "defensivekv", "learned", "random", UNPROTECTED)
+    attach(model)
     gates = retain.new_gates(model, "linear", seed=0)
-    reads = list(diagnose(model, DOCUMENTS, policies, [0.7], question=request.param, steps=6, gates=gates))
-    told = []
+    found = []
     for document in DOCUMENTS:
-        known = request.param == "known"
-        seen = document.context_ids + document.question_ids[:-1] * known
-        behind = document.question_ids[-1:] if known else document.question_ids
-        answer = generate(model, read_context(model, seen), behind, 6)
-        observed = len(seen) + known
-        told.append(
-            SimpleNamespace(seen=seen, tail=(*behind, *answer[:-1]), answer=answer, observed=observed)
-        )
-    own = [{one.policy: one for one in readings} for readings in reads]
-    return SimpleNamespace(model=model, reads=reads, own=own, rows=summarise(reads), told=told)
+        readings = diagnose(model, document, POLICIES, [0.7], steps=6, gates=gates)
+        ids = torch.tensor([[*document.context_ids, *document.question_ids]])
+        (answer,) = respond(model, retain.Cache(model, None), ids, new_tokens=6)
+        found.append(((*document.question_ids, *answer[:-1]), answer, {one.policy: one for one in readings}))
+    return model, gates, found
 
 
 def test_the_full_cache_reads_as_it_must(read):
-    (full, *_), rows = read.rows, {row["policy"]: row for row in read.rows}
-    assert full["policy"] == FULL and full["coverage_outliers"] == 0.0
-    for name in ("coverage_mean", "coverage_worst_step", "coverage_worst", "oracle_overlap", "kept_share"):
+    rows = {row["policy"]: row for row in summarise([[*by_name.values()] for _, _, by_name in read[2]])}
+    full = rows[FULL]
+    for name in ("coverage", "coverage_worst", "oracle_overlap", "kept", "agreement"):
         assert full[name] == 1.0, name
-    assert full["agreement"] == 1.0 and full["kl"] < 1e-9, "against the model without a cache of ours"
+    assert full["kl"] < 1e-9, "against the model without a cache of ours"
     assert full["perplexity_ratio"] == pytest.approx(1.0, abs=1e-5)
     assert rows["random"]["kl"] > 1e-3, "this model would not notice an eviction"
     assert rows[UNPROTECTED]["oracle_overlap"] == 1.0 and rows["random"]["oracle_overlap"] < 0.9
 
 
-def test_what_is_kept_is_the_budget_in_every_policy(read):
-    pairs = read.model.config.num_hidden_layers * read.model.config.num_key_value_heads
-    for told, own in zip(read.told, read.own, strict=True):
-        kept = {name: int(one.keep_NT.sum()) for name, one in own.items()}
-        assert kept.pop(FULL) == pairs * len(told.seen) == own[FULL].keep_NT.numel()
+def test_each_policy_keeps_its_budget_as_a_cache_does(read):
+    model, gates, found = read
+    pairs = model.config.num_hidden_layers * model.config.num_key_value_heads
+    for document, (_, _, by_name) in zip(DOCUMENTS, found, strict=True):
+        seen = len(document.context_ids)
+        kept = {name: int(one.keep_NT.sum()) for name, one in by_name.items()}
+        assert kept.pop(FULL) == pairs * seen == by_name[FULL].keep_NT.numel()
         assert {*kept.values()} == {kept["snapkv"]}
-        assert kept["snapkv"] == pytest.approx(0.7 * pairs * len(told.seen), abs=9)
+        assert kept["snapkv"] == pytest.approx(0.7 * pairs * seen, abs=9)
+        for name in ("snapkv", "learned"):
+            how = {"gates": gates} if name == "learned" else {}
+            cache = retain.Cache(model, name, keep_ratio=0.7, short="raise", **how)
+            cache.prefill(torch.tensor([document.context_ids]))
+            heads = positions_held(cache)
+            for keep_T, positions in zip(by_name[name].keep_NT, heads, strict=True):
+                assert keep_T.nonzero().flatten().tolist() == positions.tolist()
 
 
 def layers_of(model, rows_N):
@@ -163,155 +155,102 @@ def layers_of(model, rows_N):
 
 
 def test_steps_are_read_from_the_full_caches_queries(read):
-    told, own = read.told[0], read.own[0]
-    assert len(own["random"].kl_S) == len(told.answer) == 6
-    for place, layer in enumerate(observe(read.model, torch.tensor([[*told.seen, *told.tail]]))):
+    model, _, found = read
+    tail, answer, by_name = found[0]
+    assert len(by_name["random"].kl_S) == len(answer) == 6
+    for place, layer in enumerate(observe(model, torch.tensor([[*DOCUMENTS[0].context_ids, *tail]]))):
+        risk_1HT, _ = future_risk(layer, document_tokens=90, sources=("appendix",))
+        kept = layers_of(model, by_name[UNPROTECTED].keep_NT)[place][None]
+        assert torch.equal(kept, rank_entries(risk_1HT) < kept.sum(-1)[..., None])
         for name in ("snapkv", "random"):
-            keep, got = (layers_of(read.model, x)[place] for x in (own[name].keep_NT, own[name].coverage_NS))
+            one = by_name[name]
+            keep, got = (layers_of(model, x)[place] for x in (one.keep_NT, one.coverage_NS))
             for step in range(6):
                 row = layer.num_seen - 6 + step
                 probs = attention_probs(layer, row, row + 1)
                 assert_close(got[:, step], coverage(probs, keep[None])[0, :, 0], ops=50)
 
 
-def test_chunks_of_steps_change_nothing(monkeypatch):
-    teacher = observe(
-        tiny_model("qwen3"), torch.tensor([[*DOCUMENTS[0].context_ids, *DOCUMENTS[0].question_ids]])
+def test_chunks_of_steps_change_nothing():
+    teacher = observe(tiny_model("qwen3"), torch.tensor([[*DOCUMENTS[0].context_ids]]))
+    keeps = [torch.rand(1, layer.num_heads, 60) < 0.5 for layer in teacher]
+    whole = torch.cat(
+        [
+            coverage(attention_probs(layer, 70, 90), keep)[0]
+            for layer, keep in zip(teacher, keeps, strict=True)
+        ]
     )
-    keeps = [[torch.rand(1, layer.num_heads, 90) < 0.5 for layer in teacher]]
-    (whole,) = coverage_of(teacher, keeps, 3)
-    monkeypatch.setattr(module, "FLOATS_AT_ONCE", 1)
-    assert whole.shape[-1] == 3
-    assert_close(coverage_of(teacher, keeps, 3)[0], whole, ops=50)
+    assert_close(coverage_of(teacher, keeps, 20), whole, ops=50)
 
 
-def test_logits_of_evicted_caches_are_those_of_a_model_that_never_held_the_entries(read):
-    """One head a layer may differ, so every layer's mask goes into an eager forward as its bias."""
-    told, got = read.told[0], read.own[0]["random"]
-    eager, ids = tiny_model("qwen3", seed=0, attn="eager"), torch.tensor([[*told.seen, *told.tail]])
-    total, heads = ids.shape[1], eager.config.num_attention_heads
-    causal = torch.ones(total, total).tril().bool()
-    for layer, keep_HT in zip(eager.model.layers, layers_of(eager, got.keep_NT), strict=True):
-        held = torch.nn.functional.pad(keep_HT, (0, len(told.tail)), value=True)
-        held = held.repeat_interleave(heads // len(keep_HT), 0)[:, None]
-        # Before the eviction nothing was missing.
-        seen_by = causal & (held | (torch.arange(total)[:, None] < len(told.seen)))
-        bias = torch.zeros(1, heads, total, total).masked_fill(~seen_by, torch.finfo(torch.float32).min)
-        layer.self_attn.register_forward_pre_hook(
-            lambda _m, args, kwargs, bias=bias: (args, {**kwargs, "attention_mask": bias}), with_kwargs=True
-        )
-    full, logits = (m(input_ids=ids, use_cache=False).logits[0, -6:] for m in (read.model, eager))
-    p, q = (x.double().log_softmax(-1) for x in (full, logits))
-    for found, wanted in (
-        (got.kl_S, (p.exp() * (p - q)).sum(-1)),
-        (got.loss_S, -q[range(6), list(told.answer)]),
-        (got.loss_full_S, -p[range(6), list(told.answer)]),
-    ):
-        assert_close(found, wanted, dtype=torch.float32, ops=10 * MODEL)
-    assert torch.equal(got.agree_S, logits.argmax(-1) == full.argmax(-1))
-
-
-def decides(model, policy, evidence, scores, kept):
-    made = decide_layers(policy, evidence, Budget(keep_ratio=0.7), scores=scores)
-    for layer, one in zip(layers_of(model, kept.keep_NT), made, strict=True):
-        assert torch.equal(layer, one.keep_BHT[0])
-
-
-def test_scores_observe_what_the_question_says_and_no_more(read):
-    """By caches that never saw what came after; the oracle by the true risk of what came."""
-    for told, own in zip(read.told, read.own, strict=True):
-        whole, seen = (*told.seen, *told.tail), len(told.seen)
-        policy, observed = policy_of("snapkv"), observe(read.model, torch.tensor([whole[: told.observed]]))
-        scores = [first_entries(score_entries(policy, layer), seen) for layer in observed]
-        evidence = [truncate(layer, seen) for layer in observed]
-        decides(read.model, policy, evidence, scores, own["snapkv"])
-        teacher = observe(read.model, torch.tensor([whole]))
-        risks = [future_risk(layer, document_tokens=seen, sources=("appendix",))[0] for layer in teacher]
-        scores = [Score(risk_BHT, "risk") for risk_BHT in risks]
-        decides(read.model, policy_of(UNPROTECTED), evidence, scores, own[UNPROTECTED])
-
-
-def test_answers_are_the_likeliest_tokens_up_to_an_end():
-    model, (context, question) = (
-        tiny_model("qwen3", seed=0),
-        (DOCUMENTS[0].context_ids, DOCUMENTS[0].question_ids),
-    )
-    attach(model)
+def test_steps_are_compared_with_the_model_without_a_cache(read):
+    model, _, found = read
+    tail, answer, by_name = found[0]
+    context, got = DOCUMENTS[0].context_ids, by_name["snapkv"]
+    cache = retain.Cache(model, "snapkv", keep_ratio=0.7, short="raise").prefill(torch.tensor([context]))
     with torch.no_grad():
-        ids = [*context, *question]
-        for _ in range(5):
-            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
-        wanted = tuple(ids[-5:])
-        assert generate(model, read_context(model, context), question, 5) == wanted
-        model.generation_config.eos_token_id = [wanted[2]]
-        assert (
-            generate(model, read_context(model, context), question, 5)
-            == wanted[: wanted.index(wanted[2]) + 1]
-        )
+        full = model(input_ids=torch.tensor([[*context, *tail]]), use_cache=False).logits[0, -6:]
+        logits = model(input_ids=torch.tensor([tail]), use_cache=True, **{CACHE: cache}).logits[0, -6:]
+    p, q = (x.double().log_softmax(-1) for x in (full, logits))
+    for measured, wanted in (
+        (got.kl_S, (p.exp() * (p - q)).sum(-1)),
+        (got.loss_S, -q[range(6), list(answer)]),
+        (got.loss_full_S, -p[range(6), list(answer)]),
+    ):
+        assert_close(measured, wanted, dtype=torch.float32, ops=10 * MODEL)
+    assert torch.equal(got.agree_S, logits.argmax(-1) == full.argmax(-1))
+    assert got.kl_S.max() > 1e-4
 
 
-def reading(policy, coverage_NS, kl, loss, full, kept=3):
-    steps = len(kl)
+def reading(coverage_NS, kl, loss, full, kept=3):
     return Reading(
-        policy,
-        0.5,
-        torch.tensor(coverage_NS),
-        torch.tensor([0.5, 1.0]),
-        torch.arange(4).expand(2, 4) < kept,
-        torch.tensor(kl).double(),
-        torch.arange(steps) < 1,
-        torch.tensor(loss).double(),
-        torch.tensor(full).double(),
+        policy="it",
+        keep_ratio=0.5,
+        keep_NT=torch.arange(4).expand(2, 4) < kept,
+        bytes_held=kept * 2**20,
+        coverage_NS=torch.tensor(coverage_NS),
+        overlap_N=torch.tensor([0.5, 1.0]),
+        kl_S=torch.tensor(kl).double(),
+        agree_S=torch.arange(len(kl)) < 1,
+        loss_S=torch.tensor(loss).double(),
+        loss_full_S=torch.tensor(full).double(),
     )
 
 
 def test_a_row_is_over_the_steps_of_all_documents():
-    first = reading("it", [[1.0, 0.2], [0.8, 0.4]], [0.1, 0.3], [1.0, 2.0], [1.0, 1.0])
-    second = reading("it", [[0.5], [0.49]], [0.8], [4.0], [2.5], kept=1)
+    first = reading([[1.0, 0.2], [0.8, 0.4]], [0.1, 0.3], [1.0, 2.0], [1.0, 1.0])
+    second = reading([[0.5], [0.49]], [0.8], [4.0], [2.5], kept=1)
     (row,) = summarise([[first], [second]])
-    cells = [1.0, 0.2, 0.8, 0.4, 0.5, 0.49]
-    assert row["coverage_mean"] == pytest.approx(sum(cells) / 6)
-    assert row["coverage_worst_step"] == pytest.approx(0.3) and row["coverage_worst"] == pytest.approx(0.2)
-    assert row["coverage_outliers"] == pytest.approx(3 / 6), "a half is covered"
-    assert row["kl"] == pytest.approx(0.4) and row["agreement"] == pytest.approx(2 / 3)
-    assert row["perplexity"] == pytest.approx(math.exp(7 / 3))
-    assert row["perplexity_ratio"] == pytest.approx(math.exp(2.5 / 3))
-    assert (row["kept_entries"], row["kept_share"], row["oracle_overlap"]) == (4.0, 0.5, 0.75)
-    assert row["intervals"] == {"kl": None, "agreement": None, "perplexity_ratio": None}, "unlike steps"
-
-
-def test_an_interval_is_paired():
-    """A policy that is worse by the same everywhere has no spread, however unlike the documents are."""
-    own = [[reading("it", [[1.0], [1.0]], [0.2], [n + 0.1], [n])] for n in range(6)]
-    (row,) = summarise(own)
-    assert row["intervals"]["perplexity_ratio"] == pytest.approx([math.exp(0.1)] * 2)
+    wanted = {
+        **{"keep_ratio": 0.5, "coverage": sum([1.0, 0.2, 0.8, 0.4, 0.5, 0.49]) / 6, "coverage_worst": 0.2},
+        **{"oracle_overlap": 0.75, "kl": 0.4, "agreement": 2 / 3, "perplexity": math.exp(7 / 3)},
+        **{"perplexity_ratio": math.exp(2.5 / 3), "kept": 0.5, "mib_held": 2.0},
+    }
+    assert row.pop("policy") == "it" and row == pytest.approx(wanted)
 
 
 def test_a_given_continuation_is_scored_against_the_model():
     """Loss by three lines of torch, and no divergence of what holds everything."""
     ids, model = stream("eval")[:2000].tolist(), load_model(0)
-    pieces = cut(ids, [1], context_tokens=96, behind=13, documents=3)
-    assert [list(piece) for piece in pieces] == [[1, *ids[start : start + 108]] for start in (0, 666, 1332)]
-    documents = [Document("piece", one[:96], one[96:97], one[97:]) for one in pieces]
-    reads = list(diagnose(model, documents, ("snapkv", "random"), (0.5, 1.0), steps=20))
-    for piece, readings in zip(pieces, reads, strict=True):
-        assert [(one.policy, one.keep_ratio) for one in readings] == [
-            (FULL, 1.0),
-            *itertools.product(("snapkv", "random"), (0.5, 1.0)),
-        ]
-        with torch.inference_mode():
-            logits = model(torch.tensor([piece])).logits[0].double().log_softmax(-1)
-        losses = [-float(logits[place - 1, piece[place]]) for place in range(97, 109)]
-        for one in readings:
-            assert one.loss_full_S.tolist() == pytest.approx(losses, rel=1e-3, abs=1e-4)
-            whole = one.keep_ratio == 1.0
-            assert bool(one.keep_NT.all()) == whole and (float(one.kl_S.mean()) < 1e-8) == whole
-    rows = summarise(reads)
-    for row, own in zip(rows, zip(*reads, strict=True), strict=True):
-        differences = [float((one.loss_S - one.loss_full_S).mean()) for one in own]
-        assert row["perplexity_ratio"] == pytest.approx(math.exp(np.mean(differences)))
-        low, high = row["intervals"]["perplexity_ratio"]
-        assert low <= row["perplexity_ratio"] <= high
+    attach(model)
+    pieces = cut(ids, [1], context_tokens=96, behind=13, documents=2)
+    assert [list(piece) for piece in pieces] == [[1, *ids[start : start + 108]] for start in (0, 1000)]
+    piece = pieces[1]
+    readings = diagnose(
+        model, Document(piece[:96], piece[96:97], piece[97:]), ("random",), (0.5, 1.0), steps=20
+    )
+    assert [(one.policy, one.keep_ratio) for one in readings] == [
+        (FULL, 1.0),
+        ("random", 0.5),
+        ("random", 1.0),
+    ]
+    with torch.inference_mode():
+        logits = model(torch.tensor([piece])).logits[0].double().log_softmax(-1)
+    losses = [-float(logits[place - 1, piece[place]]) for place in range(97, 109)]
+    for one in readings:
+        assert one.loss_full_S.tolist() == pytest.approx(losses, rel=1e-3, abs=1e-4)
+        whole = one.keep_ratio == 1.0
+        assert bool(one.keep_NT.all()) == whole and (float(one.kl_S.mean()) < 1e-8) == whole
 
 
 @pytest.fixture(scope="module")
@@ -334,110 +273,69 @@ def typed(folder, **more):
 
 def test_the_command_on_a_text_and_a_local_model(local, tmp_path, capsys):
     more = {"keep_ratio": "0.6 0.8", "documents": 2, "context_tokens": 80, "steps": 4}
-    arguments = typed(local, out=tmp_path / "out", **more)
-    assert main(arguments) == 0
-    shown = capsys.readouterr().out
-    record = json.loads((tmp_path / "out" / FILE).read_text())
-    assert "2 documents, 8 steps." in shown and len(shown.splitlines()) == 6 + 3
-    assert record["command"].startswith("retain diagnose --model ") and record["made"]["text"] == "text.txt"
-    assert [(row["policy"], row["keep_ratio"]) for row in record["rows"]][1:3] == [
-        ("snapkv", 0.6),
-        ("snapkv", 0.8),
-    ]
-    assert [own["entries"] for own in record["documents"]] == [80, 80]
-    assert main(arguments) == 2
-    assert "exists and is not overwritten" in capsys.readouterr().err
+    assert main(typed(local, output=tmp_path / "out.json", **more)) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 6
+    record = json.loads((tmp_path / "out.json").read_text())
+    assert record["command"].startswith("retain diagnose --model ")
+    rows = [(row["policy"], row["keep_ratio"]) for row in record["rows"]]
+    assert rows == [(FULL, 1.0), *itertools.product(("snapkv", "random"), (0.6, 0.8))]
 
 
 def test_the_oracle_covers_more_of_the_reference_models_tasks(tmp_path):
-    options = "--model reference:0 --policies snapkv oracle --keep-ratio 0.4 --documents 2 "
-    options += "--task reference/multikey"
-    arguments = [
-        *options.split(),
-        "--context-tokens",
-        "200",
-        "--continuation",
-        "given",
-        "--out",
-        str(tmp_path),
-    ]
-    assert main(arguments) == 0
-    record = json.loads((tmp_path / FILE).read_text())
-    _, snapkv, oracle = record["rows"]
-    assert oracle["coverage_mean"] > snapkv["coverage_mean"]
-    assert record["documents"][0]["name"] == "reference/multikey, item 0"
+    options = "--model reference:0 --policies snapkv oracle --keep-ratio 0.4 --documents 2 --steps 4 "
+    options += f"--task reference/multikey --context-tokens 200 --output {tmp_path / 'out.json'}"
+    assert main(options.split()) == 0
+    _, snapkv, oracle = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert oracle["coverage"] > snapkv["coverage"]
 
 
 def test_documents_of_a_text(local):
-    """The same contexts, whether the text goes on or the model does."""
     tokenizer = load_tokenizer()
     ids = tokenizer((local / "text.txt").read_text(), add_special_tokens=False)["input_ids"]
-    (first,), more = opening_of(tokenizer), {"context_tokens": 30, "documents": 3, "steps": 2}
+    (first,) = opening_of(tokenizer)
     assert first == tokenizer.bos_token_id
-    for continuation, behind in (("generated", 1), ("given", 3)):
-        given = parser().parse_args(typed(local, continuation=continuation, **more))
-        pieces = cut(ids, (first,), context_tokens=30, behind=behind, documents=3)
-        for piece, document in zip(pieces, documents_of(given, None, tokenizer), strict=True):
-            assert (document.context_ids, document.question_ids) == (piece[:30], piece[30:31])
-            assert document.continuation_ids == (piece[31:] or None)
-
-
-class _Spelled:
-    """A tokenizer of letters."""
-
-    def __init__(self, before=(), behind=(), first=None):
-        self.before, self.behind, self.bos_token_id = before, behind, first
-
-    def __call__(self, text, add_special_tokens=True):
-        plain = [100 + ord(letter) for letter in text]
-        return {"input_ids": [*self.before, *plain, *self.behind] if add_special_tokens else plain}
+    given = parser().parse_args(typed(local, context_tokens=30, documents=3, steps=2))
+    pieces = cut(ids, (first,), context_tokens=30, behind=3, documents=3)
+    wanted = [Document(piece[:30], piece[30:31], piece[31:]) for piece in pieces]
+    assert documents_of(given, None, tokenizer) == wanted
 
 
 @pytest.mark.parametrize(
-    ("tokenizer", "opening"),
-    [
-        (_Spelled(before=(1, 2), first=1), (1, 2)),
-        (_Spelled(before=(1,), behind=(3,), first=1), (1,)),
-        (_Spelled(first=1), (1,)),  # knows a first token, and leaves it out
-        (_Spelled(behind=(3,), first=0), (0,)),
-        (_Spelled(), ()),
-    ],
+    ("whole", "bos", "opening"),
+    [([1, 2], 1, (1, 2)), ([1, 3], 1, (1,)), ([], 1, (1,)), ([3], 0, (0,)), ([3], 3, (3,)), ([], None, ())],
+    ids=["two", "and an end", "left out", "an end alone", "both", "none"],
 )
-def test_what_stands_before_a_text(tokenizer, opening):
-    assert opening_of(tokenizer) == opening
+def test_special_tokens_before_a_text(whole, bos, opening):
+    class Tokenizer:
+        bos_token_id, eos_token_id = bos, 3
+
+        def __call__(self, text):
+            return {"input_ids": whole}
+
+    assert opening_of(Tokenizer()) == opening
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"--policies": "snapvk"}, r"unknown policy 'snapvk': did you mean 'snapkv'\?"),
-        ({"--policies": "full"}, "at least one, each once, and not 'full'"),
-        (
-            {"--policies": "learned"},
-            r"learned takes a gate's score and there is none: pass gates \(--gates\)",
-        ),
-        ({"--policies": "kivi"}, "'kivi' has a precision, .* equal numbers of entries: take eval/compare.py"),
+        ({"--policies": "learned"}, "needs gates"),
         ({"--keep-ratio": "1.5"}, r"above 0 and at most 1, got \[1.5\]"),
-        ({"--model": "no/such"}, "'no/such' comes with no text: pass --text FILE or --task NAME"),
         ({"--text": "absent.txt"}, "--text absent.txt cannot be read: .*No such file"),
         ({"--task": "niah/gird"}, "did you mean 'niah/grid'"),
         ({"--device": "foo"}, "device is 'foo', and must be 'cpu'"),
-        ({"--dtype": "flaot32"}, r"dtype is 'flaot32' \(did you mean 'float32'\?\)"),
         ({"--steps": "0"}, "steps is at least 1, got 0"),
-        ({"--context-tokens": "1"}, "context_tokens is 2 or more .*, got 1"),
-        ({"--context-tokens": "10000000"}, "but 8 pieces of 10000000 need"),
     ],
 )
 def test_wrong_input_is_said_and_nothing_is_written(tmp_path, capsys, changes, message):
-    options = {"--model": "reference:0", "--policies": "snapkv", "--out": str(tmp_path / "out")} | changes
+    options = {"--model": "reference:0", "--policies": "snapkv", "--output": str(tmp_path / "out")} | changes
+    options |= {"--documents": "1", "--context-tokens": "100"}
+    options |= {} if "--text" in changes or "--task" in changes else {"--task": "reference/multikey"}
     assert main([part for pair in options.items() for part in pair]) == 2
     assert re.search(message, capsys.readouterr().err)
     assert not (tmp_path / "out").exists()
 
 
-def test_wrong_input_from_python():
-    model = tiny_model("qwen3")
-    empty = Document("none", (1, 2), ())
-    refused("'none' needs a context and a question", lambda: [*diagnose(model, [empty], ["snapkv"], [0.5])])
-    refused("did you mean 'known'", lambda: [*diagnose(model, [], ["snapkv"], [0.5], question="knwon")])
-    assert policy_of(ORACLE).name == ORACLE
+def test_a_text_that_is_too_short_for_its_pieces():
+    refused("context_tokens is 2 or more .*, got 1", cut, [5], [1], context_tokens=1, behind=1, documents=1)
+    refused("but 8 pieces of 10 need 80", cut, [5] * 79, [1], context_tokens=10, behind=1, documents=8)

@@ -7,7 +7,6 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from retain.eval.tasks.encode import answer_text, chat_frame, encode, end_ids_of
 from retain.eval.tasks.row import Row
-from retain.hf.dated_template import TODAY, dated_template
 from retain.reference import load_tokenizer
 from tests.chat import TEMPLATES, chat_tokenizer
 from tests.refused import refused
@@ -42,23 +41,20 @@ def test_context_and_question_are_the_conversation_that_the_template_writes(name
     assert without[0] == without[1] != encode(row(), tokenizer)
 
 
-def test_every_way_to_write_a_day_is_that_of_the_fixed_one():
+def test_the_day_of_a_template_is_always_the_same():
+    """Scores of another day's prompt would be others. As Llama 3 writes it."""
     tokenizer = chat_tokenizer.__wrapped__("chatml", "bytes")
-    assert dated_template(tokenizer) is None
-    how = "%A %B %-d %e %H:%M:%S %j %y"
-    # As gpt-oss does it, in a macro; as Llama 3 does it, where it is defined.
     tokenizer.chat_template = (
-        "{% macro today() %}{{ strftime_now('" + how + "') }}{% endmacro %}"
-        "{% if strftime_now is defined %}{{ today() }}{% endif %}{{ messages[0].content }}"
+        "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
+        "{{ date_string }}: {{ messages[0].content }}"
     )
-    # Scores of another day's prompt would be others.
-    assert chat_frame(tokenizer)[0] == TODAY.strftime(how) == "Friday July 26 26 00:00:00 208 24"
+    assert chat_frame(tokenizer)[0] == "26 Jul 2024: "
 
 
-def test_a_template_takes_arguments_or_is_refused():
+def test_a_template_that_changes_a_message_is_refused():
     tokenizer = chat_tokenizer.__wrapped__("chatml", "bytes")
-    tokenizer.chat_template += "{% if enable_thinking %}<think>{% endif %}{{ more }}"
-    assert chat_frame(tokenizer, {"more": "!"})[1].endswith("assistant\n!")
+    tokenizer.chat_template += "{% if enable_thinking %}<think>{% endif %}"
+    assert chat_frame(tokenizer)[1].endswith("assistant\n")
     tokenizer.chat_template = "{% for m in messages %}{{ m.content | upper }}{% endfor %}"
     refused("does not write a message of plain text once, as it is", chat_frame, tokenizer)
     tokenizer.chat_template = "{{ raise_exception('no such role') }}"
@@ -128,7 +124,6 @@ def test_an_answer_is_scored_behind_a_thought_and_up_to_its_end(said, extra, sco
     tokenizer = load_tokenizer()
     ids = tokenizer(said, add_special_tokens=False)["input_ids"]
     assert answer_text(row(**extra), ids, tokenizer) == scored
-    assert answer_text(row(**extra), [*ids, 9, *ids], tokenizer, end_ids=(9,)) == scored
 
 
 def test_an_answer_ends_at_any_end_that_the_model_knows():

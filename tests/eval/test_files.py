@@ -89,25 +89,19 @@ def test_the_pages_own_task_is_rows(tmp_path: Path) -> None:
     assert "House 1 stands in Bergen." in second.context and first.answers == ("Bergen",)
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
         ({"context": None}, "context: input should be a valid string, got None"),
-        ({"context": 123}, "context: input should be a valid string, got 123"),
-        ({"answer_prefix": 7}, "answer_prefix: input should be a valid string, got 7"),
         ({"classes": 5}, "classes: input should be a valid (array|list|tuple), got 5"),
         ({"answers": 5}, "answers: .*, got 5"),
         ({"max_new_tokens": -3}, "max_new_tokens: input should be greater than or equal to 1, got -3"),
-        ({"metric": 1}, "metric: input should be a valid string, got 1"),
     ],
 )
-def test_values_of_another_type_are_refused(
-    changes: dict[str, Any], match: str, kind: str, tmp_path: Path
-) -> None:
+def test_values_of_another_type_are_refused(changes: dict[str, Any], match: str, tmp_path: Path) -> None:
     good = {"context": "c", "question": "q", "answers": ["a"]}
-    task = write(tmp_path / f"mine.{kind}", [good | changes])
-    refused(rf"(?s)row 0 of .*mine\.{kind}: .*{match}", load_rows, task, None)
+    task = write(tmp_path / "mine.jsonl", [good | changes])
+    refused(rf"(?s)row 0 of .*mine\.jsonl: .*{match}", load_rows, task, None)
 
 
 @pytest.mark.parametrize(
@@ -117,11 +111,7 @@ def test_values_of_another_type_are_refused(
         ("a.jsonl", "[1]\n", r"is to hold objects"),
         ("a.jsonl", "\n", r"at least one"),
         ("a.parquet", "not parquet", r"a\.parquet cannot be read"),
-        (
-            "a.jsonl",
-            '{"context": "", "questions": ""}',
-            r"has no column 'question' \(did you mean 'questions'",
-        ),
+        ("a.jsonl", '{"context": "", "questions": ""}', r"(?s)row 0 of .*missing key 'question'"),
         ("a.jsonl", '{"context": "", "question": ""}', r"has no right answer"),
         ("a.jsonl", '{"context": "", "question": "", "answer": "a", "metric": "f2"}', r"unknown metric 'f2'"),
     ],
@@ -144,11 +134,6 @@ def test_a_data_set_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
         refused(
             rf"could not be had from the hub: {type(error).__name__}: {error}", load_rows, "hub:a/b", None
         )
-
-
-def test_without_the_package_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    refused(r"package datasets, .*pip install 'retain-kv\[eval\]'", load_rows, "hub:a/b", None)
 
 
 # English and code tasks of THUDM/LongBench's config/dataset2prompt.json, as JSON with sorted keys.
@@ -235,19 +220,4 @@ def test_longbench_comes_from_the_zip_of_the_hub(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *names, **how: tmp_path / "data.zip")
     assert len(load_rows("longbench_e/trec", load_tokenizer(), context_tokens=9000)) == 1
     refused("trec could not be had.*path=", load_rows, "longbench/trec", load_tokenizer())
-
-
-def test_broken_rows_of_longbench_are_refused(tmp_path: Path) -> None:
-    refused(
-        "answers .*row 0, is no list", longbench, "longbench/qasper", released(answers="yes"), path=tmp_path
-    )
-    short = released()
-    del short["all_classes"]
-    refused(
-        "row 0 of LongBench trec has no column 'all_classes'",
-        longbench,
-        "longbench/trec",
-        short,
-        path=tmp_path,
-    )
     refused("unknown task 'longbench_e/musique'", load_rows, "longbench_e/musique", None)

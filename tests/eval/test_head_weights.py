@@ -6,15 +6,14 @@ import pytest
 import torch
 
 from retain.budget.head_weights import read_weights
+from retain.eval import head_weights
 from retain.eval.head_weights import (
     REFERENCE_TASK,
     class_weights,
-    documents_of,
     importance_weights,
     main,
     measure_far_attention,
     measure_head_importance,
-    parser,
 )
 from retain.eval.tasks.encode import Encoded, encode
 from retain.eval.tasks.sources import load_rows
@@ -27,7 +26,7 @@ from tests.tiny import tiny_batch, tiny_model
 
 
 def _documents(*lengths):
-    """Of a context and what comes after it."""
+    """Contexts, and what comes after each."""
     documents = []
     for seed, (context, appendix) in enumerate(lengths):
         ids = tiny_batch((0,), context + appendix, seed=seed)[0][0].tolist()
@@ -40,7 +39,7 @@ def _naive_shares(model, documents, sinks, recent):
     of_documents = []
     for context, appendix in documents:
         ids = [*context, *appendix]
-        queries = range(len(ids))[len(context) :] or range(sinks + recent, len(ids))
+        queries = range(len(ids))[len(context) :]
         shares = torch.zeros(model.config.num_hidden_layers, model.config.num_key_value_heads).double()
         for evidence in observe(model, torch.tensor([ids])):
             attention, group = naive_attention(evidence), evidence.group
@@ -55,15 +54,16 @@ def _naive_shares(model, documents, sinks, recent):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-@pytest.mark.parametrize("lengths", [((17, 4),), ((15, 3), (23, 0), (9, 6))])
-def test_shares_are_the_attention_that_a_streaming_head_could_not_pay(family, lengths):
+@pytest.mark.parametrize("lengths", [((17, 4),), ((15, 3), (23, 1), (9, 6))])
+def test_shares_are_the_attention_that_a_streaming_head_could_not_pay(family, lengths, monkeypatch):
     model, documents, ids = tiny_model(family), _documents(*lengths), tiny_batch()[0]
     before = model(ids).logits
-    shares = measure_far_attention(model, documents, sinks=2, recent=5, chunk=3)
+    shares = measure_far_attention(model, documents, sinks=2, recent=5)
     naive = _naive_shares(model, documents, 2, 5)
     assert shares.shape == (model.config.num_hidden_layers, model.config.num_key_value_heads)
     assert_close(shares, naive, dtype=torch.float32)
     assert (shares > 0.05).any()  # else nothing was measured
+    monkeypatch.setattr(head_weights, "CHUNK", 3)
     assert_close(measure_far_attention(model, documents, sinks=2, recent=5), shares, dtype=torch.float32)
     assert torch.equal(model(ids).logits, before)  # the model is left as it was
 
@@ -71,10 +71,9 @@ def test_shares_are_the_attention_that_a_streaming_head_could_not_pay(family, le
 @pytest.mark.parametrize(("shape", "retrieval"), [((2, 4), 4), ((3, 3), 5), ((1, 1), 1), ((4, 1), 2)])
 def test_half_of_the_heads_are_retrieval_heads(shape, retrieval):
     shares = torch.rand(shape, dtype=torch.float64)
-    weights, flat = class_weights(shares, 0.5), shares.flatten().sort(descending=True).values
+    weights, flat = class_weights(shares), shares.flatten().sort(descending=True).values
     assert torch.equal(weights == 1, shares >= flat[retrieval - 1]) and int(weights.sum()) == retrieval
-    assert int(class_weights(torch.zeros(shape), 0.5).sum()) == retrieval
-    assert class_weights(shares, 0.0).all() and int(class_weights(shares, 1.0).sum()) == 1
+    assert int(class_weights(torch.zeros(shape)).sum()) == retrieval
 
 
 def test_weights_by_importance_are_the_published_budgets():
@@ -89,21 +88,16 @@ def test_weights_by_importance_are_the_published_budgets():
     assert not importance_weights(torch.zeros(3, 4, dtype=torch.float64), 2, 1.5).any()
 
 
-@pytest.mark.parametrize(
-    ("lengths", "window", "says"),
-    [
-        ((), (2, 5), "there are none: pass at least one"),
-        (((9, 1), (6, 1)), (2, 5), r"document 1 has 7 tokens, and a streaming head holds 2 \+ 5"),
-        (((9, 1),), (4, 0), "got sinks=4, recent=0"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused(lengths, window, says):
-    how = dict(zip(("sinks", "recent"), window, strict=True))
-    refused(says, measure_far_attention, tiny_model(), _documents(*lengths), **how)
+def test_what_cannot_be_measured_is_refused():
+    said = "document 1 has 7 tokens, and a streaming head holds 2 \\+ 5"
+    refused(said, measure_far_attention, tiny_model(), _documents((9, 1), (6, 1)), sinks=2, recent=5)
+    refused(
+        "0 tokens of a needle", measure_head_importance, tiny_model(), [(Encoded((1,), (3,), (4,), ()), 1)]
+    )
 
 
 def _items(*lengths):
-    """Of a context, question and answer each; the needle is two spans, with some tokens of the answer."""
+    """Items of a context, question and answer; the needle is two spans, with some tokens of the answer."""
     items = []
     for seed, (context, question, answer) in enumerate(lengths):
         ids = tuple(tiny_batch((0,), context + question, seed=seed)[0][0].tolist())
@@ -132,11 +126,9 @@ def test_importance_is_what_the_paper_measures():
     model, items = tiny_model(), _items((14, 2, 3), (19, 1, 2), (12, 3, 1))
     naive = _naive_importance(model, items)
     assert naive.max() > 0
-    got, layers = measure_head_importance(model, items, chunk=2)
+    got = measure_head_importance(model, items)
     assert_close(got, naive / naive.max(), dtype=torch.float32)
-    assert layers == [*range(len(naive))] and got.shape == (3, model.config.num_attention_heads)
-    refused("0 tokens of a needle", measure_head_importance, model, [(Encoded((1, 2), (3,), (4,), ()), 1)])
-    refused("there are none: pass one", measure_head_importance, model, [])
+    assert got.shape == (3, model.config.num_attention_heads)
 
 
 def test_heads_are_measured_on_no_rows_of_comparisons():
@@ -151,39 +143,13 @@ def test_heads_are_measured_on_no_rows_of_comparisons():
 
 
 def test_the_command_measures_the_reference_model(tmp_path, capsys):
-    output = tmp_path / "made" / "duo.json"
-    small = ["--model", "reference:0", "--context-tokens", "120", "--output", str(output)]
-    given = ["--policy", "duoattention", *small, "--documents", "1"]
-    assert main(given) == 0
+    output = tmp_path / "made" / "heads.json"
+    small = ["--model", "reference:0", "--context-tokens", "120", "--documents", "2", "--output", str(output)]
+    assert main(["--policy", "duoattention", *small]) == 0
     weights = read_weights(str(output))
     heads = [cell for row in weights.values() for cell in row]
     assert {*heads} == {0.0, 1.0} and sum(heads) == (len(heads) + 1) // 2
-    shown = capsys.readouterr().out
-    assert "DuoAttention optimises its gates" in shown and f"'weights': '{output}'" in shown
-    text = tmp_path / "text.txt"
-    text.write_text("the cat sat on the mat and looked at the moon " * 20)
-    assert main([*given, "--text", str(text)]) == 0
-    assert capsys.readouterr().out != shown
-    assert main([*given, "--recent", "4000"]) == 2
-    assert "nothing is far" in capsys.readouterr().err
-    given = ["--policy", "headkv", *small, "--documents", "2"]
-    assert main(given) == 0
-    first = read_weights(str(output))
-    assert [*first] == [*weights] and len({*first.values()}) > 1
-    assert main([*given, "--beta", "1"]) == 0
-    assert read_weights(str(output)) != first
-    assert main([*given, "--beta", "0.5"]) == 2
-    assert main([*given, "--sinks", "4", "--threshold", "0.5"]) == 2
-    said = capsys.readouterr().err
-    assert "--beta 0.5: wanted" in said and "--sinks, --threshold: not read for --policy headkv" in said
-
-
-def test_a_text_is_cut_for_a_model_of_ones_choice(tmp_path):
-    tokenizer, model = load_tokenizer(), tiny_model(vocab_size=8192)
-    (tmp_path / "text.txt").write_text("the cat sat on the mat " * 60)
-    typed = ["--policy", "duoattention", "--model", "some/model", "--output", "x", "--context-tokens", "50"]
-    given = parser().parse_args([*typed, "--text", str(tmp_path / "text.txt"), "--documents", "2"])
-    found = documents_of(given, tokenizer)
-    assert [(len(context), len(appendix)) for context, appendix in found] == [(50, 0), (50, 0)]
-    assert measure_far_attention(model, found).shape == (3, 2)
-    refused("comes with no documents: pass --text", documents_of, parser().parse_args(typed), tokenizer)
+    assert f"'weights': '{output}'" in capsys.readouterr().out
+    assert main(["--policy", "headkv", *small]) == 0
+    found = read_weights(str(output))
+    assert [*found] == [*weights] and len({*found.values()}) > 1

@@ -14,13 +14,6 @@ def test_all_zero_differences_are_identical_not_nan():
     assert made.num_nonzero == 0
 
 
-def test_differences_that_cancel_are_not_identical():
-    made = paired_interval([np.ones(10), -np.ones(3)])
-    assert made.estimate == 0.0 and made.num_nonzero == 13
-    # Macro: (1 + 0) / 2, where the mean over all eight items would be 2/8.
-    assert paired_interval([np.ones(2), np.zeros(6)]).estimate == 0.5
-
-
 def test_a_small_stratum_borrows_its_spread():
     """Four equal items do not show that a task has no spread; four hundred nearly do."""
     moving = np.tile([0.0, 0.0, 100.0, 100.0, 100.0, 0.0, 0.0, 100.0], 5)
@@ -30,9 +23,9 @@ def test_a_small_stratum_borrows_its_spread():
         assert made.estimate == 30.0
         widths.append(made.high - made.low)
     alone = paired_interval([moving])
-    own = (alone.high - alone.low) / 2
-    assert widths[0] > 1.2 * own
-    assert own < widths[1] < 1.03 * own
+    half = (alone.high - alone.low) / 2
+    assert widths[0] > 1.2 * half
+    assert half < widths[1] < 1.03 * half
 
 
 def test_a_stratum_of_one_item_leaves_no_interval():
@@ -41,30 +34,24 @@ def test_a_stratum_of_one_item_leaves_no_interval():
         made = paired_interval(strata)
         assert made.estimate == pytest.approx(sum(s.mean() for s in strata) / len(strata))
         assert (made.low, made.high, made.method) == (-np.inf, np.inf, "undefined")
-        assert made.spelled() == "no interval" and made.undefined
+        assert str(made) == "no interval"
         assert standard_error(strata) == np.inf
     assert paired_interval([np.zeros(3), np.zeros(1)]).method == "constant"
-    assert paired_interval([many]).spelled(2).startswith("[+4.")
-
-
-def test_two_items_by_hand():
-    # Mean 1/2, standard error 1/2, one degree of freedom: 12.706 of them on either side.
-    made = paired_interval([np.array([0.0, 1.0])])
-    assert (made.low, made.high) == pytest.approx((0.5 - 12.706 / 2, 0.5 + 12.706 / 2), abs=1e-3)
+    assert str(paired_interval([many])).startswith("[+4.")
 
 
 def test_the_interval_by_hand():
     """Three loops: variances, the spread that is borrowed, Welch's degrees of freedom, Hall's skewness."""
     strata = [np.array([0.0, 0.0, 0.0, 9.0]), np.array([1.0, -1.0, 0.0, 0.0, 2.0, 0.0])]
     pooled, freedom = 0.0, 0
-    own = []
+    spreads = []
     for values in strata:
         mean = sum(values) / len(values)
-        own.append(sum((x - mean) ** 2 for x in values) / (len(values) - 1))
-        pooled, freedom = pooled + own[-1] * (len(values) - 1), freedom + len(values) - 1
+        spreads.append(sum((x - mean) ** 2 for x in values) / (len(values) - 1))
+        pooled, freedom = pooled + spreads[-1] * (len(values) - 1), freedom + len(values) - 1
     pooled /= freedom
     variance, below, third = 0.0, 0.0, 0.0
-    for spread, values in zip(own, strata, strict=True):
+    for spread, values in zip(spreads, strata, strict=True):
         n, mean = len(values), sum(values) / len(values)
         part = max(spread, ((n - 1) * spread + 3 * pooled) / (n + 2)) / n
         variance, below = variance + part, below + part**2 / (n - 1)
@@ -99,12 +86,9 @@ def test_differences_that_are_all_alike_leave_something_open(strata, half):
     assert (many.high - many.low) / 2 == pytest.approx(5.0 * -np.log(0.025) / 100)
 
 
-def test_a_nan_is_refused_wherever_it_stands():
+def test_what_they_refuse():
     fine, bad = np.arange(5.0), np.array([1.0, np.nan, 2.0])
     refused(r"finite numbers, and the strata at positions \[1\] hold a nan", paired_interval, [fine, bad])
-
-
-def test_what_they_refuse():
     refused("at least one stratum.*got shapes", paired_interval, [])
     refused(r"got shapes \[\(0,\)\]", paired_interval, [np.zeros(0)])
 

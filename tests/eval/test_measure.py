@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from retain.budget.statement import Budget
-from retain.eval.config import WHEN, Candidate, find_policy
-from retain.eval.run import memory, scores
+from retain.eval.config import Candidate, find_policy
+from retain.eval.run import memory
 from retain.eval.run.answers import respond
 from retain.eval.run.checks import load_checked
 from retain.eval.run.memory import check_equal_bytes, positions_held
 from retain.eval.run.plan import Unit
-from retain.eval.run.prefill import Prefill, Reader
+from retain.eval.run.prefill import Reader, caches_of, scores_of
 from retain.eval.run.scores import first_entries, gate_scores, oracle
 from retain.evidence import attention_probs
 from retain.hf.cache.cache import Cache
@@ -44,18 +44,6 @@ def shared(tmp_path_factory):
     return save_table(tmp_path_factory.mktemp("table") / "shared.jsonl", questions=3)
 
 
-@pytest.mark.parametrize("when", WHEN)
-def test_contexts_of_unlike_lengths_are_measured_together_as_alone(gated, ragged, when):
-    policies = ("random", "snapkv", "oracle", "gate") if when == "prefill" else ("random", "h2o")
-    grid = {"policies": policies, "when": (when,), "question": BOTH, "tasks": (ragged,)}
-    config = small(gated, **grid, items_per_task=3, batch_items=3, every=2, chunk_tokens=40)
-    together, alone = lines_of(config), lines_of(replace(config, batch_items=1))
-    assert sorted(together, key=str) == sorted(alone, key=str)
-    assert len(alone) == 3 * (1 + len(policies)) * (2 if when == "prefill" else 1)
-    assert len({line.text for line in alone}) > 1, "every answer is the same"
-    assert len({line.entries_seen for line in alone}) >= 3
-
-
 @pytest.mark.parametrize("question", BOTH)
 def test_lines_are_those_of_a_cache_made_by_hand(gated, ragged, question):
     variants = {"joint": ("layer_defensivekv", "protection.sinks=0"), "merged": ("snapkv", "correction={}")}
@@ -78,9 +66,7 @@ def test_lines_are_those_of_a_cache_made_by_hand(gated, ragged, question):
         assert line.entries_held == cache.entries_held
         if policy is None or policy.correction is None:
             assert line.bytes_held == line.entries_held * ENTRY_BYTES
-        (answer,) = respond(
-            model, cache, whole, torch.ones_like(whole), new_tokens=row.max_new_tokens, end_ids=asked.end_ids
-        )
+        (answer,) = respond(model, cache, whole, new_tokens=row.max_new_tokens, end_ids=asked.end_ids)
         assert line.text == loaded.tokenizer.decode(answer, skip_special_tokens=True)
         assert line.tokens == len(answer)
 
@@ -100,7 +86,7 @@ def evicted_after_looking(model, policy, gates, seeds, whole, keep_ratio=0.5):
 
 @pytest.mark.parametrize("question", BOTH)
 def test_questions_on_one_context_are_asked_of_what_is_left_of_it(gated, shared, question):
-    config = small(gated, tasks=(shared,), items_per_task=9, question=(question,), batch_items=1)
+    config = small(gated, tasks=(shared,), items_per_task=9, question=(question,))
     lines = lines_of(replace(config, policies=("snapkv", "learned")))
     assert len(lines) == 3 * 3 * 3 and len({line.context_id for line in lines}) == 3
     assert len({line.text for line in lines}) > 3
@@ -132,7 +118,7 @@ def test_models_with_layers_that_cannot_be_cropped_are_measured_too(tmp_path, ra
             else:
                 cache.prefill(whole[:, : len(ids)])
             made = {"new_tokens": 4, "end_ids": context.encoded[0].end_ids}
-            (answer,) = respond(loaded.model, cache, whole, torch.ones_like(whole), **made)
+            (answer,) = respond(loaded.model, cache, whole, **made)
             line = lines["snapkv", question, item]
             assert (line.text, line.tokens) == (tokenizer.decode(answer), len(answer))
 
@@ -143,7 +129,7 @@ def test_answers_end_anywhere_in_a_batch_as_alone(gated, ragged):
 
     config = small(gated, tasks=(ragged,), question=BOTH, items_per_task=3)
     lines = lines_of(config, ending)
-    assert {*lines} == {*lines_of(replace(config, batch_items=1, max_sequences=1), ending)}
+    assert {*lines} == {*lines_of(replace(config, max_sequences=1), ending)}
     assert len({line.tokens for line in lines}) > 1
     assert all(line.score == 0.0 for line in lines if not line.text.strip())
 
@@ -180,9 +166,8 @@ def test_a_cache_holds_what_the_budget_and_the_last_eviction_say(gated, ragged, 
 
 
 def test_a_cache_that_holds_more_than_its_budget_stops_the_run(gated, monkeypatch):
-    real = memory._counts
-    monkeypatch.setattr(memory, "_counts", lambda cache: (real(cache)[0] + 1, real(cache)[1]))
-    with pytest.raises(RuntimeError, match=r"random at keep_ratio=0.5, .* holds \[.*\] entries where the"):
+    monkeypatch.setattr(memory, "budget_for", lambda *_: Budget(keep_ratio=0.4))
+    with pytest.raises(RuntimeError, match=r"random at keep_ratio=0.5 holds \d+ entries where the budget"):
         lines_of(small(gated))
 
 
@@ -221,56 +206,24 @@ def test_policies_of_one_budget_hold_equally_much(tmp_path, changes, name, equal
             check_equal_bytes(order, policies)
 
 
-def test_how_many_decode_together_changes_nothing(gated, shared):
-    config = small(gated, policies=("random", "recency", "snapkv"), tasks=(shared,), items_per_task=6)
-    alone, few, many = ({*lines_of(replace(config, max_sequences=count))} for count in (1, 5, 128))
-    assert alone == few == many and len(alone) == 6 * 4
-
-
-def test_policies_with_one_score_score_once(gated, shared, monkeypatch):
-    made = []
-
-    def count(policy, layer, **options):
-        made.append(policy.name)
-        return score_entries(policy, layer, **options)
-
-    monkeypatch.setattr(scores, "score_entries", count)
-    variants = {
-        "bare": ("snapkv", "protection.sinks=0"),
-        "other": ("snapkv", "observed_settings.pool=max"),
-        "gate_bare": ("gate", "protection.sinks=0"),
-    }
-    names = (
-        "snapkv",
-        "adakv",
-        "pyramidkv",
-        "bare",
-        "other",
-        "gate",
-        "gate_bare",
-        "oracle",
-        "learned",
-        "random",
-    )
-    config = small(gated, policies=names, variants=variants, tasks=(shared,), items_per_task=3)
-    lines_of(replace(config, keep_ratios=(0.5, 0.6)))
-    assert sorted(made) == sorted(["snapkv", "other", "gate", "oracle", "learned", "random"] * 4)
-
-
 @pytest.mark.parametrize("known", [False, True])
 def test_the_oracle_looks_at_every_question_that_is_asked_of_what_is_left(gated, shared, known):
-    config = small(gated, policies=("oracle",), tasks=(shared,), items_per_task=3)
+    state = ("known" if known else "unknown",)
+    config = small(gated, policies=("oracle",), tasks=(shared,), items_per_task=3, question=state)
     loaded, contexts = load_checked(config)
     (context,) = contexts[shared]
-    prefill = Prefill(Reader(config, loaded, Unit("prefill", (context,))), 0)
-    evicted = prefill.evict(known)
+    reader = Reader(config, loaded, Unit("prefill", context, {}))
+    (caches,) = [one for one in caches_of(reader) if one.numbers[0] == 0]
+    assert [*caches.numbers] == ([0] if known else [0, 1, 2])
     count = len(context.ids) + (len(context.encoded[0].question_ids) - 1 if known else 0)
-    assert evicted.evidence[0].num_seen == count and [*evicted.questions] == ([0] if known else [0, 1, 2])
+    assert caches.make(Candidate("full"), config.budgets[0]).num_seen == count
+    whole = reader.read(reader.ids(0, answered=True), evidence=True)
+    made = scores_of(reader, whole, 0, count, known=known)
     futures = []
-    for number in evicted.questions:
+    for number in caches.numbers:
         ids = [*context.ids, *context.encoded[number].question_ids, *context.read_back(number)]
-        futures.append(oracle(observe(loaded.model, torch.tensor([ids])), count))
-    for layer, score in enumerate(evicted.scores[Candidate("oracle")]):
+        futures.append(oracle([observe(loaded.model, torch.tensor([ids]))], count))
+    for layer, score in enumerate(made[Candidate("oracle")]):
         values = torch.stack([future[layer].values_BHT for future in futures])
         assert torch.allclose(score.values_BHT, values.amax(0), rtol=1e-4)
         assert known or not torch.allclose(score.values_BHT, values[0], rtol=1e-2)
@@ -281,7 +234,7 @@ def test_the_oracle_is_the_attention_of_the_tokens_that_follow():
     ids = torch.tensor([[*range(2, 22), 3, 9, 4], [*range(30, 50), 51, 2, 30]])
     attach(model)
     teacher = observe(model, ids)
-    found, evidence = oracle(teacher, size)[2], teacher[2]
+    found, evidence = oracle([teacher], size)[2], teacher[2]
     probs = attention_probs(evidence, size, 23).double()
     values = evidence.values_BHTD.double().repeat_interleave(3, 1)
     norms = (values @ evidence.output_weight_QDE.double()).abs().sum(-1)
@@ -345,12 +298,9 @@ def test_lookahead_tokens_of_two_sets_are_read_apart():
 def test_positions_are_those_of_the_entries_held():
     model = tiny_model("qwen3")
     attach(model)
-    ids, mask = torch.arange(2, 82).repeat(2, 1), torch.ones(2, 80, dtype=torch.long)
-    mask[0, :20] = 0
-    cache = Cache(model, policy=None).prefill(ids, mask, evict=False)
-    assert [held.tolist() for held in positions_held(cache, 0)[0]] == [[*range(60)]] * 2
-    keep = torch.zeros(2, 2, 80, dtype=torch.bool)
-    keep[0, 0, [20, 30]] = keep[0, 1, [79]] = keep[1, :, 5] = True
+    cache = Cache(model, policy=None).prefill(torch.arange(2, 82)[None], evict=False)
+    assert [held.tolist() for held in positions_held(cache)] == [[*range(80)]] * 6
+    keep = torch.zeros(1, 2, 80, dtype=torch.bool)
+    keep[0, 0, [20, 30]] = keep[0, 1, [79]] = True
     cache.evict_with([keep] * 3)
-    assert [[held.tolist() for held in layer] for layer in positions_held(cache, 0)] == [[[0, 10], [59]]] * 3
-    assert [held.tolist() for held in positions_held(cache, 1)[2]] == [[5], [5]]
+    assert [held.tolist() for held in positions_held(cache)] == [[20, 30], [79]] * 3

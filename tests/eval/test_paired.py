@@ -29,22 +29,6 @@ def test_sign_flips_by_hand():
     assert sign_flip([np.array([4.0]), np.array([-1.0, -1.0])]) == 1.0
 
 
-def test_patterns_of_one_mean_count_alike_whatever_the_last_bit():
-    # -1/2 + 3/10 - 1/10 + 2/10 + 1/10 is nil in tenths, not in their binary sums; nil has p = 1.
-    assert sign_flip([np.array([-1.0]), np.array([3.0, 0.0, -1.0, 2.0, 1.0])]) == 1.0
-
-
-def test_equal_differences_have_no_sign_to_flip():
-    assert sign_flip([np.concatenate([np.zeros(500), [1.0, 2.0, 3.0]])]) == 0.25
-    assert sign_flip([np.array([5.0])]) == 1.0
-    assert sign_flip([np.zeros(7), np.zeros(1)]) == 1.0
-
-
-def test_sign_flips_of_more_items_than_a_float_has_powers_of_two():
-    differences = np.where(np.arange(1500) % 3 == 0, -100.0, 100.0)
-    assert sign_flip([differences, np.zeros(3)], resamples=199) == 2 / 200
-
-
 def test_drawn_sign_flips_are_near_the_counted_ones():
     differences = np.random.default_rng(2).normal(0.5, 1, 12)
     counted, drawn = sign_flip([differences]), sign_flip([differences], resamples=4000, seed=1)
@@ -94,12 +78,12 @@ def test_holm_by_hand_and_as_statsmodels_has_it():
 
 def test_every_part_of_a_comparison_is_the_one_of_its_function():
     rng = np.random.default_rng(0)
-    policy, baseline = ([rng.uniform(0, 1, size) for size in (15, 25)] for _ in range(2))
-    made = judge({"it": (policy, baseline)}, margin=0.1, worst=1.0)["it"]
+    policy, baseline = ([rng.uniform(0, 100, size) for size in (15, 25)] for _ in range(2))
+    made = judge({"it": (policy, baseline)}, margin=10.0)["it"]
     strata = [np.sort(a - b) for a, b in zip(policy, baseline, strict=True)]
     assert made.interval == paired_interval(strata)
     assert made.p == made.holm_p == sign_flip(strata, resamples=5000)
-    assert made.p_within == made.holm_p_within == p_within(strata, 0.1, worst=1.0)
+    assert made.p_within == made.holm_p_within == p_within(strata, 10.0)
     # Macro: each task counts alike, policy minus baseline.
     (first, second), (other, another) = policy, baseline
     wanted = (first.mean() - other.mean() + second.mean() - another.mean()) / 2
@@ -127,17 +111,6 @@ def test_equal_scores_are_equivalent_where_items_are_many():
         scores = np.random.default_rng(0).uniform(0, 100, items)
         made = judged(scores, scores, margin=2.0)
         assert (made.interval.low, made.interval.high, made.p, made.verdict) == (0.0, 0.0, 1.0, word)
-
-
-def test_a_wider_margin_only_ever_adds_equivalence():
-    scores, near = np.random.default_rng(4).uniform(0, 1, (2, 200))
-    near = scores + 0.02 * (near - 0.5)
-    words = [judged(scores, near, margin=m, worst=1.0).verdict for m in (0.0005, 0.03, 0.9)]
-    assert words == ["inconclusive", "equivalent", "equivalent"]
-    # Scaling scores, margin and scale together changes nothing.
-    assert judged(scores * 4, near * 4, margin=0.12, worst=4.0).verdict == "equivalent"
-    # On a scale of points these items do not rule out a loss of everything.
-    assert judged(scores, near, margin=0.03).verdict == "inconclusive"
 
 
 @pytest.mark.parametrize(
@@ -183,21 +156,6 @@ def test_equivalence_is_adjusted_in_a_family_of_its_own():
     assert four[0].holm_p_within == pytest.approx(4 * alone.p_within)
 
 
-def test_a_large_family_takes_as_many_resamples_as_it_needs():
-    """The smallest p of a drawn test must be able to pass: 100 comparisons at 2 / 101 each."""
-    strata = tuple(np.random.default_rng(0).uniform(5, 30, (2, 20)))
-    made = judge(dict.fromkeys(range(100), (strata, (np.zeros(20),) * 2)), margin=2.0, resamples=100)
-    assert {one.verdict for one in made.values()} == {"better"}
-    assert made[0].p == pytest.approx(2 / 8_001)
-
-
-def test_a_task_of_one_item_leaves_no_word():
-    many, zeros = np.random.default_rng(0).normal(10, 1, 40), np.zeros(40)
-    made = judge({0: ([many, np.array([60.0])], [zeros, np.zeros(1)])}, margin=2.0)[0]
-    assert (made.interval.method, made.verdict) == ("undefined", "inconclusive")
-    assert judged(many, zeros, margin=2.0).verdict == "better"
-
-
 def test_rare_losses_are_not_called_equivalent_but_by_t():
     """49 of 50 items equal: t takes the spread that it saw, the bound counts what fifty items cannot see."""
     jitter = np.random.default_rng(1).uniform(-0.5, 0.5, 50)
@@ -208,7 +166,6 @@ def test_rare_losses_are_not_called_equivalent_but_by_t():
 def test_what_is_refused():
     two, ones = np.array([1.0, 2.0]), np.ones(2)
     refused("margin of equivalence must be positive, got 0", judged, two, ones, margin=0.0)
-    refused("1.0 where an item lost 3. Pass the width", judged, [1.0, 4.0], ones, worst=1.0)
     refused(r"finite numbers, and the strata at positions \[0\]", judged, [1.0, np.nan], ones)
     refused(r"the same items on both sides, got \[2\] and \[3\]", judged, two, np.ones(3))
     refused(r"sign_flip needs finite numbers, .* positions \[0\]", sign_flip, [np.array([1.0, np.nan])])

@@ -1,103 +1,104 @@
 """The command that times inference: its record, what it refuses, and what it measures."""
 
 import json
-from dataclasses import replace
+import re
+from functools import partial
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from retain.eval import speed
-from retain.eval.speed import Setting, lives_of, main, random_model
-from retain.eval.text_table import Column, text_table
+from retain.eval.speed import Setting, compiled_lines, live, main, subjects_of
+from retain.eval.text_table import text_table
 from retain.hf.intercept.attach import attach
 
 SHAPE = {"model": "random", "layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "intermediate": 48}
-TINY = {**SHAPE, "tokens": 96, "steps": 3, "rounds": 2, "warmup": 0, "threads": 1, "gates": "random"}
+TINY = {**SHAPE, "tokens": 96, "steps": 3, "rounds": 2, "threads": 1, "gates": "random"}
 ENTRY = 2 * 2 * 8 * 4  # layers x (key and value) x width x float32, of a KV head
 
 
 def typed(**more):
-    settings = {**TINY, "policies": "snapkv,merge", "keep_ratios": "0.5,0.75", "batches": "1,2", **more}
+    settings = {**TINY, "policies": "snapkv,merge", "keep_ratio": "0.5", "batch": "2", **more}
     return [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 
 
 @pytest.mark.always
-def test_a_record_has_every_policy_beside_the_full_caches(tmp_path, capsys):
+def test_a_record_has_every_policy_and_the_full_caches(tmp_path, capsys):
     assert main([*typed(), "--output", str(tmp_path / "speed.json")]) == 0
     record = json.loads((tmp_path / "speed.json").read_text())
-    rows, names = record["rows"], ["dense", "snapkv", "merge"]
-    sides = [(row["policy"], row["keep_ratio"]) for row in rows[:8]]
-    assert sides == [("plain", 1.0), ("full", 1.0), *((name, r) for r in (0.5, 0.75) for name in names)]
-    assert [row["batch"] for row in rows] == [1] * 8 + [2] * 8
-    for row in rows:
-        seen = row["batch"] * 2 * 96
-        most = seen * row["keep_ratio"] * ENTRY
+    assert [row["policy"] for row in record["rows"]] == ["plain", "full", "dense", "snapkv", "merge"]
+    for row in record["rows"]:
+        most = 2 * 2 * 96 * ENTRY * (1 if row["policy"] in ("plain", "full") else 0.5)
         # A merge pays its number with each entry out of the budget.
-        assert most * 0.9 <= row["cache_bytes"]["held"] <= most
-        assert row["held_of_full"] == row["cache_bytes"]["held"] / (seen * ENTRY)
-        assert len(row["token_ms"]["all"]) == 2 and row["peak_bytes"] == {}
-        if row["policy"] != "plain":
-            assert row["ttft_over_plain"]["median"] > 0
-        assert ("token_over_dense" in row) == (row["policy"] in ("snapkv", "merge"))
-    shown = capsys.readouterr().out
-    assert (tmp_path / "speed.txt").read_text() in shown and "python -m retain.eval.speed" in shown
+        assert most * 0.9 <= row["bytes_held"] <= most
+        assert len(row["token_ms"]["all"]) == 2 and "peak_bytes" not in row
+        compared = {name.removeprefix("token_over_") for name in row if name.startswith("token_over_")}
+        assert compared == {"plain", "full", "dense"} - {row["policy"]}
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0].startswith("policy") and len(shown) == 7
+    assert record["command"].startswith("python -m retain.eval.speed --model random --layers 2 ")
 
 
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"keep_ratios": "0.5,2"}, "keep_ratios[1]: input should be less than or equal to 1"),
+        ({"keep_ratio": "2"}, "keep_ratio: input should be less than or equal to 1"),
         ({"rounds": 1}, "rounds: input should be greater than or equal to 2, got 1"),
         ({"heads": 3}, "is no multiple of 2 x 3 heads"),
         ({"policies": "snapkv,recensy"}, "did you mean 'recency'"),
-        ({"keep_ratios": "0.02"}, "policy 'snapkv' at 0.02: "),
-        ({"gates": ""}, "policy 'merge' at 0.5: "),
+        ({"keep_ratio": "0.02"}, "policy 'snapkv': "),
+        ({"gates": ""}, "policy 'merge': "),
         ({"model": "reference:0", "tokens": 10**6}, "more than the"),
         ({"device": "cuda"}, "device is 'cuda', and torch sees no GPU here"),
-        ({"device": "foo"}, "device is 'foo', and must be 'cpu', 'cuda', 'cuda:1', or 'auto'"),
         ({"dtype": "flaot32"}, "dtype is 'flaot32' (did you mean 'float32'?)"),
     ],
 )
-def test_errors_come_before_anything_is_timed(more, said, tmp_path, capsys, monkeypatch):
+def test_errors_come_before_anything_is_written(more, said, tmp_path, capsys):
     if "device" in more and torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
-    monkeypatch.setattr(speed, "row_of", lambda *_: pytest.fail("timed"))
-    assert main([*typed(batches="1", **more), "--output", str(tmp_path / "speed.json")]) == 2
+    assert main([*typed(**more), "--output", str(tmp_path / "speed.json")]) == 2
     assert said in capsys.readouterr().err and not [*tmp_path.iterdir()]
 
 
-def test_help_names_the_command(capsys):
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    assert capsys.readouterr().out.startswith("usage: retain speed ")
-
-
 def test_a_cache_without_memory_is_said_and_the_others_go_on(monkeypatch):
-    setting = Setting(**TINY, policies=("snapkv",), keep_ratios=(0.5,))
-    model = random_model(setting)
-    with attach(model):
-        lives = lives_of(setting, model, None, 1)
-
-        def fail():
+    def live(model, empty, ids_BT, tokens, cut_to=None):
+        if cut_to is not None:
             raise torch.OutOfMemoryError
+        return {"ttft_ms": 2.0, "bytes_held": 2**20, "token_ms": float(next(times))}
 
-        monkeypatch.setattr(lives[1], "live", fail)
-        for _ in range(2):
-            for life in lives:
-                life.attempt(count=True)
-    rows = [speed.row_of(life, lives, 1) for life in lives]
-    assert [row["failed"] for row in rows] == ["", "out of memory", "", ""]
-    assert "token_over_plain" in rows[3] and "token_over_full" not in rows[3]
-    columns = (Column("policy", "policy"), Column("token", "token_ms", ".1f", wide=True))
-    assert text_table(columns, rows)[2].split() == ["full", "-", "out", "of", "memory"]
+    times = iter(range(1, 99))
+    monkeypatch.setattr(speed, "live", live)
+    rows = speed.measure(Setting(**TINY, policies="snapkv", keep_ratio=0.5))
+    assert [row["policy"] for row in rows] == ["plain", "full", "dense (out of memory)", "snapkv"]
+    assert "token_over_plain" in rows[3] and "token_over_dense" not in rows[3]
+    # The order rotates: after a round that does not count full, snapkv, plain; then snapkv, plain, full.
+    assert [row["token_ms"]["all"] for row in (rows[0], rows[1], rows[3])] == [[6, 8], [4, 9], [5, 7]]
+    assert rows[3]["token_over_plain"]["all"] == [5 / 6, 7 / 8]
+    assert speed.table(rows)[3].split() == ["dense", "(out", "of", "memory)", *["-"] * 8]
 
 
-def test_the_plain_caches_have_the_same_weights_in_a_model_that_is_not_attached():
-    setting = replace(Setting(**TINY), policies=("snapkv",), keep_ratios=(0.5,))
-    model = random_model(setting)
-    with attach(model):
-        plain, full, dense, _ = lives_of(setting, model, None, 1)
-    assert plain.model is dense.model is not model and full.model is model
-    pairs = zip(plain.model.parameters(), model.parameters(), strict=True)
-    assert all(own is its for own, its in pairs)
-    assert torch.equal(plain.ids_BT, full.ids_BT)
+def test_transformers_caches_have_the_same_weights_in_a_model_that_is_not_attached():
+    subjects = subjects_of(Setting(**TINY))
+    pairs = zip(subjects.twin.parameters(), subjects.model.parameters(), strict=True)
+    assert subjects.twin is not subjects.model and all(mine is its for mine, its in pairs)
+    with attach(subjects.model), torch.no_grad():
+        found = live(
+            subjects.twin, partial(DynamicCache, config=subjects.twin.config), subjects.ids_BT, 96, 24
+        )
+    assert found["bytes_held"] == 2 * 24 * ENTRY
+
+
+def test_each_way_is_timed_and_each_aim_is_said_to_hold_or_not():
+    more = {"tokens": 320, "steps": 2, "policies": "snapkv,merge", "keep_ratio": 0.4}
+    lines = compiled_lines(Setting(**{**TINY, **more}), partial(torch.compile, backend="eager"))
+    head, rows, aims = lines[0], lines[1:10], lines[10:]
+    assert "ms" in head and len({re.split(r"  +", row)[0] for row in rows}) == 9
+    assert len(aims) == 5 and all(
+        re.match(r"(held|\*\*NOT held\*\*): .* at most 1\.[01]5", line) for line in aims
+    )
+
+
+def test_rows_stand_under_their_titles():
+    table = text_table(["policy", "keep"], [["snapkv", "0.5"], ["full", "1.25"]])
+    assert table == ["policy keep", "snapkv  0.5", "full   1.25"]

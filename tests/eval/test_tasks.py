@@ -2,19 +2,18 @@
 
 import hashlib
 import random
-import re
-from collections import Counter
 from itertools import pairwise, product
 
 import pytest
 import torch
 
 from retain.eval.metrics import METRICS
-from retain.eval.tasks import facts, reference, ruler_counting
+from retain.eval.run.answers import cut
+from retain.eval.tasks import facts, reference
 from retain.eval.tasks.encode import answer_text, encode
 from retain.eval.tasks.haystacks import different_places, identity, load_haystack
 from retain.eval.tasks.row import Request, Row
-from retain.eval.tasks.ruler import DEPTHS, GRID_DEPTHS, NOISE, singular
+from retain.eval.tasks.ruler import GRID_DEPTHS
 from retain.eval.tasks.sources import SOURCES, load_rows, task_names
 from retain.reference import load_model, load_tokenizer
 from retain.reference.items import TASKS
@@ -39,9 +38,9 @@ def needles(row: Row) -> list[str]:
 
 # Digests of the first row of 1,000 tokens of a group's tasks: other texts are another benchmark.
 TEXTS = {
-    "facts": "17dbe541b1e0aee4",
+    "facts": "02c4e77b36b8de5b",
     "niah": "aa02a49706aff635",
-    "ruler": "a704e78c77f987ce",
+    "ruler": "0a59a667eb7e2836",
     "ruler_like": "b2f23de7a7944f06",
 }
 
@@ -66,7 +65,7 @@ def test_a_row_is_always_the_same_and_no_other(name):
 def test_the_right_answer_scores_one_and_an_empty_one_nothing(name):
     tokenizer, row = load_tokenizer(), made(name)
     encoded = encode(row, tokenizer)
-    shown = answer_text(row, encoded.answer_ids, tokenizer, encoded.end_ids)
+    shown = answer_text(row, cut(encoded.answer_ids, encoded.end_ids), tokenizer)
     assert METRICS[row.metric](shown, row) == 1.0 and METRICS[row.metric]("", row) == 0.0
     # Rows of token ids end by their number of tokens.
     assert len(encoded.answer_ids) <= row.max_new_tokens + (not encoded.end_ids)
@@ -75,24 +74,18 @@ def test_the_right_answer_scores_one_and_an_empty_one_nothing(name):
         assert measure(row.context) > 930  # filled up to what was asked for
 
 
-@pytest.mark.parametrize("name", [name for name in IN_TEXT if name not in ("ruler/cwe", "ruler/fwe")])
+@pytest.mark.parametrize("name", IN_TEXT)
 def test_every_answer_stands_in_the_evidence_and_nowhere_else(name):
     for item in range(5):
         row = made(name, item, context_tokens=800)
         held = needles(row)
-        for value in row.answers if "vt" not in name else ():
+        for value in row.answers:
             assert sum(value in text for text in held) == 1
         assert all(row.context.count(text.rstrip()) == 1 for text in held)
         tokenizer = load_tokenizer()
         encoded = encode(row, tokenizer)
         for text, (start, stop) in zip(held, encoded.evidence, strict=True):
             assert text in tokenizer.decode(list(encoded.context_ids[start:stop]))
-
-
-@pytest.mark.parametrize("name", [name for name in IN_TEXT if name.startswith("ruler") and "fwe" not in name])
-def test_a_question_does_not_depend_on_the_length(name):
-    short, long = made(name), made(name, context_tokens=1500)
-    assert (short.question, short.answers) == (long.question, long.answers)
 
 
 def test_facts_lie_at_even_depths_and_never_in_the_last_sentences():
@@ -103,14 +96,6 @@ def test_facts_lie_at_even_depths_and_never_in_the_last_sentences():
         depths.append(row.extra["depth"])
     quarters = [sum(low <= depth < low + 25 for depth in depths) for low in (0, 25, 50, 75)]
     assert min(quarters) >= 15  # of 30 expected each
-
-
-@pytest.mark.parametrize("kind", facts.KINDS)
-def test_one_key_has_one_fact(kind):
-    row = made("facts/number", kind=kind, keys=3)
-    key = next(key for key in facts.KINDS[kind].keys if key in row.question.split("?")[0])
-    said = facts.KINDS[kind].says.format(key=key, value="|").split("|")[0]
-    assert row.context.count(said) == 1 and said in needles(row)[0]
 
 
 def test_every_cell_of_the_grid_once_with_the_needle_in_its_place():
@@ -128,26 +113,6 @@ def test_every_cell_of_the_grid_once_with_the_needle_in_its_place():
     assert {*cells} == {*product(map(float, GRID_DEPTHS), (150, 300, 450, 600))}
 
 
-def test_ruler_asks_in_the_published_words():
-    row = made("ruler_like/niah_multiquery")
-    asked = re.findall(r"for (.*) mentioned", row.question)[0]
-    said = f"special magic numbers for {asked} mentioned in the provided text"
-    assert row.question == f"\nWhat are all the {said}?" and row.answer_prefix == f" The {said} are"
-    assert row.context.startswith(
-        "Some special magic numbers are hidden within the following text. Make sure to memorize it. I will "
-        "quiz you about the numbers afterwards.\n"
-    )
-    every = re.findall(r"One of the special magic \w+ for (\S+) is: (\S+)\.", row.context)
-    assert [key for key, value in sorted(every) if value in row.answers] == sorted(
-        re.split(", and |, ", asked)
-    )
-    assert singular("Some answers are all here, and are there") == "A answer is here, and is there"
-    noise = made("ruler/niah_single_1")
-    lines = noise.context.split("\n")[1:]
-    assert Counter(lines) == {NOISE: len(lines) - 1, needles(noise)[0]: 1}
-    assert len(DEPTHS) == 40 and (DEPTHS[0], DEPTHS[19], DEPTHS[-1]) == (0, 49, 100)
-
-
 def test_needles_among_scattered_sentences_have_places_of_their_own():
     assert different_places([0.0, 0.0, 0.0], 3) == [0, 1, 2] == different_places([0.99, 0.99, 0.999], 3)
     assert different_places([0.1, 0.5, 0.999], 12) == [1, 6, 11]
@@ -156,40 +121,6 @@ def test_needles_among_scattered_sentences_have_places_of_their_own():
         lines = row.context.split("\n")
         places = sorted(map(lines.index, needles(row)))
         assert all(after > before for before, after in pairwise(places)) and len(places) == 4
-
-
-@pytest.mark.parametrize("tokens", [700, 1000])
-def test_variable_tracking(tokens):
-    row = made("ruler/vt", 3, context_tokens=tokens)
-    names, value = row.answers, re.findall(r"value (\d+) in", row.question)[0]
-    wanted = [f"VAR {names[0]} = {value}", *(f"VAR {b} = VAR {a}" for a, b in pairwise(names))]
-    assert needles(row) == wanted and len(names) == 5
-    example, _, main = row.context.partition("\n\nMemorize")
-    places = [main.index(line) for line in wanted]
-    assert places == sorted(places)
-    assert all(NOISE in main[before:after] for before, after in pairwise(places))
-    # The worked example has as many assignments as half of the context holds.
-    shown = [line for line in example.split("\n") if line.startswith("VAR ")]
-    assert f" {len(shown)} variables are assgined" in example and measure(example) <= min(500, tokens // 2)
-    assert (len(shown) == 5) == (tokens == 1000)
-
-
-@pytest.mark.parametrize(("tokens", "often", "seldom"), [(1000, 6, 1), (6000, 30, 3)])
-def test_common_words(tokens, often, seldom):
-    row = made("ruler/cwe", context_tokens=tokens)
-    main = row.context.rpartition("most often.\n")[2]
-    counted = Counter(re.findall(r"\d+\. (.*?)(?= \d+\. |$)", main))
-    assert {word for word, count in counted.items() if count == often} == {*row.answers}
-    assert {count for word, count in counted.items() if word not in row.answers} == {seldom}
-    assert len(row.answers) == ruler_counting.COMMON
-
-
-def test_frequent_words_follow_the_zeta_distribution():
-    row = made("ruler/fwe", context_tokens=2000)
-    (dots, most), *rest = Counter(row.context.partition("coded words. ")[2].split()).most_common()
-    assert dots == "..." and [word for word, _ in rest[:3]] == [*row.answers] and rest[2][1] > rest[3][1]
-    for rank, (_, count) in enumerate(rest[:6], 2):
-        assert count == pytest.approx(most / rank**2, abs=1.5)
 
 
 def test_a_haystack_of_a_file(tmp_path):
@@ -235,7 +166,7 @@ def test_the_reference_model_answers_with_the_full_cache():
             output = model.generate(
                 ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0, **exact
             )
-        text = answer_text(row, output[0, ids.shape[1] :].tolist(), tokenizer, encoded.end_ids)
+        text = answer_text(row, cut(output[0, ids.shape[1] :].tolist(), encoded.end_ids), tokenizer)
         right.append(METRICS[row.metric](text, row))
     assert sum(right) >= 3
 
@@ -254,8 +185,7 @@ def test_names_of_tasks_and_groups():
         ("niah/gird", {}, "unknown task 'niah/gird': did you mean 'niah/grid'"),
         ("facts/number", {"keyes": 2}, "unknown setting of facts/number 'keyes': did you mean 'keys'"),
         ("facts/number", {"kind": "colr"}, "kind of fact 'colr'"),
-        ("facts/number", {"keys": 0}, "keys, values and queries are 1 to 20"),
-        ("facts/trade", {"keys": 11}, "trade has 10 different values, and 11 are asked for"),
+        ("facts/number", {"keys": 0}, "keys times values is 1 to 10, got keys=0"),
         ("facts/number", {"context_tokens": 30}, "ask for a longer context"),
         ("facts/number", {"metric": "match"}, "unknown metric 'match'"),
         ("niah/grid", {"depths": [0, 101]}, "depths are per cent, 0 to 100"),
@@ -265,7 +195,6 @@ def test_names_of_tasks_and_groups():
         ("ruler/niah_single_1", {"haystack": "gen-prosa"}, "unknown haystack 'gen-prosa': .* 'gen-prose'"),
         ("ruler/niah_single_1", {"key_kind": "uuid"}, "unknown kind of key or value 'uuid': .* 'uuids'"),
         ("ruler/niah_single_1", {"haystack": "file:nowhere.txt"}, "cannot be read"),
-        ("ruler/vt", {"context_tokens": 100}, "the worked example of ruler_vt .* ask for a longer context"),
     ],
 )
 def test_wrong_settings_are_refused(task, settings, said):

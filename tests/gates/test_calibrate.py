@@ -1,12 +1,10 @@
 """Calibrators as they are applied: formulas, order, edges of float32."""
 
-import copy
 import math
 
 import pytest
 import torch
 
-from retain.gates import calibrate
 from retain.gates.calibrate import (
     EDGE,
     REACH,
@@ -14,7 +12,6 @@ from retain.gates.calibrate import (
     SPACES,
     Calibrator,
     build_calibrator,
-    extended,
     threshold_at,
 )
 from tests.close import assert_close
@@ -112,42 +109,15 @@ def test_ties_stay_ties_and_what_does_not_exist_stays_away(space):
     assert len(risk[0, 2].unique()) == 1
 
 
-@pytest.mark.parametrize("space", SPACES)
-def test_a_curve_is_extended_once_and_again_when_it_is_another(space, monkeypatch):
-    made, asked = filled(space), []
-    monkeypatch.setattr(calibrate, "extended", lambda *curve: asked.append(1) or extended(*curve))
-    score = torch.rand(1, H, 9)
-    with torch.inference_mode():
-        first = made(score)
-    twin = score.clone().requires_grad_()
-    made(twin).sum().backward()  # of a curve that was extended in inference mode
-    assert len(asked) == 1 and bool((twin.grad > 0).all())
-    other = filled(space, seed=3)
-    changes = {
-        "loaded": lambda: made.load_state_dict(other.state_dict()),
-        "written to": lambda: next(iter(made.buffers())).mul_(1.0),
-        "moved": lambda: made._apply(torch.clone),
-    }
-    for number, change in enumerate(changes.values(), start=2):
-        change()
-        assert torch.equal(made(score), other(score)) and torch.equal(made(score), made(score))
-        assert len(asked) == number + 1  # and one of the other
-    assert not torch.equal(first, made(score))
-    copied = copy.deepcopy(made)
-    copied.load_state_dict(filled(space).state_dict())
-    assert torch.equal(copied(score), first) and torch.equal(made(score), other(score))
-
-
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
         ({"kind": "share"}, "kind of calibrator.*did you mean 'shared'"),
-        ({"kind": "scale"}, "kind of calibrator 'scale' .removed.*use calibration.kind: shared"),
         ({"K": 1}, "two knots at least, got H=2, K=1"),
         ({"space": "linear"}, "space is one of log, asinh .*got 'linear' and 'risk'"),
         ({"unit": "rank"}, "unit one of risk, mass; got 'log' and 'rank'"),
     ],
-    ids=["kind", "gone", "knots", "space", "unit"],
+    ids=["kind", "knots", "space", "unit"],
 )
 def test_what_is_no_calibrator_is_refused(settings, said):
     with pytest.raises(ValueError, match=said):

@@ -1,17 +1,21 @@
+"""A model is attached, changed, copied, attached by threads at once, and detached without a trace."""
+
 import copy
 import inspect
-import io
 import logging
-import pickle
-from functools import partial
+import threading
+import time
+import types
 
 import pytest
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, StaticCache
 
+import retain
 from retain.hf.cache.cache import Cache
 from retain.hf.intercept.attach import PREVIOUS, attach, attachment_of
-from retain.hf.version_names import CACHE, NAMES, set_checkpointing_
+from retain.hf.model.decoder import describe
+from retain.hf.version_names import CACHE, CHECKPOINTING, NAMES
 from tests.refused import refused
 from tests.tiny import EAGER, FAMILIES, tiny_batch, tiny_model
 
@@ -25,14 +29,30 @@ WAYS = [
 # Families for whose recurrent layers transformers has no static cache.
 RECURRENT = ("qwen3_next", "qwen3_5")
 REGISTRIES = (AttentionInterface, AttentionMaskInterface)
+SETTINGS = {
+    "policy": "snapkv",
+    "keep_ratio": 0.5,
+    "protection": {"recent": 4},
+    "observed_settings": {"window": 4},
+}
+HOW = {"max_new_tokens": 3, "do_sample": False}
 
 
 def everything_about(model):
-    """What attaching may touch: hooks, attributes, the config, the registries (not our own names there)."""
+    """All that attaching may touch: hooks, attributes, the config, the registries (not our names there)."""
     hooks = [(len(m._forward_pre_hooks), len(m._forward_hooks), sorted(vars(m))) for m in model.modules()]
     config = model.config.to_dict(), model.config._attn_implementation
     ours = set(PREVIOUS.values())
     return hooks, config, [sorted(set(registry._global_mapping) - ours) for registry in REGISTRIES]
+
+
+def generated(model, cache=None, **how):
+    ids, mask = tiny_batch((0, 3))
+    cache = Cache(model, **SETTINGS) if cache is None else cache
+    if cache.num_seen:
+        ids = torch.cat([ids, ids[:, -1:]], dim=1)
+        mask = torch.cat([mask, mask[:, -1:]], dim=1)
+    return model.generate(ids, attention_mask=mask, **{CACHE: cache}, **HOW, **how)
 
 
 @pytest.mark.parametrize(("family", "attn"), WAYS)
@@ -74,146 +94,183 @@ def test_inert_for_other_caches_and_for_none(family, attn):
         assert torch.equal(a, b) and torch.equal(a, c)
 
 
-SETTINGS = {
-    "policy": "snapkv",
-    "keep_ratio": 0.5,
-    "protection": {"recent": 4},
-    "observed_settings": {"window": 4},
-}
-HOW = {"max_new_tokens": 3, "do_sample": False}
-
-
-def by_pickle(what):
-    return pickle.loads(pickle.dumps(what))
-
-
-def by_torch(what):
-    file = io.BytesIO()
-    torch.save(what, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-def generated(model, cache=None, **how):
-    ids, mask = tiny_batch((0, 3))
-    cache = Cache(model, **SETTINGS) if cache is None else cache
-    if cache.num_seen:
-        ids = torch.cat([ids, ids[:, -1:]], dim=1)
-        mask = torch.cat([mask, mask[:, -1:]], dim=1)
-    return model.generate(ids, attention_mask=mask, **{CACHE: cache}, **HOW, **how)
-
-
-@pytest.mark.parametrize("copied", [by_pickle, by_torch, copy.deepcopy])
-def test_a_copy_of_an_attached_model_is_attached_and_undone_alone(copied):
+def test_a_copy_of_an_attached_model_is_attached_and_detached_alone():
     model = tiny_model("qwen3")
     before = everything_about(model)
     handle = attach(model)
     attached, want = everything_about(model), generated(model)
-    twin = copied(model)
+    twin = copy.deepcopy(model)
     assert torch.equal(generated(twin), want)
-    how = {CACHE: Cache(twin, **SETTINGS), "prompt_lookup_num_tokens": 2}
-    refused("prompt_lookup_num_tokens=2 asks for assisted", twin.generate, tiny_batch()[0], **how)
-    attach(twin).undo()
+    refused("prompt_lookup_num_tokens=2 asks for assisted", generated, twin, prompt_lookup_num_tokens=2)
+    retain.detach(twin)
     assert everything_about(twin) == before and everything_about(model) == attached
-    other, own = copied((model, handle))
-    own.undo()
-    assert attachment_of(other) is None
+    assert torch.equal(generated(model), want)
     handle.undo()
     assert everything_about(model) == before
 
 
-@pytest.mark.parametrize("first", ["one", "two"])
-def test_models_that_share_a_config_are_attached_and_undone_each_for_itself(first):
-    one = tiny_model("llama")
-    two = type(one)(one.config).eval()
-    assert two.config is one.config
-    three = type(one)(one.config).eval()  # never attached
-    plain = three.generate(tiny_batch()[0], **HOW)
-    before = everything_about(one), everything_about(two)
-    handles = {"one": attach(one), "two": attach(two)}
-    four = type(one)(copy.deepcopy(one.config)).eval()  # of a config that says our name
-    wants = generated(one), generated(two)
-    handles.pop(first).undo()
-    left, want = (two, wants[1]) if first == "one" else (one, wants[0])
-    assert torch.equal(generated(left), want)
-    assert torch.equal(three.generate(tiny_batch()[0], **HOW), plain)
-    handles.popitem()[1].undo()
-    assert (everything_about(one), everything_about(two)) == before
-    assert torch.equal(three.generate(tiny_batch()[0], **HOW), plain)
-    with attach(four):
-        assert generated(four).shape == want.shape
-    assert four.config._attn_implementation == "sdpa"
-
-
-def test_gradient_checkpointing_in_training_mode_is_refused_in_its_own_words():
+def test_gradient_checkpointing_in_training_mode_is_refused():
     model = tiny_model("llama")
-    set_checkpointing_(model, True)
+    getattr(model, f"{CHECKPOINTING}_enable")()
     ids, mask = tiny_batch()
     with attach(model):
         want = Cache(model, **SETTINGS).prefill(ids, mask).entries_held  # in eval mode it does nothing
         model.train()
-        for call in (
-            lambda cache: cache.prefill(ids, mask),
-            lambda cache: model(ids, **{CACHE: cache}),
-            lambda cache: model.generate(ids, **{CACHE: cache}, **HOW),
-        ):
-            cache = Cache(model, **SETTINGS)
-            refused("training mode with gradient checkpointing.*model.eval", call, cache)
-            assert cache.num_seen == 0
-        set_checkpointing_(model, False)
+        cache = Cache(model, **SETTINGS)
+        refused("training mode with gradient checkpointing.*model.eval", cache.prefill, ids, mask)
+        assert cache.num_seen == 0
+        getattr(model, f"{CHECKPOINTING}_disable")()
         assert Cache(model, **SETTINGS).prefill(ids, mask).entries_held == want
 
 
-# The names under which one cache is given; None: the other name is there too, and says None.
-GIVEN = [(CACHE,), *((name,) for name in NAMES if name != CACHE), NAMES, *((name, None) for name in NAMES)]
-
-
-def given(model, names=(CACHE,)):
-    """A new cache as keyword arguments."""
-    cache = Cache(model, policy="snapkv", keep_ratio=0.5)
-    return {**(dict.fromkeys(NAMES) if None in names else {}), **{name: cache for name in names if name}}
-
-
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next"])
-def test_our_cache_is_taken_by_either_name(family, caplog, monkeypatch):
+def test_our_cache_is_taken_by_either_name_and_by_its_place(family, caplog, monkeypatch):
     """Whichever name this version of transformers has, without a warning: of a first prompt and of a second
     on the used cache, in `generate`, in a forward of the model and in one of its decoder."""
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     logging.Logger.warning_once.cache_clear()  # transformers' own, which says a thing once a process
     model, parts = tiny_model(family), tiny_batch()[0].split(30, dim=1)
 
-    def read(names):
-        in_generate, in_model, in_decoder = (given(model, names) for _ in range(3))
-        tokens = parts[0][:, :0]
+    def read(given):
+        tokens, outputs = parts[0][:, :0], []
+        cache = given()
         for part in parts:
-            tokens = model.generate(torch.cat([tokens, part], dim=1), **in_generate, **HOW)
-        logits = [model(part, **in_model).logits for part in parts]
-        return [tokens, *logits, *(model.model(part, **in_decoder).last_hidden_state for part in parts)]
+            tokens = model.generate(torch.cat([tokens, part], dim=1), **cache, **HOW)
+        for forward in (model, model.model):
+            cache = given()
+            outputs += [forward(part, **cache)[0] for part in parts]
+        return [tokens, *outputs]
+
+    def by_place():
+        for forward in (model, model.model):
+            cache = Cache(model, policy="snapkv", keep_ratio=0.5)
+            before = [None] * (list(inspect.signature(forward.forward).parameters).index(CACHE) - 1)
+            yield from (forward(part, *before, cache)[0] for part in parts)
+
+    def by_name(*names):
+        return lambda: dict.fromkeys(names, Cache(model, policy="snapkv", keep_ratio=0.5))
 
     with attach(model):
-        want = read(GIVEN[0])
-        for names in GIVEN[1:]:
-            assert all(map(torch.equal, read(names), want)), names
+        want = read(by_name(CACHE))
+        for names in (NAMES[:1], NAMES[1:]):
+            assert all(map(torch.equal, read(by_name(*names)), want)), names
+        assert all(map(torch.equal, by_place(), want[1:]))
     assert "deprecated" not in caplog.text
 
 
-def test_our_cache_is_taken_by_its_place():
-    model, parts = tiny_model("llama"), tiny_batch()[0].split(30, dim=1)
-    with attach(model):
-        for forward in (model, model.model):
-            by_name, by_place = given(model), given(model)[CACHE]
-            before = [None] * (list(inspect.signature(forward.forward).parameters).index(CACHE) - 1)
-            for part in parts:
-                assert torch.equal(forward(part, *before, by_place)[0], forward(part, **by_name)[0])
+@pytest.mark.always
+def test_threads_attach_at_once(monkeypatch):
+    num_threads = 4
+
+    def describe_slowly(model):
+        specs = describe(model)
+        time.sleep(0.01)  # while which the others have come as far, if they may
+        return specs
+
+    monkeypatch.setattr("retain.hf.intercept.attach.describe", describe_slowly)
+    with attach(model := tiny_model("llama")):
+        want, once = generated(model), everything_about(model)
+    for _ in range(10):
+        model = tiny_model("llama")
+        before, barrier, handles = everything_about(model), threading.Barrier(num_threads), []
+
+        def attach_one(model=model, barrier=barrier, handles=handles):
+            barrier.wait()
+            handles.append(attach(model))
+
+        threads = [threading.Thread(target=attach_one) for _ in range(num_threads)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert everything_about(model) == once and torch.equal(generated(model), want)
+        for handle in handles[1:]:
+            handle.undo()
+        assert everything_about(model) == once
+        handles[0].undo()
+        assert everything_about(model) == before
 
 
-def test_two_caches_by_two_names_are_refused():
-    model, ids = tiny_model("llama"), tiny_batch()[0]
-    ours, another, foreign = Cache(model, None), Cache(model, None), DynamicCache(config=model.config)
-    with attach(model):
-        for forward in (model, model.model, partial(model.generate, **HOW)):
-            for cache, former in ((ours, another), (ours, foreign), (foreign, ours)):
-                said = f"cache={type(cache).__name__}, past_key_values={type(former).__name__}"
-                both = {"cache": cache, "past_key_values": former}
-                refused(f"two caches were given.*{said}.*one of the two", forward, ids, **both)
-    assert [cache.get_seq_length() for cache in (ours, another, foreign)] == [0, 0, 0]
+@pytest.mark.parametrize("name", ["eager", "flex_attention"])
+def test_a_config_that_points_elsewhere_says_where_and_attach_puts_it_back(name):
+    """Before anything is read, so that a used cache goes on."""
+    model, (ids, mask) = tiny_model("llama"), tiny_batch((0, 3))
+    attach(model)
+    cache, once = Cache(model, **SETTINGS).prefill(ids, mask), everything_about(model)
+    want = generated(model, cache.fork())
+    model.set_attn_implementation(name)
+    said = f"changed after retain.attach: its config says '{name}' now. Set .*retain.attach.model. again"
+    for call in (
+        lambda: generated(model, cache),
+        lambda: model(ids[:, :1], **{CACHE: cache}),
+        lambda: Cache(model, **SETTINGS).prefill(ids, mask),
+    ):
+        refused(said, call)
+    if name != "eager":
+        model.set_attn_implementation("sdpa")
+    attach(model)
+    assert torch.equal(generated(model, cache), want)
+    assert model.config._attn_implementation == ("retain_eager" if name == "eager" else "retain_sdpa")
+    assert everything_about(model)[0] == once[0]
+    retain.detach(model)
+    assert model.config._attn_implementation == ("eager" if name == "eager" else "sdpa")
+
+
+def attends_alone(self, hidden_states, cache=None, past_key_values=None, **kwargs):
+    """Attention that never looks at transformers' registry."""
+    shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+    queries, keys, values = (
+        project(hidden_states).view(shape).transpose(1, 2)
+        for project in (self.q_proj, self.k_proj, self.v_proj)
+    )
+    keys, values = (cache or past_key_values).update(keys, values, self.layer_idx)
+    keys, values = (x.repeat_interleave(self.num_key_value_groups, dim=1) for x in (keys, values))
+    out = torch.nn.functional.scaled_dot_product_attention(queries, keys, values)
+    return self.o_proj(out.transpose(1, 2).flatten(2)), None
+
+
+def test_a_forward_that_was_replaced_after_attach_is_named():
+    model, (ids, mask) = tiny_model("llama"), tiny_batch((0, 3))
+    attach(model)
+    want = generated(model)
+    attention = model.model.layers[1].self_attn
+    attention.forward = types.MethodType(attends_alone, attention)
+    said = "layer 1 attended without.*replaced the forward of its LlamaAttention .*attends_alone"
+    refused(said, generated, model)
+    refused(said, Cache(model, **SETTINGS).prefill, ids, mask)
+    del attention.forward
+    assert torch.equal(generated(model), want)
+
+
+def test_detached_and_attached_again():
+    model = tiny_model("llama")
+    before, handles = everything_about(model), [attach(model) for _ in range(3)]
+    once, want = everything_about(model), generated(model)
+    retain.detach(model.model)
+    assert everything_about(model) == before and attachment_of(model) is None
+    refused("this model is not attached.*call retain.attach", generated, model)
+    handles[0].undo()
+    new = attach(model)
+    for handle in (*handles, *handles):
+        handle.undo()
+    assert everything_about(model) == once and torch.equal(generated(model), want)
+    new.undo()
+    assert everything_about(model) == before
+
+
+@pytest.mark.parametrize("attached", ["inside", "wrapper"])
+@pytest.mark.parametrize("detached", ["inside", "wrapper"])
+def test_a_wrapper_of_peft_is_detached(attached, detached):
+    peft = pytest.importorskip("peft")
+    model = tiny_model("llama")
+    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])
+    wrapped = peft.get_peft_model(model, config).eval()
+    ids, mask = tiny_batch((0, 3))
+    how = {"input_ids": ids, "attention_mask": mask, **HOW}
+    wrapped.generate(**how)  # peft leaves a method of its own on the model
+    before = everything_about(wrapped)
+    handle = attach({"inside": model, "wrapper": wrapped}[attached])
+    wrapped.generate(**how, **{CACHE: Cache(wrapped, **SETTINGS)})
+    retain.detach({"inside": model, "wrapper": wrapped}[detached])
+    handle.undo()
+    assert everything_about(wrapped) == before and attachment_of(wrapped) is None

@@ -8,7 +8,7 @@ from retain.hf.version_names import CACHE
 from retain.kernels.attention_stats import attention_stats
 from retain.kernels.gated_attention import gated_attention
 from retain.kernels.ragged_attention import ragged_attention
-from retain.kernels.value_norm import value_norm
+from retain.scores.value_norm import value_norm
 from tests.tiny import attached, tiny_batch
 
 HALF = torch.bfloat16
@@ -23,8 +23,8 @@ def generated(model, cache, autocast):
 
 @pytest.mark.parametrize("policy", ["snapkv", "criticalkv", "keydiff", "defensivekv"])
 def test_autocast_decides_nothing(policy):
-    """One prompt, read under autocast; the same entries are kept whether it is on at the eviction or not,
-    and a policy never sees it on."""
+    """The same entries of a prompt are kept whether autocast is on at the eviction or not, and a policy never
+    sees it on."""
     model, (ids, mask) = attached("llama"), tiny_batch((0, 5))
     kept = []
     for on in (False, True):
@@ -46,7 +46,7 @@ def test_autocast_decides_nothing(policy):
     assert len(states) > len(model.model.layers) and not any(states)
 
 
-def test_ops_say_their_own_precision():
+def test_ops_ignore_autocast():
     queries, keys, values = torch.randn(3, 1, 2, 64, 16).unbind()
     lengths, offsets = torch.tensor([64, 64], dtype=torch.int32), torch.tensor([0, 64, 128])
     rows = (keys[0].flatten(0, 1), values[0].flatten(0, 1), offsets, lengths, torch.full((2, 64), 64))

@@ -42,7 +42,7 @@ def test_what_ages_is_calibrated_at_the_time_of_the_eviction():
     bent = curve(gates)
     assert bent.unit == "risk"
     shown = observe(model, *tiny_batch((0,), 30))[0]
-    plain = bent.noted(shown)
+    plain = bent.learned(shown)
     age = torch.arange(29, -1, -1)
     wanted = bent.calibrators["0"](plain * age)
     assert torch.equal(bent.score(shown).values_BHT, wanted)
@@ -68,7 +68,7 @@ def held_out(model, gates, settings, documents=4):
         for layer in observe(model, *tiny_batch((0,), 80, seed=seed), wanted=gates.inputs):
             target = layer.values_BHTD.double().square().mean(-1)[0] * 1.7
             counted = torch.arange(80) < 72
-            look[layer.layer_idx] = look_at(gates, layer, target, counted, settings)
+            look[layer.layer_idx] = look_at(gates, layer, target, counted)
         looks.append(look)
     return looks
 
@@ -77,10 +77,10 @@ def test_calibrated_gates_are_saved_loaded_and_held_to_a_threshold(tmp_path):
     model, gates = attached("qwen3"), gates_of(tiny_model("qwen3")).float()  # as they are read back
     settings = CalibrationSettings(knots=6)
     looks = held_out(model, gates, settings)
-    plain = looks[0][0].score_HT
+    plain = looks[0][0].score_HN
     record = calibrate_(gates, looks, settings)
     # Looks are of scores before any curve, whether or not the gates have one by now.
-    assert torch.equal(held_out(model, gates, settings, 1)[0][0].score_HT, plain)
+    assert torch.equal(held_out(model, gates, settings, 1)[0][0].score_HN, plain)
     folder = save_gates(
         gates, tmp_path / "gates", fingerprint=fingerprint(model), metadata={"calibration": record}
     )

@@ -1,4 +1,4 @@
-"""What a config says that a cache will hold, against caches that read as many tokens."""
+"""The bytes that a config promises, against caches that read as many tokens."""
 
 import pytest
 import torch
@@ -38,14 +38,16 @@ def test_bytes_are_those_that_a_cache_holds(family, tmp_path):
     else:
         assert want.kept < want.full == report.total.bytes_full
     assert found.layout is not None
-    assert [row.name for row in report.layers] == [f"layer {own.layer_idx}" for own in found.layout.evicting]
+    assert [row.name for row in report.layers] == [
+        f"layer {spec.layer_idx}" for spec in found.layout.evicting
+    ]
     gates = retain.new_gates(model)
     assert found.gate_parameters == sum(one.numel() for one in gates.parameters())
 
 
 def test_the_command_prints_a_config_or_why_not(tmp_path, capsys):
     tiny_model("cohere2").config.save_pretrained(tmp_path)
-    assert main([str(tmp_path / "config.json"), "--tokens", "100,1_000", "--dtype", "float32"]) == 0
+    assert main([str(tmp_path / "config.json"), "--tokens", "100,1000", "--dtype", "float32"]) == 0
     shown = capsys.readouterr().out
     for line in (
         "model_type    cohere2",
@@ -56,45 +58,37 @@ def test_the_command_prints_a_config_or_why_not(tmp_path, capsys):
         assert line in shown
     (tmp_path / "config.json").write_text('{"model_type": "deepseek_v32", "num_hidden_layers": 1}')
     assert main([str(tmp_path)]) == 1
-    assert "refused" in (shown := capsys.readouterr().out) and "which is not understood" in shown
-    assert main([str(tmp_path), "--tokens", "many"]) == 2
+    assert "refused" in (shown := capsys.readouterr().out) and "its model_type is 'deepseek_v32'" in shown
     assert main([str(tmp_path / "nothing")]) == 2
-    assert "whole numbers of tokens" in (shown := capsys.readouterr().err) and "cannot be loaded" in shown
+    assert "cannot be loaded" in capsys.readouterr().err
 
 
 def test_lengths_are_those_that_the_model_has_positions_for():
-    (own,) = describe_model("reference:0").footprints
-    assert own.tokens == 4096
+    (whole,) = describe_model("reference:0").footprints
+    assert whole.tokens == 4096
     shown = str(describe_model("reference:0", [4096, 8192], policy="merge"))
     within, beyond = (line for line in shown.splitlines() if " tokens " in line)
-    assert within.endswith("by 'merge', which needs gates")
+    assert within.endswith("by 'merge'")
     assert beyond.endswith("(more than the 4,096 positions of its config)")
 
 
-def test_a_training_step_is_counted_for_whoever_sizes_a_device(tmp_path, capsys):
+def test_a_training_step_is_counted_for_whoever_sizes_a_device(tmp_path):
     """Operations of a dense model by hand, and bytes that are no fewer than the weights'."""
     config = tiny_model("llama").config
     config.save_pretrained(tmp_path)
-    found = describe_model(str(tmp_path), [100, 200], dtype="float32")
-    N, L, Q, D, E = (
-        100,
-        config.num_hidden_layers,
-        config.num_attention_heads,
-        config.head_dim,
-        config.hidden_size,
-    )
+    found, N = describe_model(str(tmp_path), [100, 200], dtype="float32"), 100
+    L, Q, D, E = config.num_hidden_layers, config.num_attention_heads, config.head_dim, config.hidden_size
     inside = found.parameters - 2 * config.vocab_size * E * (1 - config.tie_word_embeddings / 2) - E
     flops = 2 * inside * N + 2 * L * 2 * Q * D * N**2 + L * 2 * Q * D * E * N + 6 * found.gate_parameters * N
     (one, two), weights = found.steps, 4 * found.parameters
     assert one[0] == pytest.approx(flops) and 2 * one[0] < two[0] < 4 * one[0]
     assert weights < one[1] < two[1] and two[1] - weights < 2 * (one[1] - weights)
-    assert str(found).count("for a step on a document of") == 2
 
 
 def test_a_folder_that_is_not_there_is_said_to_be_none():
     for name in ("no/such/folder", "./nothing"):
         for call in (describe_model, load_named_model):
-            refused(r"there is no such folder, and a hub name is owner/name\. ", call, name)
+            refused(r"there is no such folder, and as a hub name: ", call, name)
     refused("Did you mean 'smollm2-135m'", describe_model, "smollm-135m")
 
 
@@ -114,10 +108,3 @@ def test_a_soft_cap_that_sdpa_leaves_out_is_refused():
     refused("caps its attention logits at 2 .*set_attn_implementation..eager", retain.attach, model)
     model.set_attn_implementation("eager")
     assert retain.attach(model)
-
-
-def test_a_model_by_name_attends_with_its_soft_cap(tmp_path):
-    tiny_model("gemma2").save_pretrained(tmp_path)
-    model = load_named_model(str(tmp_path))
-    assert model.config._attn_implementation == "eager" and retain.attach(model)
-    assert next(model.parameters()).dtype == torch.float32

@@ -1,4 +1,4 @@
-"""What one forward may be given, in prompts, turns and decoding steps."""
+"""Arguments of one forward, in prompts, turns and decoding steps."""
 
 import pytest
 import torch

@@ -30,8 +30,7 @@ NOISE = 2e-5
 PADS, TOKENS, NEW, EVERY = (0, 7), 45, 9, 4
 # name -> what is changed of the preset, so that all stages are on.
 POLICIES = {"learned": {"scope": "model"}, "defensivekv": {}, "layer_defensivekv": {}, "lava": {}}
-# Whose score takes no value norm; and whose statistics are of pooled windows, which are plain PyTorch.
-NO_NORM = ("adakv", "lava", "snapkv")
+# All their statistics of attention are of pooled windows, which are plain PyTorch.
 POOLED = ("defensivekv", "layer_defensivekv", "snapkv", "adakv", "criticalkv")
 # Evicting while decoding goes through all that a prefill's eviction does; sinks and sliding windows.
 MATRIX = [
@@ -95,8 +94,7 @@ def agree(model: Any, policy: Policy, regime: str, kernels: str | None) -> None:
             moved = generated(model, policy, regime)
     with watched(lambda score: score) as ops, backend.using(kernels) if kernels else nullcontext():
         fast = generated(model, policy, regime)
-    statistics = set() if policy.name in POOLED else {"attention_stats"}
-    assert ops == {"ragged_attention"} | statistics | (set() if policy.name in NO_NORM else {"value_norm"})
+    assert ops == {"ragged_attention"} | (set() if policy.name in POOLED else {"attention_stats"})
     for other in (moved, fast):  # `moved`: or else a decision hangs on rounding, take another seed
         assert torch.equal(other[0], tokens)
         assert all(torch.equal(one, two) for one, two in zip(other[1], held, strict=True))

@@ -1,4 +1,4 @@
-"""Layers left alone: what a cache asks of them is what transformers' own cache would do."""
+"""Layers left alone: what a cache asks of them is what transformers' whole cache would do."""
 
 import pytest
 import torch
@@ -7,14 +7,11 @@ from transformers import DynamicCache
 from retain.hf.model.decoder import layout_of
 from retain.hf.model.pass_through_layers import (
     allocated_bytes,
-    can_crop,
     concat,
-    crop,
     empty_layer,
     fork,
     held_bytes,
     load_state,
-    select_batch,
     state,
     tensors_of,
     trim_,
@@ -60,36 +57,16 @@ def test_sequences_are_selected_and_concatenated(family):
     cache, alone = filled(family)
     idx = torch.tensor([2, 0, 0])
     for layer in alone:
-        own = cache.layers[layer]
-        one, parts = fork(own), [fork(own) for _ in range(3)]
-        select_batch(one, idx)
-        assert equal(tensors(one), {name: tensor[idx] for name, tensor in tensors(own).items()})
+        whole = cache.layers[layer]
+        one, parts = fork(whole), [fork(whole) for _ in range(3)]
+        one.reorder_cache(idx)
+        assert equal(tensors(one), {name: tensor[idx] for name, tensor in tensors(whole).items()})
         for row, part in enumerate(parts):
-            select_batch(part, torch.tensor([row]))
-        assert equal(tensors(concat(parts)), tensors(own))
+            part.reorder_cache(torch.tensor([row]))
+        assert equal(tensors(concat(parts)), tensors(whole))
         empty = empty_layer(alone[layer])
-        select_batch(empty, idx)
+        empty.reorder_cache(idx)
         assert not tensors_of(empty)
-
-
-def test_a_window_forgets_its_last_tokens_while_nothing_has_left_it():
-    layer, other = (filled("gemma3", 9, (0, 2), read)[0].layers[0] for read in (9, 5))
-    assert can_crop(layer, 4) and can_crop(layer, 0)
-    crop(layer, 4)
-    assert equal(tensors(layer), tensors(other)) and layer.get_seq_length() == 5
-    assert allocated_bytes(layer) == held_bytes(layer)
-    # 15 tokens are all that a window of 16 holds: with the sixteenth the first one is gone.
-    for num_tokens, can in ((15, True), (16, False), (40, False)):
-        layer = filled("gemma3", num_tokens)[0].layers[0]
-        assert can_crop(layer, 1) is can and can_crop(layer, 0)
-
-
-def test_a_recurrent_state_forgets_nothing():
-    cache, alone = filled("qwen3_next")
-    assert can_crop(cache.layers[0], 0) and not can_crop(cache.layers[0], 1)
-    empty = empty_layer(alone[0])
-    assert can_crop(empty, 3)
-    crop(empty, 3)
 
 
 def test_a_long_read_leaves_no_more_than_the_window():

@@ -1,8 +1,6 @@
 """Published gates for a model at hand: the command line, and what the hub gives."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,7 +15,6 @@ from retain.gates.hub import HTTP
 from retain.hf.intercept.observe import observe
 from retain.hf.model import published
 from retain.hf.model.decoder import describe
-from tests.launch import ROOT
 from tests.refused import refused
 from tests.tiny import tiny_model
 
@@ -74,68 +71,32 @@ def test_errors_of_the_command_line(given, tmp_path, capsys) -> None:
     kvzap(tiny_model("qwen3"), tmp_path / "release")
     assert published.main(given) == 1
     assert "error: " in (said := capsys.readouterr().err) and "is not of this model" in said
-    with pytest.raises(SystemExit):
-        published.main([*given[:2], *given[4:]])
-    assert "--from needs --model" in capsys.readouterr().err and not (tmp_path / "gates").exists()
+    assert not (tmp_path / "gates").exists()
 
 
-def test_a_pickle_is_converted_by_the_command_that_the_error_names(model, given, tmp_path, capsys) -> None:
+def test_a_pickled_release_is_imported(model, given, tmp_path) -> None:
     state = kvzap(model, tmp_path / "release")
     (tmp_path / "release" / "model.safetensors").unlink()
     torch.save(state, tmp_path / "release" / "model.bin")
-    assert published.main(given) == 1
-    said = capsys.readouterr().err
-    command = [sys.executable, *said[said.index("`python ") + 1 : said.index("`,")].split()[1:]]
-    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=180)
-    assert run.returncode == 0 and "wrote " in run.stdout, run.stderr
     assert published.main(given) == 0
     assert_is_kvzap(tmp_path / "gates", model, state)
 
 
-class Hub:
-    """A repository that was fetched before: what is asked of it is noted."""
+@pytest.mark.parametrize("name", ["model.safetensors", "model.pth"])
+def test_gates_from_the_hub(name: str, model: nn.Module, tmp_path: Path, monkeypatch) -> None:
+    """Safetensors are fetched where there are any, else pickles."""
+    state, asked = kvzap(model, tmp_path), []
+    (tmp_path / "model.safetensors").rename(tmp_path / name)
+    if name.endswith(".pth"):
+        torch.save(state, tmp_path / name)
 
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self.fetched: list[str] = []
+    def fetch(hub_id: str, allow_patterns: Sequence[str], **_: object) -> str:
+        asked.append(allow_patterns)
+        return str(tmp_path)
 
-    def list_repo_files(self, hub_id: str, revision: str | None = None) -> list[str]:
-        return sorted(path.name for path in self.folder.iterdir())
-
-    def fetch(self, hub_id: str, revision: str | None = None, allow_patterns: Sequence[str] = ()) -> str:
-        self.fetched += allow_patterns
-        return str(self.folder)
-
-
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
-    (tmp_path / "hub").mkdir()
-    hub = Hub(tmp_path / "hub")
-    monkeypatch.setattr(published, "HfApi", lambda: hub)
-    monkeypatch.setattr(published, "snapshot_download", hub.fetch)
-    return hub
-
-
-def test_gates_from_the_hub(model: nn.Module, hub: Hub) -> None:
-    kvzap(model, hub.folder)
-    gates = published.published_gates("some/gates", model)
-    assert gates.layers == (0, 1) and hub.fetched == ["config.json", "model.safetensors"]
-
-
-def test_pickles_on_the_hub_are_refused_before_they_are_fetched(model: nn.Module, hub: Hub) -> None:
-    def refuses(said: str) -> None:
-        refused(said, published.published_gates, "some/gates", model)
-
-    (hub.folder / "trimkv_weights.pth").write_bytes(b"pickle")
-    refuses("was released as pickles .trimkv_weights.pth.*--convert FOLDER/trim")
-    others = [hub.folder / f"model{number}.pth" for number in range(6)]
-    for path in others:
-        path.write_bytes(b"pickle")
-    refuses("model5.pth, trimkv_.*hf download some/gates FILE .*--convert FOLDER/FILE --out FOLDER/g")
-    for path in (*others, hub.folder / "trimkv_weights.pth"):
-        path.unlink()
-    refuses("has no safetensors with gates")
-    assert hub.fetched == []
+    monkeypatch.setattr("retain.gates.hub.snapshot_download", fetch)
+    assert published.published_gates("some/gates", model).layers == (0, 1)
+    assert asked[0] == ["config.json", "*.safetensors"] and len(asked) == 1 + name.endswith(".pth")
 
 
 FAILURES = [HTTP.ReadTimeout("slow"), HTTP.RemoteProtocolError("cut"), ConnectionError("y")]
@@ -149,7 +110,6 @@ def test_a_connection_that_fails_in_any_way(which: str, failure: Exception, mode
     def fail(*_: object, **__: object) -> None:
         raise failure
 
-    monkeypatch.setattr(published.HfApi, "list_repo_files", fail)
     monkeypatch.setattr("retain.gates.hub.snapshot_download", fail)
     load = published.published_gates if which == "published" else retain.load_gates
     refused(f"could not be fetched .{type(failure).__name__}: ", load, "some/gates", model)

@@ -1,4 +1,4 @@
-"""`ragged_attention`: the definition against loops, the kernel against the definition."""
+"""`ragged_attention`: the definition against loops, the kernel against it; codes; merged stores."""
 
 import math
 import traceback
@@ -9,15 +9,17 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from retain.kernels import backend
-from retain.kernels.ragged_attention import cases, path_of, ragged_attention, reference, tiles
+from retain.kernels.codes import decode
+from retain.kernels.measure import check
+from retain.kernels.ragged_attention import cases, launch, merged, path_of, ragged_attention, reference
+from retain.kernels.ragged_attention.cases import CASES, KIVI_2, KIVI_4, Case
 from retain.kernels.ragged_attention.pages import Pages
 from retain.kernels.ragged_attention.work import work_of
 from tests.close import assert_close
 
-CASES = cases.CASES
-# Few rows and many, cut and whole, with and without everything: what a test takes that need not take all.
+PATHS = ["triton", "reference"]
+# Few rows and many, cut and whole, with and without everything: enough where a test need not take all.
 SOME = ("decode, all options", "an empty row and a long one", "padded turn", "chunk of 40, all options")
-EXACT = (torch.float32, torch.float16)
 
 
 def loops(case, given):
@@ -71,60 +73,55 @@ def test_the_reference_is_the_formulas(monkeypatch, name, few):
 
 
 # The interpreter's bfloat16 goes through float32: a few cases show that it does.
-KERNEL = [(name, dtype) for name in CASES for dtype in EXACT]
+KERNEL = [(name, dtype) for name in CASES for dtype in (torch.float32, torch.float16)]
 KERNEL += [(name, torch.bfloat16) for name in ("decode", "chunk of 40, all options")]
 
 
 @pytest.mark.parametrize(("name", "dtype"), KERNEL, ids=str)
-def test_the_kernel_is_the_reference(name, dtype, monkeypatch):
-    found = []
-    own = cases.run
-    monkeypatch.setattr(cases, "run", lambda case, given: found.append(own(case, given)) or found[-1])
+def test_the_kernel_is_the_reference(name, dtype):
     with backend.using("triton"):
-        assert cases.check(CASES[name], dtype, "cpu") is None
-    out, lse = found[0] if CASES[name].lse else (found[0], None)
-    assert out.dtype == dtype and (lse is None or lse.dtype == torch.float32)
+        assert check(cases, CASES[name], dtype, "cpu") is None
+    results = interpreted({**cases.inputs(CASES[name], dtype, "cpu"), "with_lse": True})
+    assert [result.dtype for result in results] == [dtype, torch.float32]
 
 
-def test_the_check_finds_what_is_wrong(monkeypatch):
-    """The control of all that `check` says: one entry too few or too many is seen."""
-    case = CASES["padded turn"]
-    assert cases.check(case, torch.float32, "cpu") is None
-
-    def blind(case, kwargs):
-        return ragged_attention(**{**kwargs, "seen_RS": (kwargs["seen_RS"] - 1).clamp_min(0)})
-
-    monkeypatch.setattr(cases, "run", blind)
-    problem = cases.check(case, torch.float32, "cpu")
-    assert problem is not None and "output: error" in problem
+@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("span", [1, 5, 16, 33, 40])
+def test_the_kernel_reads_any_bits_and_spans(bits, span):
+    """Also of widths that are no multiple of a byte's codes, of a span, or of the tile."""
+    case = Case(1, 2, 2, 2, 21, (5, 70), value_width=33, keys=bits, values=bits, span=span, lse=True)
+    with backend.using("triton"):
+        assert check(cases, case, torch.float32, "cpu") is None
 
 
 @pytest.mark.parametrize("name", SOME)
 def test_however_rows_are_cut(monkeypatch, name):
-    """From a program a page to a program a row; and what is not cut is not combined."""
-    from retain.kernels.ragged_attention import launch
-
+    """From a program a page to a program a row; and rows that are whole are not combined."""
     attended, combined = [], []
     monkeypatch.setattr(launch, "attend", Counted(launch.attend, attended))
     monkeypatch.setattr(launch, "combine", Counted(launch.combine, combined))
     monkeypatch.setattr(launch, "PARTS", 2)  # so that parts come in several goes
-    given = cases.inputs(CASES[name], torch.float32, "cpu")
-    exact = ragged_attention(**given)
-    times = []
+    given = {**cases.inputs(CASES[name], torch.float32, "cpu"), "with_lse": False}
+    exact, case, times = ragged_attention(**given), CASES[name], []
     for programs in (1, 3, 10**6):
-        monkeypatch.setattr(tiles, "PROGRAMS", dict.fromkeys(tiles.PROGRAMS, programs))
+        monkeypatch.setattr(launch, "PROGRAMS", dict.fromkeys(launch.PROGRAMS, programs))
         combined.clear()
         assert_close(interpreted(given), exact)
         times.append(len(combined))
     # A program a row and block of queries, where rows are whole; more, where some are cut.
     whole, *others = (grid[0] for grid in attended)
-    blocks = -(-CASES[name].group * CASES[name].num_queries // tile_of(CASES[name]).m)
-    assert whole == len(CASES[name].lengths) * blocks and others[-1] > whole
+    block = backend.block_of(max(case.width, case.values_wide))
+    blocks = -(
+        -case.group
+        * case.num_queries
+        // launch.tile(case.group * case.num_queries, torch.float32, block, 90).m
+    )
+    assert whole == len(case.lengths) * blocks and others[-1] > whole
     assert times == [int(programs > whole) for programs in (whole, *others)]
 
 
 class Counted:
-    """A kernel that says with what grid it is launched."""
+    """A kernel whose grids are kept."""
 
     def __init__(self, kernel, seen):
         self.kernel, self.seen = kernel, seen
@@ -134,36 +131,16 @@ class Counted:
         return self.kernel[grid]
 
 
-def tile_of(case):
-    block = backend.block_of(max(case.width, case.values_wide))
-    return tiles.tile(case.group * case.num_queries, torch.float32, block, 90)
-
-
 @pytest.mark.parametrize("name", SOME)
 def test_neither_another_run_nor_unknown_pages_change_a_bit(name):
-    given = cases.inputs(CASES[name], torch.float32, "cpu")
-    for path in ("triton", "reference"):
+    given = {**cases.inputs(CASES[name], torch.float32, "cpu"), "with_lse": False}
+    for path in PATHS:
         with backend.using(path):
             known, again, read = (
                 ragged_attention(**{**given, "pages": pages})
                 for pages in (given["pages"], given["pages"], None)
             )
         assert torch.equal(known, again) and torch.equal(known, read)
-
-
-def test_a_store_of_other_strides():
-    """Keys that lie value by value, of which nothing may be copied: the kernel takes any strides."""
-    case = CASES["decode"]
-    given = cases.inputs(case, torch.float32, "cpu")
-    want = interpreted(given)
-    turned = {name: given[name].T.contiguous().T for name in ("keys_CD", "values_CD")}
-    seen = given["seen_RS"].expand(-1, 2)[:, :1]
-    queries = given["queries_BQSD"].transpose(0, 3).contiguous().transpose(0, 3)
-    assert turned["keys_CD"].stride(0) == 1 and queries.stride(3) != 1
-    with Operations() as operations:
-        got = interpreted({**given, **turned, "seen_RS": seen, "queries_BQSD": queries})
-    assert torch.equal(got, want)
-    assert not {name for name in operations.seen if "copy" in name or "clone" in name}
 
 
 class Operations(TorchDispatchMode):
@@ -179,6 +156,18 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def test_a_store_of_other_strides_is_read_without_a_copy():
+    given = cases.inputs(CASES["decode"], torch.float32, "cpu")
+    want = interpreted(given)
+    turned = {name: given[name].T.contiguous().T for name in ("keys_CD", "values_CD")}
+    queries = given["queries_BQSD"].transpose(0, 3).contiguous().transpose(0, 3)
+    assert turned["keys_CD"].stride(0) == 1 and queries.stride(3) != 1
+    with Operations() as operations:
+        got = interpreted({**given, **turned, "queries_BQSD": queries})
+    assert torch.equal(got, want)
+    assert not {name for name in operations.seen if "copy" in name or "clone" in name}
+
+
 WAITS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::item", "aten::_to_copy", "aten::copy_"}
 
 
@@ -191,8 +180,7 @@ def test_a_known_layout_is_cut_once_and_never_waited_for(name):
     with Operations() as operations:
         interpreted(given)
     assert operations.seen and not WAITS & {*operations.seen}
-    assert all(given["pages"].planned[entries] is work for entries, work in planned.items())
-    assert len(given["pages"].planned) == len(planned)
+    assert given["pages"].planned == planned
 
 
 def test_a_layout_keeps_the_way_of_cutting_it_that_is_used_and_forgets_others():
@@ -209,10 +197,9 @@ def test_a_layout_keeps_the_way_of_cutting_it_that_is_used_and_forgets_others():
 @pytest.mark.parametrize("entries", [64, 128, 10**6])
 def test_work_covers_every_entry_once(rooms, entries):
     work = work_of(rooms, entries, "cpu")
-    row_I, first_I, slot_I = work.items_3I.tolist()
     covered = {row: [] for row in range(len(rooms))}
     slots, sizes = {}, []
-    for row, first, slot in zip(row_I, first_I, slot_I, strict=True):
+    for row, first, slot in zip(*work.items_3I.tolist(), strict=True):
         stop = min(first + entries, rooms[row])
         covered[row] += range(first, stop)
         sizes.append(stop - first)
@@ -221,49 +208,39 @@ def test_work_covers_every_entry_once(rooms, entries):
     assert sizes == sorted(sizes, reverse=True)
     assert set(slots) == set(range(len(rooms)))  # an empty row has an item too, which writes its zeros
     cut = {row: sorted(items) for row, items in slots.items() if len(items) > 1}
-    assert work.cut_2X[0].tolist() == sorted(cut)
+    assert work.cut_2X.tolist() == [sorted(cut), [cut[row][0][1] for row in sorted(cut)]]
     assert [slot for row in sorted(cut) for _, slot in cut[row]] == [*range(work.num_slots)]
-    assert work.cut_2X[1].tolist() == [cut[row][0][1] for row in sorted(cut)]
     assert all(items == [(0, -1)] for row, items in slots.items() if row not in cut)
-    assert work.items_3I.dtype == work.cut_2X.dtype == torch.int32
 
 
-@pytest.mark.parametrize(
-    "lengths", [cases.unequal(64, 26_214, 10), (131_072, *[0] * 63), (3,) * 64, (10**6,)]
-)
+@pytest.mark.parametrize("lengths", [cases.unequal(64, 26_214, 10), (131_072, *[0] * 63), (3,) * 64])
 @pytest.mark.parametrize("num_rows", [4, 64, 1000, 8192])
 def test_parts_are_bounded_and_programs_enough(monkeypatch, lengths, num_rows):
-    """The README's bound, and its balance: on 132 multiprocessors."""
-    monkeypatch.setattr(tiles, "multiprocessors", lambda device, interpreted: 132)
-    cut = tiles.tile(num_rows, torch.bfloat16, 128, 90)
-    blocks = -(-num_rows // cut.m)
-    rooms = [64 * -(-length // 64) for length in lengths]
-    entries = tiles.item_entries(sum(rooms), blocks, cut, torch.device("cpu"))
-    work = work_of(rooms, entries, "cpu")
-    wanted = tiles.PROGRAMS[cut.m] * 132
+    """On 132 multiprocessors no program has more than its share, rounded up to whole pages."""
+    monkeypatch.setattr(launch, "multiprocessors", lambda device, interpreted: 132)
+    cut = launch.tile(num_rows, torch.bfloat16, 128, 90)
+    blocks, rooms = -(-num_rows // cut.m), [64 * -(-length // 64) for length in lengths]
+    entries = launch.item_entries(sum(rooms), blocks, cut, torch.device("cpu"))
+    work, wanted = work_of(rooms, entries, "cpu"), launch.PROGRAMS[cut.m] * 132
     assert work.num_slots * num_rows <= 2 * wanted * cut.m
-    # No program has more than its share, rounded up to whole pages.
     assert entries <= sum(rooms) * blocks / wanted + 64
     assert work.num_items * blocks <= wanted + len(rooms) * blocks
 
 
 def test_where_it_runs():
-    half, wide = torch.zeros(64, 64, dtype=torch.float16), torch.zeros(64, 512)
+    half = torch.zeros(64, 64, dtype=torch.float16)
     assert path_of(half, half) == "reference"
+    given = cases.inputs(CASES["decode"], torch.float32, "cpu")
+    wide = cases.inputs(Case(1, 1, 1, 1, 512, (9,)), torch.float32, "cpu")
     with backend.using("triton"):
         assert path_of(half, half) == "triton"
-    given = cases.inputs(CASES["decode"], torch.float32, "cpu")
-    with backend.using("triton"):
         with pytest.raises(ValueError, match="was forced, but queries.* precisions .float16, float32."):
             ragged_attention(**{**given, "queries_BQSD": given["queries_BQSD"].half()})
         with pytest.raises(ValueError, match="heads are 512 wide, which is more than 256"):
-            queries, store = torch.zeros(1, 1, 1, 512), {"keys_CD": wide, "values_CD": wide}
-            one = {**given, "seen_RS": torch.ones(1, 1, dtype=torch.int64), "pages": None}
-            one |= {"offsets_R1": torch.tensor([0, 64]), "lengths_R": torch.ones(1, dtype=torch.int32)}
-            ragged_attention(**{**one, **store, "queries_BQSD": queries})
+            ragged_attention(**wide)
 
 
-@pytest.mark.parametrize("path", ["triton", "reference"])
+@pytest.mark.parametrize("path", PATHS)
 def test_no_gradient_is_lost_silently(path):
     """A forward outside of no_grad runs; only who asks for its gradient is told that there is none."""
     given = cases.inputs(CASES["decode"], torch.float32, "cpu")
@@ -277,35 +254,104 @@ def test_no_gradient_is_lost_silently(path):
 
 
 def test_what_cannot_be_is_refused():
-    given = cases.inputs(CASES["chunk of 40"], torch.float32, "cpu")
-    room, device = given["keys_CD"].shape[0], "cpu"
-    wide = {"positions_C": torch.zeros(room, dtype=torch.int32), "window": 4}
-    wide |= {"query_positions_BS": torch.zeros(1, 40, dtype=torch.int64)}
+    given = cases.inputs(CASES["chunk of 40, 4 bits"], torch.float32, "cpu")
+    keys, values = given["keys_CD"], given["values_CD"]
     for change, text in [
         ({"sinks_Q": torch.zeros(1)}, r"sinks are \(1,\), where \(4,\) are needed"),
-        (
-            {"pages": Pages.of([1], device)},
-            f"a layout of 1 rows with 64 entries for 2 rows and a store of {room}",
-        ),
+        ({"pages": Pages.of([1], "cpu")}, "a layout of 1 rows with 64 entries for 2 rows and a store of"),
         ({"seen_RS": given["seen_RS"][:, :3]}, r"seen is \(2, 3\) for 2 rows and 40 queries"),
         ({"offsets_R1": given["offsets_R1"][:-1]}, r"offsets are \(2,\) for 2 rows, which need \[3\]"),
-        ({"keys_CD": given["keys_CD"][:, :9]}, "keys are 9 wide and queries 64"),
-        ({"lengths_R": given["lengths_R"].repeat(4)}, "8 rows are not 1 sequences x a number of KV heads"),
-        ({"window": 4}, "a window of 4 got no positions: pass positions_C and query_positions_BS"),
+        ({"keys_CD": torch.zeros(keys.shape[0], 9)}, "keys are 9 wide and queries 64"),
+        (
+            {"lengths_R": given["lengths_R"][:1].repeat(3)},
+            "3 rows are not 2 sequences x a number",
+        ),
+        ({"window": 4, "positions_C": None}, "a window of 4 got no positions: pass positions_C and"),
+        ({"keys_CD": keys._replace(bits=3)}, "keys as codes whose 3 bits"),
+        ({"values_CD": values._replace(span=16)}, r"values as codes whose scales are .* \[\d+, 2, 4\]"),
+        ({"values_CD": values.part(slice(3))}, r"keys are \(\d+, 64\) and values \(3, 64\)"),
+        ({"keys_CD": values}, "keys as codes that share no scales by channel"),
+        ({"values_CD": values._replace(groups_C=keys.groups_C)}, "values as codes that share scales with"),
     ]:
         with pytest.raises(ValueError, match=text):
             ragged_attention(**{**given, **change})
+
+
+@pytest.mark.parametrize("few", [0, 10**6], ids=["by rows", "by pages"])
+def test_the_reference_never_decodes_a_whole_store(monkeypatch, few):
+    monkeypatch.setattr(reference, "FEW", few)
+    monkeypatch.setattr(reference, "MAX_LOGITS", 64 * 64)
+    given, seen = cases.inputs(CASES["decode, 4 bits"], torch.float32, "cpu"), []
+    monkeypatch.setattr(reference, "decode", lambda part, dtype: seen.append(part) or decode(part, dtype))
+    ragged_attention(**given)
+    assert max(part.shape[0] for part in seen) <= (64 if few else max(CASES["decode, 4 bits"].lengths))
+
+
+@pytest.mark.parametrize("sinks", [None, [0.5, float("-inf")]], ids=["no sinks", "sinks"])
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("num_queries", [1, 40])
+def test_a_query_that_sees_nothing_has_its_sink_alone(num_queries, path, sinks):
+    given = cases.inputs(Case(1, 1, 2, num_queries, 32, (0,), lse=True), torch.float32, "cpu")
+    if sinks is not None:
+        given["sinks_Q"] = torch.tensor(sinks)
+    with backend.using(path):
+        out, lse = ragged_attention(**given)
+    wanted = torch.tensor(sinks or [float("-inf")] * 2)
+    assert not out.any() and torch.equal(lse, wanted[None, :, None].expand_as(lse))
+
+
+@pytest.mark.parametrize("sinks", [None, [0.5, -1.0, 3.0, 0.0]], ids=["no sinks", "sinks"])
+@pytest.mark.parametrize("path", PATHS)
+def test_merged_stores_are_one_softmax_over_all_entries(path, sinks):
+    """Entries of two rows that lie in numbers, in 4 bits and in 2; the second row has none in the middle."""
+    calls = []
+    for seed, (held, lengths) in enumerate((({}, (40, 3)), (KIVI_4, (70, 0)), (KIVI_2, (90, 65)))):
+        case = Case(1, 2, 2, 2, 20, lengths, value_width=24, lse=True, **held)
+        given = cases.inputs(case, torch.float32, "cpu", seed)
+        given["seen_RS"] = given["lengths_R"][:, None].expand(-1, 2)
+        calls.append({**given, "queries_BQSD": (calls or [given])[0]["queries_BQSD"]})
+    with backend.using(path):
+        outs, lses = zip(*(ragged_attention(**given) for given in calls), strict=True)
+    out = merged(outs, lses, None if sinks is None else torch.tensor(sinks))
+    for row in range(2):
+        parts = []
+        for given in calls:
+            start = int(given["offsets_R1"][row])
+            held = slice(start, start + int(given["lengths_R"][row]))
+            stores = (cases.numbers_of(given[name], torch.float64) for name in ("keys_CD", "values_CD"))
+            parts.append([store[held] for store in stores])
+        keys, values = (torch.cat(rows) for rows in zip(*parts, strict=True))
+        heads = slice(2 * row, 2 * row + 2)
+        weights = (calls[0]["scaling"] * calls[0]["queries_BQSD"][0, heads].double() @ keys.T).exp()
+        total = weights.sum(-1)
+        if sinks is not None:
+            total = total + torch.tensor(sinks[heads]).double().exp()[:, None]
+        assert_close(out[0, heads], weights @ values / total[..., None])
+
+
+def test_merged_in_half_precision_is_added_up_in_float32():
+    draw = torch.Generator().manual_seed(0)
+    outs = [torch.randn(1, 2, 3, 8, generator=draw).bfloat16() for _ in range(40)]
+    lses = [torch.randn(1, 2, 3, generator=draw) for _ in range(40)]
+    exact = merged([out.double() for out in outs], [lse.double() for lse in lses])
+    assert torch.equal(merged(outs, lses), exact.bfloat16())
+
+
+def test_merged_of_nothing_seen_is_zeros_and_a_store_of_nothing_changes_nothing():
+    nothing = (torch.zeros(1, 2, 1, 4), torch.full((1, 2, 1), float("-inf")))
+    for sinks in (None, torch.zeros(2), torch.full((2,), float("-inf"))):
+        assert not merged([nothing[0]] * 2, [nothing[1]] * 2, sinks).any()
+    some = (torch.ones(1, 2, 1, 4), torch.zeros(1, 2, 1))
+    assert torch.equal(merged([nothing[0], some[0]], [nothing[1], some[1]]), some[0])
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", backend.DTYPES, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_on_a_gpu(name, dtype):
-    case = CASES[name]
-    given = cases.inputs(case, dtype, "cuda")
+    given = {**cases.inputs(CASES[name], dtype, "cuda"), "with_lse": True}
     assert path_of(given["keys_CD"], given["values_CD"]) == "triton"
-    assert cases.check(case, dtype, "cuda") is None
-    given["with_lse"] = True
+    assert check(cases, CASES[name], dtype, "cuda") is None
     for one, again in zip(ragged_attention(**given), ragged_attention(**given), strict=True):
         assert torch.equal(one, again)
 

@@ -8,7 +8,6 @@ import sys
 import zipfile
 from dataclasses import replace
 from pathlib import Path
-from threading import Thread
 
 import gguf
 import numpy as np
@@ -79,7 +78,7 @@ def wheels(tmp_path_factory):
             archive.writestr(MEMBERS[number], part)
         sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
         entries.append(Wheel(f"tiny-part{number}", "1.0", sha256, MEMBERS[number], 1))
-    return folder, Packaged("a tiny model", "none", tuple(entries), 0.01)
+    return folder, Packaged("a tiny model", "none", tuple(entries))
 
 
 @pytest.fixture
@@ -125,16 +124,6 @@ def test_a_model_is_fetched_once_and_loads_like_any_other(registry, capfd):
     assert again.dtype == torch.float32 and len(registry) == 2
 
 
-def test_two_at_once_make_it_once(registry):
-    found = []
-    threads = [Thread(target=lambda: found.append(packaged.folder_of(NAME))) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(registry) == 2 and found[0] == found[1] and (found[0] / "config.json").is_file()
-
-
 def test_wheels_that_lie_ready_need_no_pip(registry, wheels, monkeypatch):
     run = subprocess.run
 
@@ -146,8 +135,8 @@ def test_wheels_that_lie_ready_need_no_pip(registry, wheels, monkeypatch):
 
     monkeypatch.setattr(packaged.subprocess, "run", no_pip)
     says = (
-        r"tiny-part0==1\.0, and this environment has no pip .*`uv pip install pip`.*or download the wheel "
-        r".*put it into .*wheels"
+        r"tiny-part0==1\.0, and pip could not fetch it \(.*No module named pip\).*install pip.*or download "
+        r"the wheel .*put it into .*wheels"
     )
     refused(says, retain.load, NAME)
     assert left() == []
@@ -163,31 +152,13 @@ def test_another_hash_is_not_used(registry, monkeypatch):
     assert left() == []
 
 
-def test_a_full_disk_is_said_before_and_while_it_fills(registry, monkeypatch):
-    model = CATALOGUE[NAME]
-    monkeypatch.setitem(CATALOGUE, NAME, replace(model, gigabytes=1e9))
-    refused(r"takes 1e\+09 GB while it is made, .* set XDG_CACHE_HOME to", retain.load, NAME)
-    monkeypatch.setitem(CATALOGUE, NAME, model)
-
+def test_a_full_disk_leaves_nothing(registry, monkeypatch):
     def full(*args):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(packaged.shutil, "copyfileobj", full)
-    refused("could not be kept: No space left on device .* make room there, or set", retain.load, NAME)
+    refused("could not be kept: No space left on device .* make room there, .*set XDG", retain.load, NAME)
     assert left() == []
-
-
-def test_a_file_that_is_no_gguf_is_said(registry, monkeypatch, tmp_path):
-    path = packaged.home() / "wheels" / "tiny_part0-1.0-py3-none-any.whl"
-    path.parent.mkdir(parents=True)
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr(MEMBERS[0], b"GGUF, but not really")
-    sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
-    model = CATALOGUE[NAME]
-    broken = replace(model, wheels=(replace(model.wheels[0], sha256=sha256),))
-    monkeypatch.setitem(CATALOGUE, NAME, broken)
-    refused("its GGUF file could not be read .* gguf and transformers are whole", retain.load, NAME)
-    assert left() == ["wheels"]
 
 
 def test_a_name_near_one_of_the_catalogue_is_shown(monkeypatch):

@@ -69,16 +69,3 @@ def test_a_model_without_gates_is_told_every_choice():
         f"policy={own.TRAINING_FREE_KNOWN!r} where it is read before",
     ):
         assert part in said, part
-
-
-def test_matrices_are_stored_in_16_bits_and_statistics_whole(shipping, tmp_path):
-    model = tiny_model("qwen3")
-    gates = shipping(model)
-    again = retain.load_gates("tiny", model)
-    for name, tensor in gates.state_dict().items():
-        kept = again.state_dict()[name]
-        assert kept.dtype == tensor.dtype
-        if name.endswith("weight"):
-            assert kept.equal(tensor.half().float()) and not kept.equal(tensor)
-        else:
-            assert kept.equal(tensor)

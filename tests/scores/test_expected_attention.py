@@ -1,4 +1,5 @@
 import math
+import sys
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,8 @@ from retain.scores.expected_attention import quadratic
 from tests.close import MODEL
 from tests.naive import assert_heads_close, random_evidence, special_layer
 
+# The name of the module is that of its score.
+expected_attention_module = sys.modules[quadratic.__module__]
 FREQUENCIES = torch.tensor([0.9, 0.05])
 SCALING = 1.1
 
@@ -38,15 +41,15 @@ def _naive(evidence, *, future, sinks, value_norm):
     keys, values = evidence.keys_BHTD.double(), evidence.values_BHTD.double()
     naive = torch.full((B, H, T), float("-inf"), dtype=torch.float64)
     for b in range(B):
-        own = [i for i in range(T) if evidence.valid_BT[b, i]]
+        entries = [i for i in range(T) if evidence.valid_BT[b, i]]
         reach = math.inf if evidence.window is None else evidence.window
-        read = [i for i in own if T - i < reach]  # by the next query, at T
-        after = own[sinks:]
+        read = [i for i in entries if T - i < reach]  # by the next query, at T
+        after = entries[sinks:]
         held = [i for i in after if i >= T - S]
-        last = int(evidence.positions_BT[b, own[-1]])
+        last = int(evidence.positions_BT[b, entries[-1]])
         to_come = [ahead for ahead in range(1, future + 1) if ahead < reach]  # that see the last entry
         if not to_come:
-            naive[b, :, own] = 0.0
+            naive[b, :, entries] = 0.0
             continue
         R = sum(_rotation(last + ahead, D) for ahead in to_come) / len(to_come)
         for h in range(H):
@@ -75,7 +78,7 @@ def _naive(evidence, *, future, sinks, value_norm):
                         "plain": a * float(values[b, h, i].norm()),
                         "output": a * math.sqrt(sum(float(x) ** 2 for x in projected)),
                     }[value_norm]
-            for i in own:
+            for i in entries:
                 best = total[i] if i in total else max(total.values())
                 naive[b, h, i] = best / G if i in read else 0.0
     return naive
@@ -96,15 +99,10 @@ def assert_formula(evidence, **changes):
 @pytest.mark.parametrize("layer", [None, "sinks"])
 def test_expected_attention_is_its_formula(value_norm, layer):
     evidence = special_layer(_evidence(), layer)
-    assert_formula(evidence, value_norm=value_norm)
-
-
-@pytest.mark.parametrize("layer", [None, "sinks"])
-def test_what_is_added_to_logits_counts_in_expected_attention(layer):
-    evidence = special_layer(_evidence(), layer)
+    score = assert_formula(evidence, value_norm=value_norm)
     weights = torch.rand(evidence.exists_BHT.shape, generator=torch.Generator().manual_seed(1)) * 3
-    score = assert_formula(replace(evidence, log_weight_BHT=weights))
-    assert not torch.equal(score, expected_attention(evidence, **SETTINGS).values_BHT)
+    added = assert_formula(replace(evidence, log_weight_BHT=weights), value_norm=value_norm)
+    assert not torch.equal(added, score)
 
 
 @pytest.mark.parametrize(
@@ -129,15 +127,16 @@ def test_expected_attention_over_shapes(shape, changes):
 def test_in_a_sliding_window_only_what_is_read_again_scores(window, future):
     evidence = replace(_evidence(pads=(0, 4, 9), num_tokens=17, num_queries=6), window=window)
     score = assert_formula(evidence, future=future)
-    gone = (torch.arange(17) <= 17 - window) & evidence.valid_BT[:, None]
-    assert (score == 0).sum() == 2 * gone.sum()
+    unseen = (torch.arange(17) <= 17 - window) & evidence.valid_BT[:, None]
+    assert (score == 0).sum() == 2 * unseen.sum()
 
 
-def test_quadratic_however_it_is_chunked():
+def test_quadratic_however_it_is_chunked(monkeypatch):
     rows, forms = torch.randn(2, 2, 7, 3).double(), torch.randn(2, 2, 4, 3, 3).double()
     want = torch.einsum("bhtd,bhgde,bhte->bhgt", rows, forms, rows)
     for floats in (1, 100, 2**20):
-        assert_heads_close(quadratic(rows, forms, floats_at_once=floats), want)
+        monkeypatch.setattr(expected_attention_module, "FLOATS_AT_ONCE", floats)
+        assert_heads_close(quadratic(rows, forms), want)
 
 
 def test_what_it_cannot_do_is_refused():

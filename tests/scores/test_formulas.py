@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from retain.attention import received
 from retain.attention.chunked import truncate
 from retain.attention.received import advance_with_gaps
 from retain.attention.rotary import Rotary
@@ -68,12 +69,17 @@ def counted(evidence):
     return replace(evidence, running=running, queries_BQSD=evidence.queries_BQSD[:, :, -1:])
 
 
+@pytest.fixture(params=[received.ROW_NUMBERS, 150])
+def few_rows(request, monkeypatch):
+    """All rows of attention at once, or a few."""
+    monkeypatch.setattr(received, "ROW_NUMBERS", request.param)
+
+
 @pytest.mark.parametrize("reduce", ["sum", "mean"])
-@pytest.mark.parametrize("chunk", [1, 5, 128])
 @pytest.mark.parametrize("shape", sorted(SHAPES))
-def test_h2o_however_it_is_chunked(reduce, chunk, shape):
+def test_h2o(reduce, shape):
     evidence, _ = shaped_evidence(shape, num_queries=None)
-    score = h2o(evidence, reduce=reduce, chunk=chunk)
+    score = h2o(evidence, reduce=reduce)
     assert score.window == 0
     assert_heads_close(score.values_BHT, naive_h2o(evidence, reduce))
 
@@ -82,12 +88,12 @@ def test_h2o_however_it_is_chunked(reduce, chunk, shape):
 @pytest.mark.parametrize("layer", [None, *LAYERS])
 def test_running_statistics_of_a_cache_give_the_same_and_are_preferred(reduce, layer):
     evidence, other = (special_layer(random_evidence(pads=(0, 4, 1), seed=s), layer) for s in (0, 1))
-    own, naive = counted(evidence), naive_h2o(evidence, reduce)
-    for shown in (evidence, own, replace(other, running=own.running)):
+    kept, naive = counted(evidence), naive_h2o(evidence, reduce)
+    for shown in (evidence, kept, replace(other, running=kept.running)):
         assert_heads_close(h2o(shown, reduce=reduce).values_BHT, naive)
 
 
-def test_the_mean_counts_the_queries_of_entries_that_are_gone():
+def test_the_mean_counts_the_queries_of_evicted_entries():
     """Entries 3, 4 and 9 were evicted: what they asked is in the mass, and must be in the count."""
     whole = counted(random_evidence(pads=(0, 0)))
     left = [i for i in range(14) if i not in (3, 4, 9)]
@@ -109,21 +115,17 @@ def test_vatp_of_all_queries_counted_or_made(shape, layer):
     evidence, _ = shaped_evidence(shape, layer, num_queries=None)
     mass = naive_h2o(evidence, "sum")
     naive = naive_scores(evidence, lambda b, h, i: float(mass[b, h, i]) * naive_value(evidence, b, h, i))
-    score = vatp(evidence, attention="running", chunk=5)
+    score = vatp(evidence, attention="running")
     assert score.window == 0
     assert_heads_close(score.values_BHT, naive)
     assert_heads_close(vatp(counted(evidence), attention="running").values_BHT, naive)
 
 
 @pytest.mark.parametrize(
-    ("group", "chunk", "layer"),
-    [
-        *((group, None, None) for group in (1, 4, 8)),
-        *((2, chunk, layer) for chunk in (1, 5, 128) for layer in (None, *LAYERS)),
-    ],
+    ("group", "layer"), [(1, None), (4, None), (8, None), *((2, layer) for layer in (None, *LAYERS))]
 )
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0, 3.0, 1e6])
-def test_lru_however_it_is_chunked(group, chunk, layer, share):
+def test_lru(group, layer, share):
     evidence = special_layer(random_evidence(pads=(0, 4, 9), num_tokens=17, group=group), layer)
     attention, reach = naive_attention(evidence), reach_of(evidence)
 
@@ -138,7 +140,7 @@ def test_lru_however_it_is_chunked(group, chunk, layer, share):
                 last = max(last, later)
         return last
 
-    score = lru(evidence, share=share, chunk=chunk)
+    score = lru(evidence, share=share)
     assert torch.equal(score.values_BHT, naive_scores(evidence, number).float())
 
 
@@ -153,26 +155,25 @@ def test_indifferent_queries_access_everything_they_see():
 
 
 @pytest.mark.parametrize("tau", [1.0, 1.7])
-@pytest.mark.parametrize(("shape", "layer"), SHAPED)
-def test_keyformer_adds_up_a_softmax_with_gumbel_noise(tau, shape, layer):
+@shaped
+def test_keyformer_adds_up_a_softmax_with_gumbel_noise(tau, shape, layer, few_rows):
     evidence, _ = shaped_evidence(shape, layer, num_queries=None)
     attention, G = naive_attention(evidence), evidence.group
     naive = torch.zeros(evidence.keys_BHTD.shape[:3], dtype=torch.float64)
     for b, q in itertools.product(*map(range, attention.shape[:2])):
-        own = existing(evidence, b)
-        for j in own:
-            state = mixed((naive_state(5, 3, q) + own.index(j)) & MASK)
+        entries = existing(evidence, b)
+        for j in entries:
+            state = mixed((naive_state(5, 3, q) + entries.index(j)) & MASK)
             weights = {}
-            for i in own:
+            for i in entries:
                 if attention[b, q, j, i] > 0:
-                    noise = naive_gumbel(state + own.index(i))
+                    noise = naive_gumbel(state + entries.index(i))
                     logit = math.log(float(attention[b, q, j, i])) + noise
                     weights[i] = math.exp(logit / tau)
             for i, weight in weights.items():
                 naive[b, q // G, i] += weight / sum(weights.values()) / G
     naive = naive.masked_fill(~evidence.valid_BT[:, None], float("-inf"))
-    for chunk in (None, 3):
-        assert_heads_close(keyformer(evidence, tau=tau, seed=5, chunk=chunk).values_BHT, naive)
+    assert_heads_close(keyformer(evidence, tau=tau, seed=5).values_BHT, naive)
 
 
 def test_keyformer_adds_to_what_a_cache_has_added_up():
@@ -191,7 +192,7 @@ def test_keyformer_adds_to_what_a_cache_has_added_up():
 
 @pytest.mark.parametrize("alpha", [1e-4, 0.1])
 @pytest.mark.parametrize("shape", sorted(SHAPES))
-def test_lazy_eviction_by_the_time_since_the_last_access_and_the_longest_gap(alpha, shape):
+def test_lazy_eviction_by_the_time_since_the_last_access_and_the_longest_gap(alpha, shape, few_rows):
     evidence, _ = shaped_evidence(shape, num_queries=None)
     attention = naive_attention(evidence)
 
@@ -213,10 +214,8 @@ def test_lazy_eviction_by_the_time_since_the_last_access_and_the_longest_gap(alp
     last = replace(counts, queries_BQSD=evidence.queries_BQSD[:, :, -1:])
     assert torch.equal(lazy_eviction(last).values_BHT, lazy_eviction(evidence, alpha=alpha).values_BHT)
 
-
-def test_lazy_eviction_wants_statistics_with_gaps():
     with pytest.raises(ValueError, match="these running statistics hold no gaps"):
-        lazy_eviction(counted(random_evidence()))
+        lazy_eviction(counted(evidence))
 
 
 # Scores of keys, of the last query, of places.
@@ -228,20 +227,16 @@ def test_keydiff(group):
     keys = evidence.keys_BHTD.tolist()
 
     def number(b, h, i):
-        own = [keys[b][h][k] for k in existing(evidence, b)]
-        lengths = [math.hypot(*key) for key in own]
+        rows = [keys[b][h][k] for k in existing(evidence, b)]
+        lengths = [math.hypot(*key) for key in rows]
         middle = [
-            sum(x / n for x, n in zip(column, lengths, strict=True)) for column in zip(*own, strict=True)
+            sum(x / n for x, n in zip(column, lengths, strict=True)) for column in zip(*rows, strict=True)
         ]
         product = sum(x * m for x, m in zip(keys[b][h][i], middle, strict=True))
         return -product / (math.hypot(*keys[b][h][i]) * math.hypot(*middle))
 
     assert_heads_close(keydiff(evidence).values_BHT, naive_scores(evidence, number))
-
-
-def test_a_key_of_no_direction_is_neither_like_nor_unlike():
-    evidence = random_evidence(pads=(0,), num_tokens=9, num_heads=1)
-    evidence.keys_BHTD[0, 0, 6] = 0.0
+    evidence.keys_BHTD[0, 0, 6] = 0.0  # a key of no direction is neither like nor unlike
     score = keydiff(evidence).values_BHT[0, 0]
     assert score[6] == 0 and score.isfinite().all()
 
@@ -277,10 +272,10 @@ def test_lagkv_compares_each_block_with_the_next(lag, sinks):
     got = lagkv(evidence, lag=lag, sinks=sinks).values_BHT
     naive = torch.full(got.shape, float("-inf"), dtype=torch.float64)
     for b, h in itertools.product(range(3), range(2)):
-        own = existing(evidence, b)
-        naive[b, h, own] = 1.0
-        naive[b, h, own[:sinks]] = 2.0
-        blocks = [own[i : i + lag] for i in range(sinks, len(own) - lag + 1, lag)]
+        entries = existing(evidence, b)
+        naive[b, h, entries] = 1.0
+        naive[b, h, entries[:sinks]] = 2.0
+        blocks = [entries[i : i + lag] for i in range(sinks, len(entries) - lag + 1, lag)]
         for block, following in itertools.pairwise(blocks):
             of_keys, of_values = (
                 spread_in_next(states[b, h, block].tolist(), states[b, h, following].tolist())
@@ -305,26 +300,28 @@ def test_a_channel_that_does_not_vary_says_nothing_in_lagkv():
 def naive_quest(evidence, page_size):
     T, G = evidence.num_seen, evidence.group
     keys, queries = evidence.keys_BHTD.tolist(), evidence.queries_BQSD[:, :, -1].tolist()
-    own = [existing(evidence, b) for b in range(len(queries))]
+    entries = [existing(evidence, b) for b in range(len(queries))]
 
     def bound(b, h, i):
-        place = own[b].index(i) // page_size * page_size
-        page = list(zip(*(keys[b][h][k] for k in own[b][place : place + page_size]), strict=True))
+        place = entries[b].index(i) // page_size * page_size
+        page = list(zip(*(keys[b][h][k] for k in entries[b][place : place + page_size]), strict=True))
         bounds = [
             sum(max(x * max(column), x * min(column)) for x, column in zip(query, page, strict=True))
             for query in queries[b][h * G : h * G + G]
         ]
         if evidence.log_weight_BHT is not None:
-            added = max(float(evidence.log_weight_BHT[b, h, k]) for k in own[b][place : place + page_size])
+            added = max(
+                float(evidence.log_weight_BHT[b, h, k]) for k in entries[b][place : place + page_size]
+            )
             bounds = [bound + added / evidence.scaling for bound in bounds]
         return max(bounds)
 
     naive = naive_scores(evidence, bound)
-    for b, h in itertools.product(range(len(own)), range(evidence.num_heads)):
-        lowest = float(naive[b, h, own[b]].min())
+    for b, h in itertools.product(range(len(entries)), range(evidence.num_heads)):
+        lowest = float(naive[b, h, entries[b]].min())
         # The next query, at T, does not see these.
-        gone = [i for i in own[b] if T - i >= (T + 1 if evidence.window is None else evidence.window)]
-        naive[b, h, gone] = lowest - abs(lowest) - 1
+        unseen = [i for i in entries[b] if T - i >= (T + 1 if evidence.window is None else evidence.window)]
+        naive[b, h, unseen] = lowest - abs(lowest) - 1
     return naive
 
 
@@ -338,20 +335,13 @@ def test_quest_reads_the_last_query_only(heads, page_size):
     assert torch.equal(quest(last, page_size=page_size).values_BHT, score)
 
 
-@pytest.mark.parametrize("page_size", [1, 3, 16])
-def test_what_is_added_to_logits_counts_in_quest(page_size):
-    evidence = random_evidence(pads=(0, 4, 17), num_tokens=35, group=2)
-    weights = torch.rand(evidence.exists_BHT.shape, generator=torch.Generator().manual_seed(1)) * 3
-    added = replace(evidence, log_weight_BHT=weights)
-    score = quest(added, page_size=page_size).values_BHT
-    assert_heads_close(score, naive_quest(added, page_size))
-    assert not torch.equal(score, quest(evidence, page_size=page_size).values_BHT)
-
-
-@pytest.mark.parametrize("window", [1, 2, 9, 35, 36])
-def test_in_quest_what_a_sliding_window_has_left_comes_last(window):
+@pytest.mark.parametrize("window", [None, 1, 2, 9, 35, 36])
+def test_weights_of_entries_and_a_sliding_window_count_in_quest(window):
+    """Entries that the window has left come last."""
     evidence = random_evidence(pads=(0, 4, 17), num_tokens=35, group=4, window=window)
-    assert_heads_close(quest(evidence, page_size=4).values_BHT, naive_quest(evidence, 4))
+    weights = torch.rand(evidence.exists_BHT.shape, generator=torch.Generator().manual_seed(1)) * 3
+    for shown in (evidence, replace(evidence, log_weight_BHT=weights)):
+        assert_heads_close(quest(shown, page_size=4).values_BHT, naive_quest(shown, 4))
 
 
 @pytest.mark.parametrize("seeds", [None, [0, 1], [-5, 2**63 + 17]])

@@ -1,4 +1,4 @@
-"""Scores of a later moment, when heads hold different entries: what a head does not hold reaches nothing."""
+"""Scores of a later eviction, when heads hold different entries: those of other heads reach nothing."""
 
 import itertools
 import math
@@ -8,8 +8,6 @@ import pytest
 import torch
 
 from retain.evidence import RunningStatistics
-from retain.hf.intercept.observe import observe
-from retain.hf.intercept.press import press_score
 from retain.policy import score_entries
 from retain.scores import SCORES, random, recency, tova
 from retain.scores.trial import entries_read
@@ -19,7 +17,6 @@ from tests.evictions import policy_of
 from tests.held import ASKED, compacted, filled, held_evidence, naive_held_attention
 from tests.naive import LAYERS, assert_heads_close, random_evidence, special_layer
 from tests.scores.test_scores import IN_LAYERS, VARIANTS, WINDOW, both, score_of
-from tests.tiny import tiny_batch, tiny_model
 
 # Scores of which a head's own entries are all that matters, under these settings.
 LOCAL = [
@@ -90,15 +87,15 @@ def assert_local(evidence, name, settings):
         one, left = compacted(evidence, b, h)
         alone = score_of(one, name, settings)
         assert (alone.unit, alone.window) == (score.unit, score.window)
-        for together, own in zip(both(score), both(alone), strict=True):
-            assert_heads_close(together[b : b + 1, h : h + 1, left], own.double(), ops=4)
+        for together, single in zip(both(score), both(alone), strict=True):
+            assert_heads_close(together[b : b + 1, h : h + 1, left], single.double(), ops=4)
 
 
 @pytest.mark.parametrize(("name", "settings", "layer"), IN_LAYERS)
-@pytest.mark.parametrize("own", [True, False])
-def test_poison_in_what_is_not_held_reaches_nothing(name, settings, layer, own):
-    """Keys, values, norms, masses; a head that holds nothing, and queries whose own entry is gone."""
-    evidence = held_evidence(seed=5, own=own)
+@pytest.mark.parametrize("kept", [True, False])
+def test_poison_in_what_is_not_held_reaches_nothing(name, settings, layer, kept):
+    """Keys, values, norms, masses; a head that holds nothing, and queries whose own entry was evicted."""
+    evidence = held_evidence(seed=5, own=kept)
     evidence = special_layer(evidence, layer)
     clean = score_of(filled(evidence, 0.0), name, settings)
     exists = evidence.exists_BHT
@@ -126,9 +123,6 @@ def test_a_mask_that_hides_nothing_changes_nothing(name, settings):
         assert_close(score.layer_weight_B, plain.layer_weight_B, dtype=torch.float32)
 
 
-# Scores that read more than one head's own entries.
-
-
 def test_tova_is_the_mean_over_the_heads_that_hold_the_entry():
     evidence = held_evidence(own=False)
     paid = naive_held_attention(evidence)[:, :, -1]
@@ -139,11 +133,8 @@ def test_tova_is_the_mean_over_the_heads_that_hold_the_entry():
         assert math.isclose(score[b, h, i], want if h * 2 in holders else -math.inf, rel_tol=1e-6)
 
 
-# Ranks that must be the same at every moment.
-
-
 @pytest.mark.parametrize("score", [random, recency])
-def test_an_entry_has_the_same_number_at_every_moment(score):
+def test_an_entry_has_the_same_number_at_every_eviction(score):
     whole = random_evidence((0, 6), num_tokens=25)
     before = score(whole).values_BHT
     for left in ([3, 7, 8, 12, 13, 20, 24], list(range(10, 25)), [24]):
@@ -173,18 +164,9 @@ def test_an_entry_stays_in_its_page_while_others_go():
     assert math.isclose(score[0], (last @ evidence.keys_BHTD[0, 0, 0]).max(), rel_tol=1e-6)
 
 
-# Needs of scores.
-
-
-def _needs(name, settings):
-    family = SCORES[name]
-    assert family.needs_with({}) == family.needs
-    return family.needs_with(settings)
-
-
 @pytest.mark.parametrize(("name", "settings"), VARIANTS)
 def test_a_score_reads_what_it_says_and_nothing_else(name, settings):
-    evidence, needs = held_evidence(seed=11), _needs(name, settings)
+    evidence, needs = held_evidence(seed=11), SCORES[name].needs_with(settings)
     score = score_of(evidence, name, settings)
     nan, known = float("nan"), evidence.running
     last = max(1, score.window)
@@ -204,10 +186,8 @@ def test_a_score_reads_what_it_says_and_nothing_else(name, settings):
         assert not torch.equal(fewer.values_BHT, score.values_BHT)
         assert fewer.values_BHT[evidence.exists_BHT].isfinite().all()
     elif "window" in needs:
-        for values, own in zip(
-            both(score_of(replace(evidence, **window), name, settings)), both(score), strict=True
-        ):
-            assert torch.equal(values, own)
+        fewer = score_of(replace(evidence, **window), name, settings)
+        assert all(map(torch.equal, both(fewer), both(score)))
     for need, changes in without.items():
         poor = replace(evidence, **changes)
         if need in needs or (need, "queries" in needs) == ("window", True):
@@ -264,8 +244,8 @@ def test_which_columns_are_shown_changes_no_pool(kind, size, dtype):
     for b in range(3):
         held = held_BT[b].nonzero().flatten()
         shown = paid[b : b + 1, ..., held]
-        own = pool_entries(shown, kind, size, window=WINDOW, place_BT=held[None])
-        assert torch.equal(own, pooled[b : b + 1, ..., held])
+        alone = pool_entries(shown, kind, size, window=WINDOW, place_BT=held[None])
+        assert torch.equal(alone, pooled[b : b + 1, ..., held])
 
 
 def test_without_a_score_what_a_head_does_not_hold_is_no_candidate():
@@ -273,24 +253,6 @@ def test_without_a_score_what_a_head_does_not_hold_is_no_candidate():
     score = score_entries(policy_of("nothing"), filled(evidence, float("nan")))
     assert torch.equal(score.values_BHT == 0, evidence.exists_BHT)
     assert torch.equal(score.values_BHT == -math.inf, ~evidence.exists_BHT)
-
-
-def test_a_press_knows_nothing_of_heads_that_hold_different_entries():
-    class KeyNorm:
-        def score(self, module, hidden_states, keys, values, attentions, kwargs):
-            return -keys.norm(dim=-1)
-
-    model = tiny_model("llama")
-    ids, mask = tiny_batch((0, 3), 20)
-    layer = observe(model, ids, mask)[1]
-    score = press_score(model, KeyNorm())
-    full = replace(layer, held_BHT=layer.exists_BHT.clone())
-    assert torch.equal(score(full).values_BHT, score(layer).values_BHT)
-    full.held_BHT[1, 0, 9] = False
-    with pytest.raises(
-        ValueError, match="KeyNorm scores keys that all heads hold, and heads of layer 1.*evict once"
-    ):
-        score(full)
 
 
 def test_what_a_score_reads_of_entries_is_found_by_asking_it():

@@ -62,17 +62,10 @@ def _evidence(**settings):
     return random_evidence(rotary=Rotary(torch.tensor([0.3])), **settings)
 
 
-@pytest.mark.parametrize("name", sorted(SCORES))
-def test_every_family_says_unit_needs_paper_and_cost(name):
-    family = SCORES[name]
-    assert family.unit in UNITS
-    for needs in (family.needs, *family.needs_where.values()):
-        assert needs <= NEEDS
-        assert not {"window", "queries"} <= needs
-    known = inspect.signature(family.function).parameters
-    assert {setting for setting, _ in family.needs_where} <= set(known)
-    assert family.paper
-    assert family.cost
+def test_every_family_says_unit_needs_and_paper():
+    for family in SCORES.values():
+        assert family.unit in UNITS and family.paper
+        assert all(needs <= NEEDS for needs in (family.needs, *family.needs_where.values()))
 
 
 @pytest.mark.parametrize(("name", "settings"), VARIANTS)

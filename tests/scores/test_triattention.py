@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 import retain
 from retain.attention.rotary import Rotary
@@ -43,12 +42,12 @@ def test_the_series_of_the_centre_and_the_length_of_what_scatters(scaling, furth
     distances = [2**n for n in range(furthest.bit_length())]
 
     def series(b, q):
-        own, h = existing(evidence, b), q // evidence.group
-        seen = [plain_q[b, q, j].tolist() for j in own]
+        entries, h = existing(evidence, b), q // evidence.group
+        seen = [plain_q[b, q, j].tolist() for j in entries]
         centre = [sum(column) / len(seen) for column in zip(*seen, strict=True)]
         lengths = [sum(abs(pairs(one, F)[f]) for one in seen) / len(seen) for f in range(F)]
         now, numbers = int(evidence.positions_BT[b, -1]) + 1, {}
-        for i in own:
+        for i in entries:
             key, at = plain_k[b, h, i].tolist(), int(evidence.positions_BT[b, i])
             rest = sum(c * k for c, k in zip(centre[2 * F :], key[2 * F :], strict=True))
             found = []
@@ -59,8 +58,8 @@ def test_the_series_of_the_centre_and_the_length_of_what_scatters(scaling, furth
                     total += abs(c) * abs(k) * math.cos(phase) * scaling**2
                 found.append(total)
             scatter = zip(lengths, pairs(centre, F), pairs(key, F), strict=True)
-            beside = sum((m - abs(c)) * abs(k) * scaling**2 for m, c, k in scatter)
-            numbers[i] = beside + sum(found) / len(found)
+            scattered = sum((m - abs(c)) * abs(k) * scaling**2 for m, c, k in scatter)
+            numbers[i] = scattered + sum(found) / len(found)
         mean = sum(numbers.values()) / len(numbers)
         deviation = math.sqrt(sum((x - mean) ** 2 for x in numbers.values()) / len(numbers))
         return {i: (x - mean) / deviation for i, x in numbers.items()}
@@ -79,36 +78,23 @@ def publish(path, layers, **metadata):
         for head, parts in enumerate(zip(real_QF, imaginary_QF, length_QF, strict=True)):
             names = ("q_mean_real", "q_mean_imag", "q_abs_mean")
             stats[f"layer{layer:02d}_head{head:02d}"] = dict(zip(names, parts, strict=True))
-    sampled = [[layer, head] for layer, own in layers.items() for head in range(len(own[0]))]
-    torch.save(
-        {"metadata": {"rope_style": "half", "sampled_heads": sampled, **metadata}, "stats": stats}, path
-    )
+    torch.save({"metadata": {"rope_style": "half", **metadata}, "stats": stats}, path)
     return str(path)
 
 
 def test_statistics_of_a_file_stand_in_for_the_queries(tmp_path):
     rotary = Rotary(torch.tensor([0.3, 0.05]))
     evidence = random_evidence((0,), rotary=rotary, head_width=4)
-    own = {3: tuple(part[0] for part in centres_of(evidence))}
-    path = publish(tmp_path / "stats.pt", own)
+    layers = {3: tuple(part[0] for part in centres_of(evidence))}
+    path = publish(tmp_path / "stats.pt", layers)
     blank = replace(evidence, queries_BQSD=torch.full_like(evidence.queries_BQSD[:, :, -1:], float("nan")))
     want = triattention(evidence).values_BHT
     assert torch.equal(triattention(blank, centres=path).values_BHT, want)
     family = SCORES["triattention"]
     assert family.needs_with({"centres": path}) == {"rotary"} and "queries" in family.needs_with({})
-    # A rank of tensor parallelism has the last heads.
-    part = replace(
-        blank,
-        first_head=1,
-        queries_BQSD=blank.queries_BQSD[:, 2:],
-        keys_BHTD=blank.keys_BHTD[:, 1:],
-        values_BHTD=blank.values_BHTD[:, 1:],
-        output_weight_QDE=blank.output_weight_QDE[2:],
-    )
-    assert torch.equal(triattention(part, centres=path).values_BHT, want[:, 1:])
     two = random_evidence((0, 3), rotary=rotary, head_width=4)
     alone = two.select_batch(slice(1, 2))
-    in_two, by_itself = (triattention(own, centres=path).values_BHT for own in (two, alone))
+    in_two, by_itself = (triattention(shown, centres=path).values_BHT for shown in (two, alone))
     torch.testing.assert_close(in_two[1:], by_itself)
     refused("hold nothing for layer 4", triattention, replace(blank, layer_idx=4), centres=path)
     half = replace(blank, rotary=Rotary(torch.tensor([0.3])))
@@ -117,11 +103,8 @@ def test_statistics_of_a_file_stand_in_for_the_queries(tmp_path):
         triattention(blank, centres="none.pt")
     refused("no rotary embedding", triattention, replace(evidence, rotary=None))
     refused("a sequence has none", triattention, random_evidence((0, 14), rotary=rotary))
-    other = publish(tmp_path / "other.pt", own, rope_style="interleaved")
+    other = publish(tmp_path / "other.pt", layers, rope_style="interleaved")
     refused("rope_style is 'interleaved', and 'half' is read", triattention, blank, centres=other)
-    earlier = str(tmp_path / "centres.safetensors")
-    save_file({"centre.3": own[3][0]}, earlier)
-    refused("could not be read .*removed .*use a .pt file", triattention, blank, centres=earlier)
     (tmp_path / "code.pt").write_bytes(pickle.dumps(print, protocol=2))
     refused(
         "could not be read as TriAttention's statistics .Unpickl",
@@ -136,7 +119,7 @@ def test_a_cache_reads_the_statistics_of_its_model(tmp_path):
     retain.attach(model)
     ids, _ = tiny_batch((0,), 60)
     shown = observe(model, ids)
-    found = {own.layer_idx: tuple(part[0] for part in centres_of(own)) for own in shown}
+    found = {layer.layer_idx: tuple(part[0] for part in centres_of(layer)) for layer in shown}
     path = publish(tmp_path / "stats.pt", found)
     few = {"sinks": 1, "prefix_fraction": 0.0, "suffix_fraction": 0.0, "minimum": 0, "recent": 2}
     settings = {"keep_ratio": 0.3, "protection": few, "observed_settings": {"centres": path}}

@@ -91,8 +91,8 @@ def test_the_layer_weight_of_cake(shape, layer, taus):
     weight = cake(evidence, window=window, **taus).layer_weight_B
     assert weight.dtype == torch.float64
     # One at a time, since their sizes differ; a sequence that is all window prefers nothing.
-    for own, naive in zip(weight, naive_layer_weight(evidence, window, **taus), strict=True):
-        assert_close(own, naive, dtype=torch.float32, ops=4)
+    for one, naive in zip(weight, naive_layer_weight(evidence, window, **taus), strict=True):
+        assert_close(one, naive, dtype=torch.float32, ops=4)
     if shape == "wide":
         assert (weight > 0).tolist() == [True, True, False] and float(weight[2]) == 0.0
 
@@ -143,12 +143,12 @@ def naive_defensive(evidence, window, *, pool="avg", pool_size=5, norm="raw"):
     @cache
     def worst(b, h):
         """Risk of each entry before the floor."""
-        own = existing(evidence, b)
-        before, paid = [i for i in own if i < split], {i: [] for i in own}
+        entries = existing(evidence, b)
+        before, paid = [i for i in entries if i < split], {i: [] for i in entries}
         for q, j in itertools.product(query_heads(evidence, h), range(window)):
             row = attention[b, q, j]
             spread = naive_pool(row, pool, pool_size, split)
-            for part in (before, [i for i in own if i >= split]):
+            for part in (before, [i for i in entries if i >= split]):
                 mass, left = sum(float(row[i]) for i in part), sum(float(spread[i]) for i in part)
                 for i in part:
                     paid[i].append(float(spread[i]) * (mass / left if left else 0.0))
@@ -194,9 +194,9 @@ def test_lava(shape, layer, over, pool, pool_size):
     mass = naive_pooled(evidence, window, pool, pool_size, group=max)
 
     def number(b, h, i):
-        own = existing(evidence, b)
-        before = [k for k in own if k < evidence.num_seen - window]
-        counted = own if over == "all" or not before else before
+        entries = existing(evidence, b)
+        before = [k for k in entries if k < evidence.num_seen - window]
+        counted = entries if over == "all" or not before else before
         return float(mass[b, h, i]) * max(naive_value(evidence, b, h, k) for k in counted)
 
     assert_heads_close(score.values_BHT, naive_scores(evidence, number))
@@ -237,9 +237,6 @@ def test_tova(shape, layer):
     score = tova(evidence)
     assert score.window == 1
     assert_heads_close(score.values_BHT, naive_scores(evidence, lambda b, h, i: mean(last[b, :, i].tolist())))
-
-
-# Pools and norms.
 
 
 @pytest.mark.parametrize("kind", ["avg", "max"])

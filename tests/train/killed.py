@@ -23,7 +23,7 @@ from accelerate import Accelerator
 from retain.config import load
 from retain.train.distill import distill
 from retain.train.recipe import DistillConfig
-from retain.train.run.checkpoint import CHECKPOINTS, _is_whole, latest, read_log
+from retain.train.run.checkpoint import latest, read_log
 
 # Of the kills, those that come while the run loads and looks around.
 EARLY = 0.25
@@ -71,7 +71,7 @@ def has_ended(child: int) -> bool:
 
 
 def killed_once(config: DistillConfig, folder: Path, wait: float, *, writes: int) -> bool:
-    """Whether the run was still going when it was killed: `wait` seconds after so many signs of life, which
+    """Kills a run, and returns whether it was still going: `wait` seconds after so many signs of life, which
     are steps but for the first, so that kills keep to the run's own pace, however busy the machine is."""
     child = forked(config, folder)
     for _ in range(writes):
@@ -85,13 +85,10 @@ def killed_once(config: DistillConfig, folder: Path, wait: float, *, writes: int
 
 
 def what_is_left(folder: Path) -> dict[str, Any]:
-    named = [path for path in (folder / CHECKPOINTS).glob("step-*") if path.suffix not in (".new", ".old")]
-    found = latest(folder)
+    found = latest(folder)  # refuses one that is torn
     lines = (folder / "log.jsonl").read_text().splitlines() if (folder / "log.jsonl").is_file() else []
     return {
         "step": found[0] if found else 0,
-        "torn": [path.name for path in named if not _is_whole(path)],
-        "half_written": len(list((folder / CHECKPOINTS).glob("*.new"))),
         # All lines but the last, which a kill may cut short, are whole.
         "torn_lines": max(0, len(lines) - 1 - len(read_log(folder))),
         "artifact": (folder / "gates.json").exists(),

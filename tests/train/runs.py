@@ -96,6 +96,6 @@ def terminate(*_: object) -> None:
 
 
 def same_gates(one: Path, two: Path) -> bool:
-    """Whether two artifacts hold the very same numbers."""
+    """Compares two artifacts: True if they hold the very same numbers."""
     first, second = (retain.load_gates(folder).state_dict() for folder in (one, two))
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)

@@ -1,7 +1,5 @@
-"""What comes after training: it may fail, be stopped and be asked for otherwise, and costs no training; and
-processes share it and agree."""
+"""Calibration may fail and be asked for otherwise, and costs no training."""
 
-import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,14 +14,14 @@ from retain.train.distill import distill, main
 from retain.train.recipe import DistillConfig
 from retain.train.run import artifact
 from retain.train.run.checkpoint import latest, read_log
-from tests.train.runs import same_gates, stopped_by, terminate
+from tests.train.runs import same_gates
 
 Make = Callable[..., Any]
 
 
 def small(make_config: Make, **changes: Any) -> DistillConfig:
-    own = {"calibration.knots": 4, "training.steps": 2, "training.checkpoint_every": 0}
-    return make_config(**own, **changes)
+    few = {"calibration.knots": 4, "training.steps": 2, "training.checkpoint_every": 0}
+    return make_config(**few, **changes)
 
 
 def no_steps(*arguments: Any) -> None:
@@ -67,22 +65,3 @@ def test_a_calibration_that_fails_costs_no_training(
         capsys.readouterr()
         assert distill(corrected) == folder
         assert "nothing to do" in capsys.readouterr().out
-
-
-def test_sigterm_in_this_phase_keeps_the_last_checkpoint(
-    make_config: Make, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    config = small(make_config)
-    with stopped_by(terminate, artifact, "_look") as looked:
-        distill(config)
-    assert len(looked) == 1, "after the document in hand"
-    said = capfd.readouterr().err
-    assert "training is over, and its last checkpoint is on disk" in said
-    assert "stopped on request after step 2" in said and "The same command goes on from there" in said
-    found = latest(Path(config.output))
-    assert found is not None and found[0] == 2
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    monkeypatch.setattr(loop, "take_step_", no_steps)
-    folder = distill(config)
-    assert retain.load_gates(folder).metadata["calibration"]["documents"] == {"fitted": 2, "reported": 2}
-    assert "calibration: 100%" in capfd.readouterr().err, "a line that says how far it is"

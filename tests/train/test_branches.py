@@ -1,4 +1,4 @@
-"""What is read after a document: the appendix, repetitions, and the model's own continuation."""
+"""Texts that are read after a document: the appendix, repetitions, and the model's own continuation."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from retain.train.data import branches as module
-from retain.train.data.branches import continue_greedily, lengths_of, readings_of
+from retain.train.data.branches import continuation_of, readings_of, row_tokens
 from retain.train.data.document import Branch, Document
 from retain.train.objectives.targets import TargetSettings
 from retain.train.recipe import document_check
@@ -18,7 +18,7 @@ from tests.train.made import draw_ids
 
 
 def encode(text: str, special: bool) -> list[int]:
-    """One token a word; special tokens are never asked for here."""
+    """A token a word; special tokens are never asked for here."""
     assert not special
     return [50 + len(word) for word in text.split()]
 
@@ -37,7 +37,7 @@ def settings(*sources: str, **changes: int | str) -> TargetSettings:
 def greedy(
     model: torch.nn.Module, ids: tuple[int, ...], tokens: int, ends: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """One token at a time, each from a forward of its own."""
+    """A token at a time, each from a forward of its own."""
     written = list(ids)
     for _ in range(tokens):
         with torch.no_grad():
@@ -58,7 +58,9 @@ def test_an_appendix_is_a_branch_where_there_is_one() -> None:
     ]
     assert [reading.key for reading in readings] == [document.key for document in DOCUMENTS]
     asked = settings("own", "appendix")
-    assert [lengths_of(document, asked) for document in DOCUMENTS] == [(25, 4), (9,), (17, 2)]
+    assert [row_tokens(document, asked) for document in DOCUMENTS] == [29, 9, 19]
+    read = settings("repeat", "continuation", repeat_chunk=10, continuation_tokens=5)
+    assert row_tokens(DOCUMENTS[0], read) == 25 + (25 + 3 * (32 + 8)) + 5
     assert all(not reading.branches for reading in readings_of(DOCUMENTS, settings("own"), frozen))
 
 
@@ -92,24 +94,25 @@ def test_a_continuation_is_what_the_model_writes_greedily(family: str) -> None:
     model = tiny_model(family, dtype=torch.float64)
     frozen = Frozen(model, None, 0)
     wanted = [greedy(model, document.context_ids, 6, ()) for document in DOCUMENTS]
-    assert continue_greedily(frozen, DOCUMENTS, 6) == wanted
     readings = readings_of(DOCUMENTS, settings("continuation", continuation_tokens=6), frozen)
     assert [reading.branches for reading in readings] == [(Branch("continuation", ids),) for ids in wanted]
     assert model.generation_config.max_new_tokens is None, "nothing is left on the model"
 
 
+def continuations(frozen: Frozen, tokens: int) -> list[tuple[int, ...]]:
+    return [continuation_of(frozen, document, tokens) for document in DOCUMENTS]
+
+
 def test_a_continuation_ends_where_the_model_ends() -> None:
     model = tiny_model("qwen3", dtype=torch.float64)
-    whole = continue_greedily(Frozen(model, None, 0), DOCUMENTS, 8)
+    whole = continuations(Frozen(model, None, 0), 8)
     end = whole[0][3]
     model.generation_config.eos_token_id = [end, 1]
     wanted = [greedy(model, document.context_ids, 8, (end, 1)) for document in DOCUMENTS]
-    frozen = Frozen(model, None, 0)
-    assert continue_greedily(frozen, DOCUMENTS, 8) == wanted
+    assert continuations(Frozen(model, None, 0), 8) == wanted
     assert len(wanted[0]) <= 3 and any(len(ids) == 8 for ids in whole)
     model.generation_config.eos_token_id = whole[1][0]
-    (nothing,) = continue_greedily(Frozen(model, None, 0), DOCUMENTS[1:2], 8)
-    assert nothing == ()
+    assert continuation_of(Frozen(model, None, 0), DOCUMENTS[1], 8) == ()
 
 
 def test_continuations_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,14 +125,9 @@ def test_continuations_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
         return write(*args, **kwargs)
 
     monkeypatch.setattr(module, "write_greedily", counted)
-    first = continue_greedily(frozen, DOCUMENTS, 4)
-    assert continue_greedily(frozen, [DOCUMENTS[2], DOCUMENTS[0], DOCUMENTS[2]], 4) == [
-        first[2],
-        first[0],
-        first[2],
-    ]
+    assert continuations(frozen, 4) == continuations(frozen, 4)
     assert len(calls) == 3
-    continue_greedily(frozen, DOCUMENTS[:1], 5)
+    continuation_of(frozen, DOCUMENTS[0], 5)
     assert len(calls) == 4, "of another length it is another one"
 
 
@@ -142,34 +140,15 @@ def test_a_document_without_any_source_is_refused() -> None:
     readings_of(DOCUMENTS, settings("appendix", "repeat"), frozen)
 
 
-def test_branches_beyond_the_models_length_are_refused() -> None:
-    frozen = Frozen(tiny_model(max_position_embeddings=40), None, 0)
-    readings_of(DOCUMENTS, settings("repeat", repeat_chunk=5), frozen)
-    with pytest.raises(
-        ValueError, match="document 0 has 25 tokens, 50 with its repeat, and the model takes 40"
-    ):
-        readings_of(DOCUMENTS, settings("repeat"), frozen)
-
-
-@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
-def test_a_continuation_is_the_same_in_any_company(family: str) -> None:
-    """In bfloat16 too, where a padded batch rounds differently: a resumed run writes what the first did."""
-    documents = [Document(draw_ids(20 + 7 * number, number)) for number in range(6)]
-    alone, together = (Frozen(tiny_model(family, dtype=torch.bfloat16), None, 0) for _ in range(2))
-    one_by_one = [continue_greedily(alone, [document], 24)[0] for document in documents]
-    assert continue_greedily(together, documents[::-1], 24) == one_by_one[::-1]
-
-
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_memory_of_writing_is_linear(family: str) -> None:
-    """No mask of all pairs, and feed-forward parts in pieces, however many documents are asked for."""
+    """No mask of all pairs."""
     model = tiny_model(family, max_position_embeddings=16384)
     peaks = []
     for tokens in (1024, 2048, 4096, 8192):
-        frozen = Frozen(model, None, 0, chunk=512)
-        documents = [Document(draw_ids(tokens, seed)) for seed in range(2)]
+        frozen = Frozen(model, None, 0)
         with Watch() as watch:
-            continue_greedily(frozen, documents, 2)
+            continuation_of(frozen, Document(draw_ids(tokens, 0)), 2)
         peaks.append(watch.peak)
     slopes = [(peaks[place + 1] - peaks[place]) / 2**place for place in range(3)]
     assert max(slopes) <= 1.1 * min(slopes)

@@ -1,4 +1,4 @@
-"""One run in a folder at a time: holders that run are named, and those that have ended are replaced."""
+"""A lock lets one run into a folder: holders that run are named, those that have ended are replaced."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ from retain.train.run.checkpoint import locked
 from retain.train.run.signals import STOP_FILE
 
 HOLD = "import sys, time; from pathlib import Path; from retain.process.lock import take_lock;"
-HOLD += "own = take_lock(Path(sys.argv[1]), otherwise='x'); print('held', flush=True); time.sleep(60)"
+HOLD += "release = take_lock(Path(sys.argv[1]), otherwise='x'); print('held', flush=True); time.sleep(60)"
 
 
 def test_a_folder_is_held_until_the_end_and_made_only_for_a_while(

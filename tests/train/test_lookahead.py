@@ -63,7 +63,7 @@ def naive_loss(model, gates: GateSet, document: Document, answers: dict[tuple[in
 
 
 @pytest.mark.parametrize("reduce", ["mean", "max"])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gemma3", "gpt_oss", "qwen3_next"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])
 def test_loss_and_gradient_are_those_of_one_plain_graph(family: str, reduce: str) -> None:
     model = tiny_model(family, dtype=torch.float64)
     gates, own = gates_of(model, reduce=reduce), documents(2)
@@ -118,7 +118,7 @@ def test_gradients_add_up_and_nothing_is_drawn() -> None:
 
 
 def test_looking_leaves_no_gradient_and_reports_heads_and_baselines() -> None:
-    model = tiny_model("gemma3")
+    model = tiny_model("qwen3")
     gates = gates_of(model)
     objective = Lookahead(gates, frozen_of(model), ANSWER, seed=0)
     rows = objective.look(documents(2), baselines=True)

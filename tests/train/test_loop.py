@@ -16,9 +16,9 @@ from retain.train.data.corpus import Corpus, load_corpus
 from retain.train.data.document import Document
 from retain.train.local_stage import LayerLocal
 from retain.train.loop import Lesson
-from retain.train.objectives.case import LossSettings, target_for_loss
+from retain.train.objectives.case import LossSettings
 from retain.train.objectives.targets import TargetSettings, layer_target
-from retain.train.recipe import check_lockstep
+from retain.train.recipe import check_reading
 from retain.train.stage import Stage
 from retain.train.teacher import Frozen, View, load_frozen, walk
 from tests.memory import Watch
@@ -73,8 +73,8 @@ def test_gates_begin_with_a_standardised_input_and_the_mean_target(
         torch.testing.assert_close(found.mean(0), torch.zeros(48), atol=1e-4, rtol=0)
         torch.testing.assert_close(found.std(0, correction=0), torch.ones(48), atol=1e-3, rtol=0)
         torch.testing.assert_close(gate.risk_floor_H, config.target.floor * risk_HN.mean(1))
-        target_HN = target_for_loss(risk_HN, gate)
-        torch.testing.assert_close(gate.out.bias.detach(), target_HN.mean(1))
+        log_risk_HN = (risk_HN + gate.risk_floor_H[:, None]).log()
+        torch.testing.assert_close(gate.out.bias.detach(), log_risk_HN.mean(1))
 
 
 def gradients(
@@ -148,24 +148,16 @@ class Lockstepped:
         walk(self.frozen, readings_of(pack, self.target, self.frozen), lambda views: None)
 
 
-@pytest.mark.parametrize("kind", ["packed", "dynamic", "recurrent"])
-def test_processes_in_lockstep_run_as_many_forwards(kind: str, config: Any) -> None:
-    """Also where documents are read one by one, and processes have different numbers of them."""
-    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    settings = {"rope_parameters": rope} if kind == "dynamic" else {}
+def test_processes_in_lockstep_run_as_many_forwards(config: Any) -> None:
     counts, counted = [], list[int]()
     for process in range(2):
-        model = tiny_model("qwen3_next" if kind == "recurrent" else "llama", **settings)
-        frozen = Frozen(model, None, 0)
-        wanted = {"packed": "row", "dynamic": "text", "recurrent": "branch"}
-        assert frozen.forward_of == wanted[kind]
+        frozen = Frozen(tiny_model("llama"), None, 0)
         objective = Lockstepped(frozen, config.target)
         lesson = Lesson(
             MagicMock(spec=Stage),
             None,
             replace(config.training, micro_batch=2),
             lockstep=True,
-            alone=frozen.forward_of != "row",
         )
         accelerator = MagicMock(spec=Accelerator, process_index=process, num_processes=2)
         # Three for the one and two for the other, some without an appendix.
@@ -178,22 +170,28 @@ def test_processes_in_lockstep_run_as_many_forwards(kind: str, config: Any) -> N
             objective.read(pack)
         counted += [document.key for pack, counts_here in read for document in pack if counts_here]
         counts.append(objective.forwards)
-    assert counts[0] == counts[1] == (2 if kind == "packed" else 3)
+    assert counts[0] == counts[1] == 2
     assert sorted(counted) == sorted(document.key for document in documents)
 
 
-def test_what_cannot_be_read_in_lockstep_is_refused(make_config: Callable[..., Any]) -> None:
+def test_what_cannot_be_read_is_refused(make_config: Callable[..., Any]) -> None:
     recurrent, plain = (Frozen(tiny_model(family), None, 0) for family in ("qwen3_next", "llama"))
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    dynamic = Frozen(tiny_model("llama", rope_parameters=rope), None, 0)
     chunks = {"sources": {"own": 1.0, "repeat": 1.0}, "horizon": 8, "repeat_chunk": 99}
-    with pytest.raises(ValueError, match="recurrent layers, which read every branch in a forward of its own"):
-        check_lockstep(make_config(target=chunks), recurrent)
-    check_lockstep(make_config(target=chunks), plain)
-    check_lockstep(make_config(target=chunks | {"repeat_chunk": 100}), recurrent)
-    check_lockstep(make_config(), recurrent)
     both = {"sources": {"appendix": 1.0, "repeat": 1.0}, "horizon": 8}
-    refused("different numbers of branches", check_lockstep, make_config(target=both), recurrent)
-    with pytest.raises(ValueError, match="generates at its own length"):
-        check_lockstep(make_config(target={"sources": {"continuation": 1.0}}), plain)
+    for target in (chunks, both):
+        said = "recurrent layers, which read at most one branch behind a document"
+        refused(said, check_reading, make_config(target=target), recurrent, sharded=False)
+    check_reading(make_config(target=chunks | {"repeat_chunk": 100}), recurrent, sharded=False)
+    check_reading(make_config(target=chunks), plain, sharded=True)
+    for frozen in (recurrent, dynamic):
+        check_reading(make_config(), frozen, sharded=False)
+        refused("forwards of its own", check_reading, make_config(), frozen, sharded=True)
+    refused("forwards of its own", check_reading, make_config(stage="lookahead"), plain, sharded=True)
+    written = make_config(target={"sources": {"continuation": 1.0}})
+    refused("generates at its own length", check_reading, written, plain, sharded=True)
+    check_reading(written, plain, sharded=False)
 
 
 def test_a_layer_of_which_nothing_is_reached_is_refused() -> None:
@@ -229,7 +227,7 @@ def test_memory_of_training_is_linear_and_does_not_grow_with_the_layers(source: 
         model = tiny_model("llama", max_position_embeddings=32768, num_hidden_layers=layers, **size)
         gates = build_gates("linear", {layer: {"E": 32, "H": 1} for layer in range(layers)})
         ids = torch.randint(2, 97, (tokens,), generator=torch.Generator().manual_seed(0)).tolist()
-        objective = LayerLocal(gates, Frozen(model, None, 0, chunk=256), target, loss, seed=0)
+        objective = LayerLocal(gates, Frozen(model, None, 0), target, loss, seed=0)
         for parameter in gates.parameters():
             parameter.grad = torch.zeros_like(parameter)
         with Watch() as watch:

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retain.train.data.document import Document
-from retain.train.data.packing import packs, packs_of, share_of
+from retain.train.data.packing import packs, packs_of, shares_of
 
 lengths = st.lists(st.integers(1, 40), max_size=25)
 
@@ -47,7 +47,7 @@ def test_packs_by_hand() -> None:
 @given(lengths=lengths, num_processes=st.integers(1, 5))
 def test_shares_are_disjoint_complete_and_balanced(lengths: list[int], num_processes: int) -> None:
     documents = documents_of(lengths)
-    shares = [share_of(documents, process=p, num_processes=num_processes) for p in range(num_processes)]
+    shares = shares_of(documents, num_processes)
     assert sorted(d.key for share in shares for d in share) == sorted(d.key for d in documents)
     counts = [len(share) for share in shares]
     assert max(counts) - min(counts) <= 1
@@ -59,21 +59,14 @@ def test_shares_are_disjoint_complete_and_balanced(lengths: list[int], num_proce
 
 def test_shares_by_hand() -> None:
     six, two, ten, four, eight, three = documents = documents_of([6, 2, 10, 4, 8, 3])
-    assert [share_of(documents, process=p, num_processes=2) for p in range(2)] == [
-        [ten, four, three],
-        [eight, six, two],
-    ]
-    assert share_of(documents, process=0, num_processes=1) == [ten, eight, six, four, three, two]
-    assert share_of([six], process=1, num_processes=2) == []
+    assert shares_of(documents, 2) == [[ten, four, three], [eight, six, two]]
+    assert shares_of(documents, 1) == [[ten, eight, six, four, three, two]]
+    assert shares_of([six], 2) == [[six], []]
     # One process has a document of nearly all tokens, and still its share of the others.
-    uneven = documents_of([20, 3, 3, 2, 2, 1, 1])
-    assert [len(share_of(uneven, process=p, num_processes=3)) for p in range(3)] == [2, 3, 2]
+    assert [*map(len, shares_of(documents_of([20, 3, 3, 2, 2, 1, 1]), 3))] == [2, 3, 2]
     # By what a document takes up in a row, where that is not its own tokens.
     sizes = {six: 1, two: 40, ten: 2, four: 3, eight: 4, three: 30}
-    assert [share_of(documents, process=p, num_processes=2, size_of=sizes.__getitem__) for p in range(2)] == [
-        [two, ten, six],
-        [three, eight, four],
-    ]
+    assert shares_of(documents, 2, sizes.__getitem__) == [[two, ten, six], [three, eight, four]]
 
 
 @given(lengths=lengths.filter(len), num_processes=st.integers(1, 4), micro_batch=st.integers(1, 3))

@@ -51,17 +51,16 @@ def states() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return gated, full, torch.tensor([3, 0, NO_TOKEN, 7, 10, NO_TOKEN, 2])
 
 
-def shares(logits: list[float], temperature: float) -> list[float]:
-    weights = [math.exp(x / temperature) for x in logits]
+def shares(logits: list[float]) -> list[float]:
+    weights = [math.exp(x) for x in logits]
     return [x / sum(weights) for x in weights]
 
 
-@pytest.mark.parametrize("temperature", [1.0, 2.5])
 @pytest.mark.parametrize("settings", [{}, {"soft_cap": 1.5}, {"factor": 0.3, "soft_cap": 2.0}], ids=str)
-@pytest.mark.parametrize("chunk", [1, 3, 100])
-def test_divergences_are_named_after_what_they_average_over(temperature, settings, chunk) -> None:
-    own, (gated, full, following) = head(**settings), states()
-    weight = own.projection.weight
+@pytest.mark.parametrize("chunk", [3, 100])
+def test_divergences_are_named_after_what_they_average_over(settings, chunk) -> None:
+    model_head, (gated, full, following) = head(**settings), states()
+    weight = model_head.projection.weight
 
     def logits(hidden: torch.Tensor) -> list[float]:
         row = [settings.get("factor", 1.0) * float(hidden @ weight[v]) for v in range(V)]
@@ -70,16 +69,12 @@ def test_divergences_are_named_after_what_they_average_over(temperature, setting
 
     expected: dict[str, list[float]] = {"kl_forward": [], "kl_reverse": [], "next_token": []}
     for n in range(N):
-        p, q = (shares(logits(hidden[n]), temperature) for hidden in (full, gated))
-        square = temperature**2
-        expected["kl_forward"].append(square * sum(a * math.log(a / b) for a, b in zip(p, q, strict=True)))
-        expected["kl_reverse"].append(square * sum(b * math.log(b / a) for a, b in zip(p, q, strict=True)))
+        p, q = (shares(logits(hidden[n])) for hidden in (full, gated))
+        expected["kl_forward"].append(sum(a * math.log(a / b) for a, b in zip(p, q, strict=True)))
+        expected["kl_reverse"].append(sum(b * math.log(b / a) for a, b in zip(p, q, strict=True)))
         token = int(following[n])
-        plain = shares(logits(gated[n]), 1.0)
-        expected["next_token"].append(0.0 if token == NO_TOKEN else -math.log(plain[token]))
-    found = vocabulary_terms(
-        own, gated, full, following, list(expected), temperature=temperature, chunk=chunk
-    )
+        expected["next_token"].append(0.0 if token == NO_TOKEN else -math.log(q[token]))
+    found = vocabulary_terms(model_head, gated, full, following, list(expected), chunk=chunk)
     assert list(found) == list(expected)
     for name, value in expected.items():
         torch.testing.assert_close(found[name], torch.tensor(value, dtype=torch.float64))
@@ -90,14 +85,14 @@ def test_divergences_are_named_after_what_they_average_over(temperature, setting
 
 @pytest.mark.parametrize("name", ["kl_forward", "kl_reverse", "next_token"])
 def test_the_gradient_is_made_from_logits_that_are_made_again(name: str) -> None:
-    own, (gated, full, following) = head(soft_cap=3.0), states()
+    model_head, (gated, full, following) = head(soft_cap=3.0), states()
     gated.requires_grad_()
 
     def of(x: torch.Tensor) -> torch.Tensor:
-        return vocabulary_terms(own, x, full, following, [name], chunk=3)[name]
+        return vocabulary_terms(model_head, x, full, following, [name], chunk=3)[name]
 
     assert torch.autograd.gradcheck(of, (gated,))
-    assert vocabulary_terms(own, gated, full, following, [], chunk=3) == {}
+    assert vocabulary_terms(model_head, gated, full, following, [], chunk=3) == {}
 
 
 def test_logits_exist_for_one_chunk_at_a_time() -> None:
@@ -108,15 +103,17 @@ def test_logits_exist_for_one_chunk_at_a_time() -> None:
             sizes.append(len(x))
             return super().forward(x)
 
-    own = Head(Counted(E, V, bias=False).double().requires_grad_(False))
+    counted_head = Head(Counted(E, V, bias=False).double().requires_grad_(False))
     gated, full, following = states()
     gated.requires_grad_()
-    vocabulary_terms(own, gated, full, following, ["kl_forward"], chunk=3)["kl_forward"].sum().backward()
+    vocabulary_terms(counted_head, gated, full, following, ["kl_forward"], chunk=3)[
+        "kl_forward"
+    ].sum().backward()
     assert sizes == [3, 3, 3, 3, 1, 1, 1, 1, 3, 3, 3, 3]  # gated and full, then again from the last chunk on
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_head_is_the_models_own(family: str) -> None:
+def test_the_head_is_that_of_the_model(family: str) -> None:
     model = tiny_model(family)
     hidden = model.base_model(input_ids=tiny_batch((0,), 6)[0], use_cache=False).last_hidden_state[0]
     wanted = model(input_ids=tiny_batch((0,), 6)[0], use_cache=False).logits[0]
@@ -181,8 +178,8 @@ def naive_open(phi: torch.Tensor, valid: torch.Tensor, t: int, protected: int, a
 
 
 @pytest.mark.parametrize("ages", [False, True])
-@pytest.mark.parametrize("protected", [0, 1, 6, 100])
-@pytest.mark.parametrize("block", [1, 400, 2**22])
+@pytest.mark.parametrize("protected", [0, 6, 100])
+@pytest.mark.parametrize("block", [400, 2**22])
 def test_open_entries_are_counted_without_a_matrix(ages, protected, block, monkeypatch) -> None:
     monkeypatch.setattr(soft_losses, "BLOCK", block)
     phi, valid = gates_of()
@@ -218,20 +215,19 @@ def test_a_block_of_pairs_is_all_that_exists(monkeypatch) -> None:
     assert sum(saved) <= phi.numel() + valid.numel() + T
 
 
-def test_rows_are_those_of_each_sequences_own_tokens() -> None:
+def test_rows_are_those_of_each_sequence() -> None:
     valid = torch.arange(12) >= torch.tensor([[0], [7], [9]])
     assert rows_of(valid, 4).tolist() == [[2, 5, 8, 11], [7, 8, 10, 11], [8, 9, 10, 11]]
     assert rows_of(valid, 0)[0].tolist() == list(range(12))
     for count in (0, 2, 4, 6, 20):
         rows, seen = rows_of(valid, count), valid.cumsum(-1) * valid
         for b, n in enumerate((12, 5, 3)):
-            own = [int(t) for t in seen[b][rows[b]] if t > 0]
-            assert own == [t + 1 for t in even_rows(n, count).tolist()], "padding counts as nothing"
+            counted = [int(t) for t in seen[b][rows[b]] if t > 0]
+            assert counted == [t + 1 for t in even_rows(n, count).tolist()], "padding counts as nothing"
 
 
 @pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("variant", ["paper", "code"])
-def test_capacity(variant: str, shared: bool) -> None:
+def test_capacity(shared: bool) -> None:
     phi, valid = gates_of()
     rows = torch.arange(T)
     open_BHR = open_entries(phi, valid, rows[None], protected=2, ages=True)
@@ -246,24 +242,19 @@ def test_capacity(variant: str, shared: bool) -> None:
             terms = []
             for t in range(T):
                 if valid[b, t]:
-                    m = float(limit[b, t])
-                    excess, count = max(0.0, float(open_BHR[b, h, t]) - m), float(seen[b, t])
-                    terms.append(
-                        excess / count if variant == "paper" else min(1.0, excess / max(count - m, 1))
-                    )
-            if variant == "code":
-                terms = [x for x in terms if x > 0]
-            heads.append(sum(terms) / max(1, len(terms)))
+                    excess = max(0.0, float(open_BHR[b, h, t] - limit[b, t]))
+                    terms.append(excess / float(seen[b, t]))
+            heads.append(sum(terms) / len(terms))
         expected.append(sum(heads) / len(heads))
-    found = capacity_term(open_BHR, seen, limit, variant=variant)
+    found = capacity_term(open_BHR, seen, limit)
     torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
 
 
 def shares_open(phi: torch.Tensor, valid: torch.Tensor) -> list[float]:
     means = []
     for b in range(B):
-        own = [math.exp(float(phi[b, h, i])) for h in range(H) for i in range(T) if valid[b, i]]
-        means.append(sum(own) / len(own))
+        each = [math.exp(float(phi[b, h, i])) for h in range(H) for i in range(T) if valid[b, i]]
+        means.append(sum(each) / len(each))
     return means
 
 

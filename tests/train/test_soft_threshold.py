@@ -1,4 +1,4 @@
-"""Hard decisions keep the soft gate's gradient, relative gates see no shift, and noise follows its key."""
+"""Hard decisions keep the soft gate's gradient, and noise follows its key."""
 
 import math
 
@@ -12,13 +12,9 @@ from retain.train.objectives.soft_threshold import (
     CLOSED,
     SoftThreshold,
     SoftThresholdStep,
-    check_shift,
     decided,
     logistic_noise,
-    relative,
-    shift_,
 )
-from tests.refused import refused
 
 B, H, T = 2, 3, 12
 VALID = torch.arange(T) >= torch.tensor([[0], [4]])
@@ -82,38 +78,6 @@ def test_noise_is_logistic_and_follows_the_document() -> None:
     assert abs(float(many.mean())) < 0.06 and abs(float(many.var()) / (math.pi**2 / 3) - 1) < 0.06
 
 
-def naive_relative(scores: torch.Tensor, anchor: int) -> torch.Tensor:
-    made = torch.zeros_like(scores)
-    for b in range(B):
-        for h in range(H):
-            for i in range(T):
-                if VALID[b, i]:
-                    history = sum(math.exp(float(scores[b, h, k])) for k in range(i + 1) if VALID[b, k])
-                    made[b, h, i] = min(0.0, float(scores[b, h, i]) - math.log(history) + math.log(anchor))
-    return made
-
-
-@pytest.mark.parametrize("anchor", [1, 4])
-def test_relative_gates_compare_with_all_before(anchor: int) -> None:
-    gate = linear()[0]
-    torch.testing.assert_close(relative(output(), gate, VALID, anchor), naive_relative(output(), anchor))
-    shifted = relative(output() - 20.0, gate, VALID, anchor)
-    torch.testing.assert_close(shifted, relative(output(), gate, VALID, anchor))
-    x = output().requires_grad_()
-    assert torch.autograd.gradcheck(lambda s: relative(s, gate, VALID, anchor), (x,))
-
-
-def test_relative_gates_of_a_mass_take_its_logarithm() -> None:
-    gate = linear()[0]
-    gate.__dict__["unit"] = "mass"
-    mass = output().sigmoid()
-    torch.testing.assert_close(relative(mass, gate, VALID, 4), naive_relative(mass.log(), 4))
-
-
-def test_decays_are_not_relative() -> None:
-    refused("say a decay: set soft.anchor=0", relative, output(), linear("decay", F=4)[0], VALID, 256)
-
-
 def test_an_opening_gives_the_same_again_and_no_noise_when_it_looks() -> None:
     gates = linear()
     opening = SoftThreshold(gates, hard="gumbel", seed=3)
@@ -131,28 +95,3 @@ def test_an_opening_gives_the_same_again_and_no_noise_when_it_looks() -> None:
     soft = SoftThreshold(gates)
     soft.current = opening.current
     torch.testing.assert_close(soft(output(), gates[0]), functional.logsigmoid(output()))
-
-
-@pytest.mark.parametrize("pooled", [False, True])
-def test_a_shift_leaves_the_budgets_share_above_half_open(pooled: bool) -> None:
-    gates = linear()
-    scores = {layer: output(layer).movedim(1, 0).flatten(1) + 5.0 * layer for layer in (0, 2)}
-    before = {layer: gates[layer].out.bias.detach().clone() for layer in scores}
-    shift_(gates, scores, 0.25, pooled=pooled)
-    moved = {layer: (before[layer] - gates[layer].out.bias).detach().double() for layer in scores}
-    everything = sorted(torch.cat([x.flatten() for x in scores.values()]).tolist())
-    for layer, score in scores.items():
-        for h in range(H):
-            known = everything if pooled else sorted(score[h].tolist())
-            cut = known[int(0.75 * len(known))]
-            assert float(moved[layer][h]) == pytest.approx(cut, abs=1e-5)
-    assert sum(x >= everything[int(0.75 * len(everything))] for x in everything) == len(everything) / 4
-
-
-def test_a_shift_knows_what_it_can_move() -> None:
-    check_shift(linear(), 0)
-    check_shift(linear("mlp", F=4), 0)
-    for family, settings in (("admission", {"D": 4}), ("dms", {}), ("context", {})):
-        gates = build_gates(family, {0: {"E": 4, "H": H, **settings}})
-        refused(r"\(rank\) cannot be shifted.*soft.anchor=256", check_shift, gates, 0)
-        check_shift(gates, 256)

@@ -19,7 +19,6 @@ from retain.train.objectives.targets import (
     check_targets,
     layer_target,
 )
-from retain.train.objectives.token_targets import token_target, token_targets
 from retain.train.recipe import check
 from retain.train.teacher import Frozen, View, walk
 from tests.naive import naive_overlap
@@ -53,7 +52,7 @@ def targets(family: str, settings: TargetSettings) -> Targets:
     return found
 
 
-@pytest.mark.parametrize("family", ["qwen3", "mistral_window", "gemma3", "gpt_oss", "qwen3_next"])
+@pytest.mark.parametrize("family", ["qwen3", "mistral_window", "gemma3", "gpt_oss"])
 @pytest.mark.parametrize("sources", [("own",), ("appendix",), ("own", "appendix")])
 def test_the_default_recipe_is_future_risk_of_context_and_appendix(
     family: str, sources: tuple[str, ...]
@@ -100,41 +99,8 @@ def test_settings_reach_the_definition(aggregate: str, weight: str) -> None:
     walk(Frozen(tiny_model("qwen3"), None, 0), READINGS, see)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3_next"])
-def test_granularities_are_means(family: str) -> None:
-    settings = {"horizon": 4, "aggregate": "mean", "weight": "none"}
-    head = targets(family, build(settings, TargetSettings))
-    layer = targets(family, build({**settings, "granularity": "layer"}, TargetSettings))
-    per_token = build({**settings, "granularity": "token"}, TargetSettings)
-    tokens = token_targets(Frozen(tiny_model(family), None, 0), READINGS, per_token)
-    layers = sorted({layer_idx for _, layer_idx in head})
-    for row, reading in enumerate(READINGS):
-        T = len(reading.document.context_ids)
-        total = [0.0] * T
-        for layer_idx in layers:
-            of_head, reached_HT = head[row, layer_idx]
-            H = len(of_head)
-            for i in range(T):
-                mean = sum(float(of_head[h, i]) for h in range(H)) / H
-                assert layer[row, layer_idx][0][:, i].tolist() == pytest.approx([mean] * H, rel=1e-5)
-                total[i] += mean / len(layers)
-            assert torch.equal(layer[row, layer_idx][1], reached_HT)
-        target_T, reached_T = tokens[row]
-        assert target_T.tolist() == pytest.approx(total, rel=1e-5)
-        assert torch.equal(reached_T, reached_HT[0])
-
-
-def test_a_token_is_reached_if_any_layer_reaches_it() -> None:
-    near = torch.tensor([[True, False], [True, False]])
-    far = torch.tensor([[True, True], [True, True]])
-    target_T, reached_T = token_target([(torch.zeros(2, 2), near), (torch.ones(2, 2), far)])
-    assert target_T.tolist() == [0.5, 0.5] and reached_T.tolist() == [True, True]
-
-
-@pytest.mark.parametrize("granularity", ["head", "token"])
-def test_baselines_are_judged_by_the_target_that_gates_are(granularity: str) -> None:
-    """With one number a token too, for which a layer's own target is another one."""
-    settings = build({"horizon": 8, "granularity": granularity, "sources": {"own": 1.0}}, TargetSettings)
+def test_baselines_are_judged_by_the_target_that_gates_are() -> None:
+    settings = TargetSettings(horizon=8, sources={"own": 1.0})
     frozen = Frozen(tiny_model("qwen3", num_hidden_layers=2), None, 0)
     document = READINGS[0].document
     objective = LayerLocal(
@@ -147,14 +113,11 @@ def test_baselines_are_judged_by_the_target_that_gates_are(granularity: str) -> 
     row, again = (objective.look([document], baselines=True)[0] for _ in range(2))
     assert row == again and 0 < row["overlap_random"] < 1, "chance is drawn by key, not globally"
     reading = Reading(document)
-    tokens = token_targets(frozen, [reading], settings)[0]
     recency, value_norm = [], []
 
     def see(views: list[View]) -> None:
         evidence = views[0].document
         target, reached = layer_target(views[0], settings)
-        if granularity == "token":
-            target, reached = (part.expand(2, -1) for part in tokens)
         T = target.shape[1]
         norm = torch.einsum(
             "htd,hgde->hgte", evidence.values_BHTD[0], evidence.output_weight_QDE.unflatten(0, (2, -1))

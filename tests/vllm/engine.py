@@ -3,7 +3,6 @@
 import gc
 import os
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -23,8 +22,6 @@ def make_engine(model: str, retain: dict[str, Any] | None, **settings: Any) -> A
         **settings: of the engine, in place of the ones here.
     """
     from vllm import LLM
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.engine.llm_engine import LLMEngine
 
     asked: dict[str, Any] = {
         "dtype": "float32",
@@ -40,14 +37,7 @@ def make_engine(model: str, retain: dict[str, Any] | None, **settings: Any) -> A
         "additional_config": {} if retain is None else {"retain": retain},
         **settings,
     }
-    if not asked["async_scheduling"]:
-        return LLM(model=model, **asked)
-    # vLLM switches asynchronous scheduling off on a CPU while it reads settings; its CPU runner can do it.
-    config = EngineArgs(model=model, **asked).create_engine_config()
-    config.scheduler_config.async_scheduling = True
-    engine = LLMEngine.from_vllm_config(config)
-    assert type(engine.engine_core.engine_core.scheduler).__name__ == "AsyncScheduler"
-    return SimpleNamespace(llm_engine=engine)
+    return LLM(model=model, **asked)
 
 
 def places_of(keeps: Sequence[Any]) -> list[list[list[int]]]:
@@ -171,24 +161,3 @@ class Run:
 def _asked(request_id: str) -> str:
     """The id that a request was sent with: the engine appends to it."""
     return request_id.rpartition("-")[0] or request_id
-
-
-# What each eviction of this process kept: of the ranks of a parallel engine, whose workers are elsewhere.
-_SEEN: dict[str, dict[int, list[list[list[int]]]]] = {}
-
-
-def watch_rank(worker: Any) -> bool:
-    """On a rank: remember every eviction from here on. For `LLM.collective_rpc`, as the next."""
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-    def watch(request_id: str, keeps: Any) -> None:
-        _SEEN.setdefault(_asked(request_id), {})[keeps[0].shape[1]] = places_of(keeps)
-
-    _SEEN.clear()
-    get_kv_transfer_group().worker.watch = watch
-    return True
-
-
-def seen_by_rank(worker: Any) -> dict[str, dict[int, list[list[list[int]]]]]:
-    """On a rank: what its evictions kept."""
-    return _SEEN

@@ -52,8 +52,7 @@ def answer(case: dict[str, Any]) -> dict[str, Any]:
         case: `model`, a folder; `cache`, the settings of the plug-in, None for a full cache; `prompt`; `new`,
             tokens to generate; `again`, numbers of answered tokens at which the request lost its blocks, so
             that entries of the answer are computed anew from the full prompt; `entries`, lists of layer, head
-            and position of which is asked whether noise moves them; `ranks`, over which the heads are
-            spread, each with its part of the budget.
+            and position of which is asked whether noise moves them.
     """
     model, prompt = model_in(case["model"]), case["prompt"]
     whole, logits = read(case["model"], tuple(prompt))
@@ -91,7 +90,7 @@ def fragile_entries(case: dict[str, Any], shown: Sequence[Any]) -> list[bool]:
 def keep_masks(
     case: dict[str, Any], shown: Sequence[Any], noise: float = 0.0, seed: int = 0
 ) -> list[torch.Tensor]:
-    """Keep masks `[1, H, T]` of a prompt, one per layer: each rank decides for its heads.
+    """Keep masks `[1, H, T]` of a prompt, one per layer.
 
     Args:
         case: as of `answer`.
@@ -105,43 +104,28 @@ def keep_masks(
     from retain.vllm.packing.whole_pages import keep_pages
     from retain.vllm.settings import Rules
 
-    settings, ranks, T = case["cache"], case.get("ranks", 1), len(case["prompt"])
+    settings, T = case["cache"], len(case["prompt"])
     whole = [layer.exists_BHT for layer in shown]
     if settings is None:
         return whole
     budget = Budget(settings.get("keep_ratio"), settings.get("tokens_per_head"))
     policy, gates = load_policy(settings["policy"], settings.get("overrides", ())), settings.get("gates")
     gates = gates and retain.load_gates(gates, model_in(case["model"]))
-    heads_L = tuple(layer.num_heads // ranks for layer in shown)
-    rules = Rules(policy, PAGE, heads_L, shape_of(shown[0]).entry_bytes, ranks)
+    heads_L = tuple(layer.num_heads for layer in shown)
+    rules = Rules(policy, PAGE, heads_L, shape_of(shown[0]).entry_bytes)
     if rules.kept(T, budget) == T // PAGE:
         return whole
-    draw, plan, masks = torch.Generator().manual_seed(seed), rules.plan(T, budget), []
+    draw, plan, candidates = torch.Generator().manual_seed(seed), rules.plan(T, budget), []
 
     def shaken(values: Any) -> Any:
         return None if values is None else values * (1 + noise * torch.randn(values.shape, generator=draw))
 
-    for rank in range(ranks):
-        candidates = []
-        for layer, heads in zip(shown, heads_L, strict=True):
-            here = slice(rank * heads, (rank + 1) * heads)
-            asking = slice(here.start * layer.group, here.stop * layer.group)
-            part = replace(
-                layer,
-                keys_BHTD=layer.keys_BHTD[:, here],
-                values_BHTD=layer.values_BHTD[:, here],
-                queries_BQSD=layer.queries_BQSD[:, asking],
-                output_weight_QDE=layer.output_weight_QDE[asking],
-                first_head=here.start,
-            )
-            learned = gates.score(layer) if gates else None
-            if learned is not None:
-                learned = replace(learned, values_BHT=learned.values_BHT[:, here])
-            score = score_entries(policy, part, learned=learned, seeds_B=[0])
-            fields = {name: shaken(getattr(score, name)) for name in ("values_BHT", "draw_BHT")}
-            candidates.append(candidates_of(plan, replace(score, **fields)))
-        masks.append(keep_pages(plan, candidates, PAGE))
-    return [torch.cat(parts, dim=1) for parts in zip(*masks, strict=True)]
+    for layer in shown:
+        learned = gates.score(layer) if gates else None
+        score = score_entries(policy, layer, learned=learned, seeds_B=[0])
+        fields = {name: shaken(getattr(score, name)) for name in ("values_BHT", "draw_BHT")}
+        candidates.append(candidates_of(plan, replace(score, **fields)))
+    return keep_pages(plan, candidates, PAGE)
 
 
 def recompute_(model: Any, held: Any, prompt: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:

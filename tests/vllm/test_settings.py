@@ -1,16 +1,23 @@
 """Settings of an engine and options of a request: each of them, and every refusal."""
 
 import importlib.util
+import re
 import sys
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from retain import vllm
+from retain import policies, vllm
 from retain.budget.statement import Budget
-from retain.vllm.settings import Settings, options_of, settings_from
+from retain.capability import problems
+from retain.gates import GATES
+from retain.policy import load_policy
+from retain.vllm.demo import write_question
+from retain.vllm.settings import Options, Settings, options_of, settings_from
+from tests.launch import ROOT
 from tests.refused import refused
 
 
@@ -22,8 +29,7 @@ def test_an_engine_that_asks_for_nothing_has_no_settings(none):
 def test_every_setting():
     asked = {"policy": "snapkv", "overrides": ["observed_settings.window=16"], "keep_ratio": 0.3}
     settings = settings_from({"retain": asked, "other": 1})
-    fields = {**asked, "overrides": ("observed_settings.window=16",)}
-    assert settings == Settings(**fields)
+    assert settings == Settings(**{**asked, "overrides": ("observed_settings.window=16",)})
     assert settings.load_policy().observed_settings["window"] == 16
     assert settings.budget.keep_ratio == 0.3
     both = settings_from({"retain": {"policy": "learned", "gates": "there", "tokens_per_head": 64}})
@@ -100,7 +106,7 @@ def test_options_that_do_not_fit_are_refused(extra, says):
 
 
 def test_a_quantised_output_projection_is_refused(monkeypatch):
-    """What loads the weights is read without an engine."""
+    """`models.py` is read without an engine."""
     stubs = {"vllm.config": "VllmConfig", "vllm.model_executor.layers.attention": "Attention"}
     stubs |= {"retain.vllm.backend": "worker_here", "retain.vllm.check": "MODULES"}
     for module, name in stubs.items():
@@ -115,3 +121,29 @@ def test_a_quantised_output_projection_is_refused(monkeypatch):
     for parent in ({}, {"o_proj": packed}, {"o_proj": plain.o_proj, "dense": plain.o_proj}):
         with pytest.raises(ValueError, match=r"of layer is not found as a plain matrix \[E, 8\]"):
             models._output_of("layer", attention, SimpleNamespace(**parent))
+
+
+def test_a_question_of_the_demonstration_has_its_answer_in_its_text() -> None:
+    for place in range(20):
+        question, begins, right = write_question(place)
+        assert f"{begins} {right}.\n" in question and question.endswith("?")
+
+
+def test_a_policy_of_the_page_is_served_or_refused_as_it_says() -> None:
+    """Both tables of policies hold all presets, each where it belongs."""
+    page = (ROOT / "docs" / "serving.md").read_text()
+    served, refused = re.findall(r"\| (?:served|refused at start) \|.*?\n\n", page, re.DOTALL)
+    serves = set(re.findall(r"`([\w:]+)`", served)) & {one.name for one in policies()}
+    named = set(re.findall(r"^\| (`.*?) \|", refused, re.MULTILINE))
+    refuses = {name for cell in named for name in re.findall(r"`([\w:]+)`", cell)}
+    for one in policies():
+        for name in (one.name, *(f"{one.name}:{variant}" for variant in one.variants)):
+            policy = load_policy(name)
+            found = problems(policy, ("vllm",))
+            assert bool(found) == bool({name, one.name} & refuses), name
+            if not found:
+                assert one.name in serves, name
+    families = {name for name in re.findall(r"`(\w+)`", served + refused) if name in GATES}
+    assert families == set(GATES)
+    options = set(re.findall(r"`retain\.(\w+)`", page.partition("## Options")[2].partition("```")[0]))
+    assert options == {field.name for field in fields(Options)}

@@ -1,8 +1,8 @@
 """Fits the curve from a gate's score to risk: monotone, one for all heads.
 
-A head's own curve, which the shared one is fitted to, is the *mean* target of entries with about that score,
-made monotone by isotonic regression (pool adjacent violators): a joint budget that takes the largest expected
-risks keeps the most risk. The logarithm is only the axis on which it is drawn.
+A head's isotonic curve, which the shared one is fitted to, is the *mean* target of entries with about that
+score: a joint budget that takes the largest expected risks keeps the most risk. The logarithm is only the
+axis on which it is drawn.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,6 +13,10 @@ from jaxtyping import Float, Float64
 from torch import Tensor
 
 from retain.gates.calibrate import LEAST_RISE, SMALLEST_SLOPE, Calibrator, axis
+from retain.process.extras import deferred
+
+with deferred("train", "scipy.optimize", what="calibration"):
+    from scipy.optimize import isotonic_regression
 
 # Distance of neighbouring knots on the axis, at least: nothing that float32 would round away.
 SMALLEST_STEP = 1e-3
@@ -35,20 +39,6 @@ ROUNDS = 30
 Heads = Mapping[int, Sequence[Tensor]]
 
 
-def pool_adjacent(values_N: Float64[Tensor, " N"], weights_N: Float64[Tensor, " N"]) -> Float64[Tensor, " N"]:
-    """Isotonic regression by pooling adjacent violators: the non-decreasing `y` of least
-    `sum_i w_i (y_i - v_i)^2`, with positive weights."""
-    blocks: list[tuple[float, float, int]] = []  # mean, weight, how many
-    for value, weight in zip(values_N.tolist(), weights_N.tolist(), strict=True):
-        mean, total, count = value, weight, 1
-        while blocks and blocks[-1][0] >= mean:
-            before, own, members = blocks.pop()
-            mean = (before * own + mean * total) / (own + total)
-            total, count = own + total, members + count
-        blocks.append((mean, total, count))
-    return torch.cat([values_N.new_full((count,), mean) for mean, _, count in blocks])
-
-
 def isotonic_log_means(
     x_N: Float64[Tensor, " N"],
     target_N: Float64[Tensor, " N"],
@@ -63,22 +53,15 @@ def isotonic_log_means(
     Entries are averaged in so many bins of equal count first; means below the floor are drawn at it.
     """
     order_N = x_N.sort(stable=True).indices
-    x_N, target_N = x_N[order_N], target_N[order_N]
+    x, target = x_N[order_N].numpy(), target_N[order_N].numpy()
     # Equal scores get one mean, so that no order among them is learnt.
-    _, group_N, size_n = x_N.unique_consecutive(return_inverse=True, return_counts=True)
-    start_n = size_n.cumsum(0) - size_n
-    bin_n = torch.div(start_n * bins, len(x_N), rounding_mode="floor")
-    _, bin_n = bin_n.unique_consecutive(return_inverse=True)
-    bin_N = bin_n[group_N]
-    count_b = torch.bincount(bin_N).double()
-    x_b = torch.bincount(bin_N, x_N) / count_b
-    mean_b = torch.bincount(bin_N, target_N) / count_b
-    fitted_b = pool_adjacent(mean_b, count_b)
-    _, block_b, _ = fitted_b.unique_consecutive(return_inverse=True, return_counts=True)
-    weight_k = torch.bincount(block_b, count_b)
-    x_k = torch.bincount(block_b, x_b * count_b) / weight_k
-    mean_k = torch.bincount(block_b, mean_b * count_b) / weight_k
-    return torch.from_numpy(np.interp(x_K.numpy(), x_k.numpy(), mean_k.clamp_min(floor).log().numpy()))
+    _, start, group = np.unique(x, return_index=True, return_inverse=True)
+    bin_of = np.unique(start * bins // len(x), return_inverse=True)[1][group]
+    count = np.bincount(bin_of)
+    fitted = isotonic_regression(np.bincount(bin_of, target) / count, weights=count)
+    blocks = fitted.blocks[:-1]
+    x_k = np.add.reduceat(np.bincount(bin_of, x), blocks) / np.add.reduceat(count, blocks)
+    return torch.from_numpy(np.interp(x_K.numpy(), x_k, np.log(np.maximum(fitted.x[blocks], floor))))
 
 
 def knots_of(x_N: Float64[Tensor, " N"], K: int) -> Float64[Tensor, " K"]:
@@ -92,8 +75,7 @@ def knots_of(x_N: Float64[Tensor, " N"], K: int) -> Float64[Tensor, " K"]:
 
 def rising(values_K: Float64[Tensor, " K"], least_k: Float[Tensor, " k"]) -> Float64[Tensor, " K"]:
     """The smallest values, none below these, that rise from each to the next by at least so much."""
-    least = [0.0, *least_k.double().cumsum(0).tolist()]
-    offset_K = torch.tensor(least, dtype=torch.float64)
+    offset_K = torch.cat([torch.zeros(1), least_k]).double().cumsum(0)
     return (values_K - offset_K).cummax(0).values + offset_K
 
 
@@ -106,22 +88,15 @@ def strictly(values_K: Float64[Tensor, " K"], knots_K: Float64[Tensor, " K"]) ->
     """
     least_k = (SMALLEST_SLOPE * knots_K.diff()).clamp_max(LEAST_RISE / (len(knots_K) - 1))
     offset_K = torch.cat([least_k.new_zeros(1), least_k.cumsum(0)])
-    return pool_adjacent(values_K - offset_K, torch.ones_like(values_K)) + offset_K
-
-
-def space_of(unit: str, scores: Heads, *, signed: bool = False) -> str:
-    """The axis for scores of a unit: `asinh` for those that may have a sign, which are those of `rank`, those
-    of a family that says so (`Gate.signed`), and any that have one."""
-    below = any(bool((own < 0).any()) for of_heads in scores.values() for own in of_heads)
-    return "asinh" if unit == "rank" or signed or below else "log"
+    return torch.from_numpy(isotonic_regression((values_K - offset_K).numpy()).x) + offset_K
 
 
 def fit_shared(scores: Heads, targets: Heads, *, K: int, space: str, unit: str) -> dict[int, Calibrator]:
-    """One curve for all heads, and a mean, a spread, an offset and a gain for each.
+    """Fits one curve for all heads, and a mean, a spread, an offset and a gain for each.
 
     Each head's scores are standardised on the axis by their median and half the distance of their 16% and 84%
-    quantiles. With `Y_hk` the head's own isotonic log-risk at the common knots, `o_h + g_h c_k` is fitted to
-    it by least squares: `c` given `o, g` (then made monotone), and `o, g` given `c`, in turns.
+    quantiles. With `Y_hk` the head's isotonic log-risk at the common knots, `o_h + g_h c_k` is fitted to it
+    by least squares: `c` given `o, g` (then made monotone), and `o, g` given `c`, in turns.
 
     Args:
         scores: of every head of every layer.
@@ -130,7 +105,8 @@ def fit_shared(scores: Heads, targets: Heads, *, K: int, space: str, unit: str) 
         space: axis of the scores (`retain.gates.calibrate`).
         unit: of the targets, `risk` or `mass`.
     """
-    floor = _floor(targets)
+    whole = torch.cat([target_N.double() for of_heads in targets.values() for target_N in of_heads])
+    floor = max(FLOOR_SHARE * float(whole.mean()), 1e-30)
     standard, numbers = {}, {}
     for layer, of_heads in scores.items():
         for head, score_N in enumerate(of_heads):
@@ -153,10 +129,10 @@ def fit_shared(scores: Heads, targets: Heads, *, K: int, space: str, unit: str) 
         curve_K = strictly(best_K, knots_K)
         curve_K = (curve_K - curve_K.mean()) / curve_K.std(correction=0)
     gain_h, offset_h = _lines(Y_hK, curve_K)
-    made = {}
+    made = {
+        layer: Calibrator(H=len(of_heads), K=K, space=space, unit=unit) for layer, of_heads in scores.items()
+    }
     for number, ((layer, head), (scale, mean, spread)) in enumerate(numbers.items()):
-        if head == 0:
-            made[layer] = Calibrator(H=len(scores[layer]), K=K, space=space, unit=unit)
         shared, gain, offset = made[layer], float(gain_h[number]), float(offset_h[number])
         ends = offset + gain * curve_K[0], offset + gain * curve_K[-1]
         # Curves stay inside of what float32's exponential holds, whatever a head without any target asks.
@@ -189,9 +165,3 @@ def _on_axis(score_N: Tensor, space: str) -> tuple[Float64[Tensor, " N"], float]
     if space == "asinh" and len(size_n):
         scale = max(float(size_n.quantile(SMALL_SHARE)), SMALLEST_SCALE)
     return axis(score_N[None].float(), space, torch.tensor([scale]))[0], scale
-
-
-def _floor(targets: Heads) -> float:
-    """A mean target below which heads are not told apart."""
-    whole = torch.cat([target_N.double() for of_heads in targets.values() for target_N in of_heads])
-    return max(FLOOR_SHARE * float(whole.mean()), 1e-30)

@@ -33,10 +33,8 @@ def readings_of(documents: Sequence[Document], settings: TargetSettings, frozen:
     tokenizer, repeated chunks follow the document without a prompt.
 
     Raises:
-        ValueError: a document for which no source is left, or that the model cannot take.
+        ValueError: a document for which no source is left.
     """
-    for number, document in enumerate(documents):
-        check_document(document, frozen, settings, document.origin or f"document {number}")
     readings = []
     for number, document in enumerate(documents):
         found: list[Branch] = []
@@ -45,7 +43,7 @@ def readings_of(documents: Sequence[Document], settings: TargetSettings, frozen:
         if "repeat" in settings.sources:
             found += repeats(document, settings, frozen)
         if "continuation" in settings.sources:
-            (ids,) = continue_greedily(frozen, [document], settings.continuation_tokens)
+            ids = continuation_of(frozen, document, settings.continuation_tokens)
             found.append(Branch("continuation", ids))
         branches = tuple(branch for branch in found if branch.ids)
         if not branches and "own" not in settings.sources:
@@ -58,34 +56,25 @@ def readings_of(documents: Sequence[Document], settings: TargetSettings, frozen:
     return readings
 
 
-def lengths_of(document: Document, settings: TargetSettings) -> tuple[int, ...]:
-    """Returns the tokens of a document and of each of its branches, known without a model: at most as many
-    (continuations can end early), but for prompts beyond `PROMPT_TOKENS`."""
-    tokens = len(document.context_ids)
-    lengths = [tokens]
-    if "appendix" in settings.sources and document.appendix_ids:
-        lengths.append(len(document.appendix_ids))
-    if "repeat" in settings.sources:
-        lengths += [
-            PROMPT_TOKENS + TAIL + min(settings.repeat_chunk, tokens - start)
-            for start in range(0, tokens, settings.repeat_chunk)
-        ]
-    if "continuation" in settings.sources:
-        lengths.append(settings.continuation_tokens)
-    return tuple(lengths)
-
-
 def row_tokens(document: Document, settings: TargetSettings) -> int:
-    """Returns the tokens that a document and its branches take in a packed row."""
-    return sum(lengths_of(document, settings))
+    """Returns the tokens that a document and its branches take in a packed row, known without a model: at
+    most as many (continuations can end early), but for prompts beyond `PROMPT_TOKENS`."""
+    tokens, count = len(document.context_ids), len(document.context_ids)
+    if "appendix" in settings.sources:
+        count += len(document.appendix_ids)
+    if "repeat" in settings.sources:
+        count += tokens + (PROMPT_TOKENS + TAIL) * -(-tokens // settings.repeat_chunk)
+    if "continuation" in settings.sources:
+        count += settings.continuation_tokens
+    return count
 
 
 def repeats(document: Document, settings: TargetSettings, frozen: Frozen) -> list[Branch]:
     """Returns the document once more, `settings.repeat_chunk` tokens a branch: `[prompt | chunk]`, from the
     second on `[next prompt | last tokens of the chunk before | chunk]`.
 
-    KVzip's released code asks like this; between prompt and chunk it puts the chat template's turn to the
-    assistant, which is left out here (put it into the prompts where it matters).
+    KVzip's released code asks like this, with the chat template's turn to the assistant before a chunk, which
+    is left out here.
     """
     first, after = (
         () if frozen.encode is None or not text else tuple(frozen.encode(text, False))
@@ -99,30 +88,24 @@ def repeats(document: Document, settings: TargetSettings, frozen: Frozen) -> lis
     ]
 
 
-def continue_greedily(frozen: Frozen, documents: Sequence[Document], tokens: int) -> list[tuple[int, ...]]:
-    """Returns greedy continuations of the documents by the frozen model, up to its end token (left out).
+def continuation_of(frozen: Frozen, document: Document, tokens: int) -> tuple[int, ...]:
+    """Returns the greedy continuation of a document by the frozen model, up to its end token (left out).
 
-    Each document is continued alone, without a mask, and the result is remembered: it is the same to the last
-    token whatever was asked for before, in whichever company, also after a resume. It is empty where the
-    model ends at once.
+    The document is continued alone, without a mask, and the result is remembered: it is the same to the last
+    token whatever was asked for before, also after a resume. It is empty where the model ends at once.
     """
-    written = []
-    for document in documents:
-        key = (document.key, tokens)
-        ids = frozen.written.get(key)
-        if ids is None:
-            ids = write_greedily(
-                frozen.model,
-                document.context_ids,
-                tokens,
-                ends=_ends(frozen.model),
-                chunk=frozen.chunk,
-                layout=frozen.layout,
-            )
-            if len(frozen.written) < REMEMBERED:
-                frozen.written[key] = ids
-        written.append(ids)
-    return written
+    ids = frozen.written.get((document.key, tokens))
+    if ids is None:
+        ids = write_greedily(
+            frozen.model,
+            document.context_ids,
+            tokens,
+            ends=_ends(frozen.model),
+            layout=frozen.layout,
+        )
+        if len(frozen.written) < REMEMBERED:
+            frozen.written[document.key, tokens] = ids
+    return ids
 
 
 def _ends(model: Any) -> frozenset[int]:
@@ -149,20 +132,13 @@ def check_document(document: Document, frozen: Frozen, settings: TargetSettings,
             f"{name} holds token id {largest} and the model knows {config.vocab_size} tokens: it was "
             "encoded with another model's tokenizer. Give text instead of ids, or the right model."
         )
-    if longest is None:
-        return
-    if document.num_tokens > longest:
-        raise ValueError(
-            f"{name} has {document.num_tokens} tokens with its appendix and the model takes {longest}: lower "
-            "data.max_tokens, or use shorter documents."
-        )
-    branches = {}
+    branches = {"appendix": len(document.appendix_ids)}
     if "repeat" in settings.sources:
         branches["repeat"] = max(len(branch.ids) for branch in repeats(document, settings, frozen))
     if "continuation" in settings.sources:
         branches["continuation"] = settings.continuation_tokens
     for source, length in branches.items():
-        if tokens + length > longest:
+        if longest is not None and tokens + length > longest:
             raise ValueError(
                 f"{name} has {tokens} tokens, {tokens + length} with its {source}, and the model takes "
                 f"{longest}: lower data.max_tokens, target.repeat_chunk or target.continuation_tokens."

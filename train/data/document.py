@@ -23,8 +23,6 @@ class Document:
     """A context, and what is appended after it (question and answer; may be empty), as token ids.
 
     Documents of the same tokens are equal wherever they are from; `origin` (file and line) is for messages.
-
-    Args:
     """
 
     context_ids: tuple[int, ...]
@@ -94,7 +92,7 @@ def _bytes(ids: Sequence[int]) -> bytes:
 def collate(documents: Sequence[Document], *, pad_id: int, device: torch.device | str) -> Batch:
     """Pads documents on the left to the longest of them."""
     ids = [torch.tensor(document.context_ids + document.appendix_ids) for document in documents]
-    there = [torch.ones(len(own), dtype=torch.bool) for own in ids]
+    there = [torch.ones(len(one), dtype=torch.bool) for one in ids]
     input_ids_BT, valid_BT = (
         pad_sequence(rows, batch_first=True, padding_value=value, padding_side="left")
         for rows, value in ((ids, pad_id), (there, False))
@@ -118,7 +116,7 @@ class Branch:
 
 @dataclass(frozen=True)
 class Reading:
-    """One document and what is read after it, each branch on its own and none of them empty; the document's
+    """A document and what is read after it, each branch on its own and none of them empty; the document's
     appendix counts only as a branch."""
 
     document: Document

@@ -17,16 +17,11 @@ def plain_size(document: Document) -> int:
     return document.num_tokens
 
 
-def share_of(
-    documents: Sequence[Document], *, process: int, num_processes: int, size_of: Size = plain_size
-) -> list[Document]:
-    """The part of one process: longest first, each to the process with the fewest tokens (`size_of`) so far.
+def shares_of(
+    documents: Sequence[Document], num_processes: int, size_of: Size = plain_size
+) -> list[list[Document]]:
+    """The part of each process: longest first, each to the process with the fewest tokens (`size_of`) so far.
     Every document falls to exactly one process, and the numbers of documents differ by at most one."""
-    assert 0 <= process < num_processes, f"process {process} of {num_processes}"
-    return _shares(documents, num_processes, size_of)[process]
-
-
-def _shares(documents: Sequence[Document], num_processes: int, size_of: Size) -> list[list[Document]]:
     room, rest = divmod(len(documents), num_processes)
     shares: list[list[Document]] = [[] for _ in range(num_processes)]
     tokens = [0] * num_processes
@@ -44,15 +39,12 @@ def packs(
     documents: Sequence[Document], *, micro_batch: int, tokens_per_pack: int = 0, size_of: Size = plain_size
 ) -> list[list[Document]]:
     """Documents that share a forward pass: first-fit decreasing, the longest document first, each into the
-    first pack that has room for it.
-
-    That needs at most 11/9 of the fewest packs that would do (Johnson 1973), and mostly the fewest.
+    first pack that has room for it (at most 11/9 of the fewest packs that would do, Johnson 1973).
 
     Args:
         micro_batch: most documents of a pack.
         tokens_per_pack: most tokens of a pack (0 = any number). A document that is longer has its own pack.
     """
-    assert micro_batch >= 1 and tokens_per_pack >= 0, f"{micro_batch=}, {tokens_per_pack=}"
     filled: list[list[Document]] = []
     tokens: list[int] = []
     for document in _longest_first(documents, size_of):
@@ -83,7 +75,8 @@ def packs_of(
     In `lockstep`, where the frozen model is sharded, every process must run as many forwards as the one that
     has most: one with fewer walks its last pack again for nothing.
     """
-    each = [packs(share, size_of=size_of, **limits) for share in _shares(documents, num_processes, size_of)]
+    shares = shares_of(documents, num_processes, size_of)
+    each = [packs(share, size_of=size_of, **limits) for share in shares]
     mine = [(pack, True) for pack in each[process]]
     if lockstep:
         again = mine[-1][0] if mine else list(documents[:1])

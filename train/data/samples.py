@@ -2,18 +2,19 @@
 
     python -m retain.train.data.samples --model smollm2-135m --output runs/documents/smollm2-135m.jsonl
 
-The model writes texts, each on a topic that it is asked for, into OUTPUT.texts.jsonl; a document is two of
-them, and no text is in two documents. In three of four a few sentences with facts are put between the
-sentences, and a question about one of them stands beside it, with its answer; the others are the texts alone.
-Everything is drawn from the seed, so that the same command writes the same files on the same machine; texts
-that are there are gone on with.
+The model writes texts, each on a topic that it is asked for, into OUTPUT.texts.jsonl (with `--from FILE`
+texts are read instead); a document is two of them, and no text is in two documents. In three of four a few
+sentences with facts are put between the sentences, and a question about one of them stands beside it, with
+its answer; the others are the texts alone. Everything is drawn from the seed, so that the same command writes
+the same files on the same machine.
 """
 
 import argparse
 import json
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,10 @@ from tqdm import tqdm
 from retain.models.named import load
 from retain.process.command import command
 from retain.process.provenance import write_text
+from retain.train.data.sources import read_jsonl
 
+# Texts that are written at once.
+BATCH = 32
 FORMS = ("essay", "report", "story", "guide", "lecture", "letter", "chapter of a book", "magazine article")
 TOPICS = (
     *("the history of bread", "life in a harbour town", "how bridges are built", "the migration of birds"),
@@ -84,21 +88,13 @@ def document_of(text: str, rng: random.Random) -> dict[str, str]:
 
 
 @torch.no_grad()
-def write_texts(
-    model: Any, tokenizer: Any, prompts: Sequence[str], *, tokens: int, least: int, seed: int
-) -> list[str]:
-    """What the model writes to each prompt, sampled at temperature 0.8 from the 50 likeliest tokens.
-
-    Args:
-        tokens: at most so many of each.
-        least: at least so many of each.
-        seed: of the samples.
-    """
+def write_texts(model: Any, tokenizer: Any, prompts: Sequence[str], *, tokens: int, seed: int) -> list[str]:
+    """Samples a text for each prompt, of `tokens / 2` to `tokens` tokens, at temperature 0.8 from the 50
+    likeliest tokens."""
     asked = list(prompts)
     if tokenizer.chat_template is not None:
-        how = {"tokenize": False, "add_generation_prompt": True}
         chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
-        asked = [tokenizer.apply_chat_template(chat, **how) for chat in chats]
+        asked = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
     tokenizer.padding_side = "left"
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -110,79 +106,57 @@ def write_texts(
         temperature=0.8,
         top_k=50,  # top_p sorts the vocabulary at every token, which takes as long as the model
         max_new_tokens=tokens,
-        min_new_tokens=least,
+        min_new_tokens=tokens // 2,
     )
     written = tokenizer.batch_decode(output[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
     return [text.strip() for text in written]
 
 
-def composed(texts: Sequence[str], seed: int, join: int = 2) -> list[dict[str, str]]:
-    """Documents of texts: each a few of them, one behind the other, three in four with facts. No text is in
-    two documents, so that what is held out of them shows nothing that was trained on."""
+def sampled(name: str, *, texts: int, tokens: int, seed: int) -> Iterator[str]:
+    """Yields texts that a model writes, a batch at a time, each on a drawn topic."""
+    model, tokenizer = load(name)
+    for number in tqdm(range(-(-texts // BATCH)), unit="batch"):
+        rng = random.Random(f"texts {seed}/{number}")
+        prompts = [
+            f"Write a long and detailed {rng.choice(FORMS)} about {rng.choice(TOPICS)}." for _ in range(BATCH)
+        ]
+        yield from write_texts(model, tokenizer, prompts, tokens=tokens, seed=seed * 10**6 + number)
+
+
+def composed(texts: Sequence[str], seed: int) -> list[dict[str, str]]:
+    """Documents of two texts each, one behind the other, three in four with facts. No text is in two
+    documents, so that what is held out of them shows nothing that was trained on."""
     drawn = random.Random(f"documents {seed}").sample(list(texts), len(texts))
     return [
-        document_of(
-            "\n\n".join(drawn[start : start + join]), random.Random(f"document {seed}/{start // join}")
-        )
-        for start in range(0, len(drawn) - join + 1, join)
+        document_of("\n\n".join(pair), random.Random(f"document {seed}/{number}"))
+        for number, pair in enumerate(zip(drawn[::2], drawn[1::2], strict=False))
     ]
 
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Writes texts beside the output, going on with what is there, and then documents of all but the last."""
+    """Writes or reads texts, and then documents of them."""
     parser = argparse.ArgumentParser(prog="python -m retain.train.data.samples", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--model", default="smollm2-135m", help="name, folder or hub name of a chat model")
     parser.add_argument("--output", type=Path, required=True, help="jsonl that the documents are written to")
-    parser.add_argument("--texts", type=int, default=320, help="that the model writes")
-    parser.add_argument("--held", type=int, default=40, help="last texts, of which no document is made")
-    parser.add_argument(
-        "--from", type=Path, dest="written", help="texts written before, in place of new ones"
-    )
+    parser.add_argument("--from", type=Path, dest="written", help="texts that were written before")
+    parser.add_argument("--texts", type=int, default=280, help="how many texts, two of a document")
     parser.add_argument("--tokens", type=int, default=384, help="tokens of a text, at most")
-    parser.add_argument("--batch", type=int, default=32, help="texts that are written at once")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--dtype", default="auto", help="of the weights, as torch calls it")
     given = parser.parse_args(arguments)
     given.output.parent.mkdir(parents=True, exist_ok=True)
     kept = given.written or given.output.with_suffix(".texts.jsonl")
     if given.written is None:
-        _write(kept, given)
-    elif not kept.is_file():
-        raise ValueError(f"--from {kept}: there is no such file; leave it out, and the model writes texts.")
-    texts = [
-        json.loads(line)["text"] for line in kept.read_text(encoding="utf-8").splitlines()[: given.texts]
-    ]
-    if len(texts) < given.held + 2:
-        raise ValueError(
-            f"{kept} has {len(texts)} texts, and {given.held} are kept back: write more (--texts)."
-        )
-    made, held = texts[: len(texts) - given.held], texts[len(texts) - given.held :]
-    rows = composed(made, given.seed)
-    write_text(given.output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    write_text(given.output.with_suffix(".held.txt"), "\n\n".join(held) + "\n")
+        written = sampled(given.model, texts=given.texts, tokens=given.tokens, seed=given.seed)
+        write_text(kept, _lines([{"text": text} for text in written]))
+    texts = [row.values["text"] for row in islice(read_jsonl(str(kept)), given.texts)]
+    write_text(given.output, _lines(composed(texts, given.seed)))
     return 0
 
 
-def _write(kept: Path, given: argparse.Namespace) -> None:
-    """Lets the model write texts into a file, behind those that are there."""
-    there = kept.read_text(encoding="utf-8").splitlines() if kept.is_file() else []
-    begun = len(there) // given.batch  # a batch that was cut is written again
-    write_text(kept, "".join(f"{line}\n" for line in there[: begun * given.batch]))
-    model, tokenizer = load(given.model, dtype=given.dtype)
-    batches = range(begun, -(-given.texts // given.batch))
-    with kept.open("a", encoding="utf-8") as file:
-        for number in tqdm(batches, unit="batch", initial=begun, total=len(batches) + begun):
-            rng = random.Random(f"texts {given.seed}/{number}")
-            prompts = [
-                f"Write a long and detailed {rng.choice(FORMS)} about {rng.choice(TOPICS)}."
-                for _ in range(given.batch)
-            ]
-            how = {"tokens": given.tokens, "least": given.tokens // 2, "seed": given.seed * 10**6 + number}
-            for text in write_texts(model, tokenizer, prompts, **how):
-                file.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
-            file.flush()
+def _lines(rows: Sequence[dict[str, str]]) -> str:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
 if __name__ == "__main__":

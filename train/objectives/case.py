@@ -1,7 +1,7 @@
 """Defines a loss term's input: one layer's predictions and targets of a document, and the settings."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -18,11 +18,8 @@ class LossSettings:
     """The terms and what they need."""
 
     terms: dict[str, NotNegative] = field(default_factory=lambda: {"mse": 1.0, "pairwise": 0.5})
-    """Name in `TERMS` -> weight; 0 reports a term and does not train on it."""
-    huber_delta: Positive = 1.0
-    """Where the Huber loss turns linear, in the gate's unit (nats of log-risk)."""
-    smooth_l1_beta: Positive = 1.0
-    """The same of Locret's SmoothL1, in mass or risk."""
+    """Weight of each term: `mse`, `smooth_l1`, `bce`, `smooth`, `pairwise`, `layer_output`; 0 reports a term
+    and does not train on it."""
     keep_ratios: tuple[ProperShare, ...] = (0.1, 0.2, 0.4)
     """Budgets whose boundary is trained."""
     band: PositiveShare = 0.15
@@ -31,26 +28,17 @@ class LossSettings:
     """Pairs per head, budget and document."""
     temperature: Positive = 1.0
     """Difference in the gate's unit at which a pair counts as told apart, or an entry as kept."""
-    margin: NotNegative = 0.01
-    """Of the hinge, in the gate's unit."""
-    listwise: Literal["sum", "softmax"] = "sum"
-    """How a prediction becomes a distribution: `sum` (divided by its sum) or `softmax` (of the gate's output
-    over `temperature`)."""
-    layer_output: Literal["exact", "bound"] = "exact"
-    """`exact` (attention is run with the soft keep-mask) or `bound` (linear in it)."""
-    output_norm: Literal["l1", "l2"] = "l2"
-    """Of the residual stream, for `layer_output: exact`."""
     output_queries: Whole = 64
     """Queries of a document, and of each branch, that `layer_output` looks at; 0: all."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One layer of one document, with a batch axis of one.
+    """A layer's predictions and targets of one document, with a batch axis of one.
 
     Args:
-        output_BHT: what the gate said, in its own unit.
-        target_BHT: what it should have said, as risk, mass or rank; 0 where nothing is defined.
+        output_BHT: the gate's output, in its unit.
+        target_BHT: the output that is wanted, as risk, mass or rank; 0 where nothing is defined.
         reached_BHT: entries that count.
         gate: for its unit and its floor.
         settings: of all terms.
@@ -69,9 +57,12 @@ class Case:
     horizon: int
 
     @property
-    def target_own_BHT(self) -> Float[Tensor, "B H T"]:
-        """The target in the gate's own unit."""
-        return target_for_loss(self.target_BHT, self.gate)
+    def wanted_BHT(self) -> Float[Tensor, "B H T"]:
+        """The target in the gate's unit: `log(risk + floor)`, the floor per head, for gates that say
+        log-risk; as it is for all others."""
+        if self.gate.unit == "log_risk":
+            return (self.target_BHT + self.gate.risk_floor_H.to(self.target_BHT.device)[:, None]).log()
+        return self.target_BHT
 
     def reached_of(self, values_BHT: Tensor, other: float = 0.0) -> Tensor:
         """The values of reached entries; those of others, which may hold anything (and 0 times infinity is
@@ -94,14 +85,6 @@ def keyed_generator(key: tuple[int, ...]) -> torch.Generator:
         state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
         state ^= state >> 27
     return torch.Generator().manual_seed(state >> 1)
-
-
-def target_for_loss(target: Float[Tensor, "*B H T"], gate: Gate) -> Float[Tensor, "*B H T"]:
-    """A target in the gate's own unit: `log(risk + floor)`, the floor per head, for gates that say log-risk;
-    as it is for all others."""
-    if gate.unit == "log_risk":
-        return (target + gate.risk_floor_H.to(target.device)[:, None]).log()
-    return target
 
 
 def mean_over_reached(

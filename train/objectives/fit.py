@@ -8,27 +8,26 @@ from retain.train.objectives.targets import TargetSettings, target_unit
 from retain.train.settings import refuse, unknown
 from retain.train.teacher import Frozen
 
-PAIRED = {"pairwise", "hinge"}
-BUDGETED = PAIRED | {"boundary", "layer_output"}
+BUDGETED = {"pairwise", "layer_output"}
 # Terms that fit some units only.
 UNITS_OF = {"bce": ("mass",), "smooth_l1": ("mass", "risk", "rank")}
 
 
 def check_losses(settings: LossSettings) -> None:
     """Raises ValueError with all settings that mean nothing."""
-    ranked, paired = (sorted(terms & settings.terms.keys()) for terms in (BUDGETED, PAIRED))
+    budgeted = sorted(BUDGETED & settings.terms.keys())
     refuse(
         (
             not any(settings.terms.values()),
             f"loss.terms={settings.terms} trains on nothing: give a term a positive weight",
         ),
         (
-            ranked and not settings.keep_ratios,
-            f"loss.terms {', '.join(ranked)} need at least one of loss.keep_ratios",
+            budgeted and not settings.keep_ratios,
+            f"loss.terms {', '.join(budgeted)} need at least one of loss.keep_ratios",
         ),
         (
-            paired and settings.pairs < 1,
-            f"loss.pairs={settings.pairs}: {', '.join(sorted(PAIRED))} need at least 1",
+            "pairwise" in settings.terms and settings.pairs < 1,
+            f"loss.pairs={settings.pairs}: pairwise needs at least 1",
         ),
         found=unknown(settings.terms, TERMS, what="loss term", key="loss.terms"),
     )
@@ -36,7 +35,6 @@ def check_losses(settings: LossSettings) -> None:
 
 def check_fit(settings: LossSettings, gate: Gate | type[Gate]) -> None:
     """Raises ValueError with all terms that say nothing about gates of this unit."""
-    instead = "mse or huber" if gate.unit == "log_risk" else "mse"
     refuse(
         (
             gate.ages,
@@ -47,7 +45,7 @@ def check_fit(settings: LossSettings, gate: Gate | type[Gate]) -> None:
             (
                 name in settings.terms and gate.unit not in units,
                 f"loss.terms.{name} is for gates whose output is {' or '.join(units)}, and that of "
-                f"family {gate.family!r} is {gate.unit}: use {instead}",
+                f"family {gate.family!r} is {gate.unit}: use mse",
             )
             for name, units in UNITS_OF.items()
         ),

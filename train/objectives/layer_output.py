@@ -1,14 +1,13 @@
 """Measures how far a layer's attention output moves when entries fade: a layer-local loss without a target.
 
 The keep-mask enters the attention as a logarithm added to the logits, so that what is left is renormalised as
-it is after an eviction, and no row of attention is held. As a bound, the loss is linear in the mask, with one
-coefficient an entry.
+it is after an eviction, and no row of attention is held.
 
 The loss is LAVa's (arXiv 2509.09754) and CriticalKV's (arXiv 2502.03805), who minimise it by hand-made
 scores.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -17,11 +16,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from retain.attention.chunked import truncate
-from retain.attention.received import received_attention
 from retain.evidence import Evidence
 from retain.kernels.gated_attention import gated_attention
-from retain.scores.value_norm import value_norms
-from retain.train.objectives.case import Case, LossSettings, boundary_of, keyed_generator
+from retain.train.objectives.case import Case, boundary_of, keyed_generator
 
 # Set behind the key of a document, so that these draws are not those of its pairs.
 QUERIES = 0x0BEE
@@ -30,15 +27,13 @@ BISECTIONS = 50
 
 
 def layer_output_loss(case: Case) -> Float[Tensor, ""]:
-    """Returns the share of the layer's output that is lost, mean over `keep_ratios` and over the document and
-    its branches.
+    """Returns the share of the layer's output that is lost (`relative_change`), mean over `keep_ratios` and
+    over the document and its branches.
 
-    With the soft keep-mask `m_hi = sigmoid((s_hi - threshold_h) / temperature)` on reached entries (1 on all
+    The soft keep-mask is `m_hi = sigmoid((s_hi - threshold_h) / temperature)` on reached entries and 1 on all
     others; the threshold is that of `budget_threshold`, so that as much is kept whatever the gate says, and a
-    number added to all scores of a head changes nothing), `exact` is `relative_change` and `bound` is
-    `sum_hi c_hi (1 - m_hi) / sum_hi c_hi` with the coefficients of `bound_coefficients`. Queries of the
-    document see entries nearer than `horizon` as they are; those of a branch see all of the document's
-    through the mask.
+    number added to all scores of a head changes nothing. Queries of the document see entries nearer than
+    `horizon` as they are; those of a branch see all of the document's through the mask.
 
     The document and the branches are taken one after another, and of each only its loss and the gradient that
     it sends to the gate's output are kept: memory is that of one of them, however many there are. So the
@@ -49,48 +44,31 @@ def layer_output_loss(case: Case) -> Float[Tensor, ""]:
             "the loss term `layer_output` looks at the layer itself: pass view= (of "
             "retain.train.teacher.walk)."
         )
-    settings = case.settings
+    temperature = case.settings.temperature
     known_BHT = case.output_BHT.masked_fill(~case.reached_BHT, 0.0)
     trained = torch.is_grad_enabled() and known_BHT.requires_grad
     masks = []  # of each budget: the logarithm of the keep-mask, a leaf that parts look at, what they sent
     for threshold_BH1 in budget_threshold(
-        known_BHT, case.reached_BHT, settings.keep_ratios, settings.temperature
+        known_BHT, case.reached_BHT, case.settings.keep_ratios, temperature
     ):
-        log_keep_BHT = functional.logsigmoid((known_BHT - threshold_BH1) / settings.temperature)
+        log_keep_BHT = functional.logsigmoid((known_BHT - threshold_BH1) / temperature)
         log_keep_BHT = log_keep_BHT.masked_fill(~case.reached_BHT, 0.0)
         leaf_BHT = log_keep_BHT.detach().requires_grad_(trained)
         masks.append((log_keep_BHT, leaf_BHT, torch.zeros_like(leaf_BHT)))
     total, count = torch.zeros_like(known_BHT[0, 0, :0].sum()), 0
     for evidence, horizon in _parts(case):
-        lost = _lost(evidence, horizon, known_BHT.shape[-1], settings)
+        with torch.no_grad():
+            whole_BSE = layer_output(evidence, None, horizon)
         for _, leaf_BHT, gradient_BHT in masks:
-            loss = lost(leaf_BHT)
+            loss = relative_change(evidence, leaf_BHT, horizon, whole_BSE)
             if trained:
                 gradient_BHT += torch.autograd.grad(loss, leaf_BHT)[0]
             total, count = total + loss.detach(), count + 1
-        del evidence, lost
+        del evidence
     # The graph behind the value holds only the gradients that the parts have sent; they add 0.
     for log_keep_BHT, leaf_BHT, gradient_BHT in masks:
         total = total + ((log_keep_BHT - leaf_BHT.detach()) * gradient_BHT).sum()
     return total / max(1, count)
-
-
-def _lost(
-    evidence: Evidence, horizon: int, entries: int, settings: LossSettings
-) -> Callable[[Tensor], Tensor]:
-    """Logarithm of a keep-mask -> the loss of one part under it. It computes once what no mask changes."""
-    if settings.layer_output == "exact":
-        with torch.no_grad():
-            whole_BSE = layer_output(evidence, None, horizon)
-        order = 1 if settings.output_norm == "l1" else 2
-        return lambda log_keep_BHT: relative_change(evidence, log_keep_BHT, horizon, order, whole_BSE)
-    bound_BHT = bound_coefficients(evidence, horizon, entries)
-    scale = bound_BHT.sum().clamp_min(torch.finfo(bound_BHT.dtype).tiny)
-
-    def under(log_keep_BHT: Tensor) -> Tensor:
-        return (bound_BHT * -torch.expm1(log_keep_BHT)[..., : bound_BHT.shape[-1]]).sum() / scale
-
-    return under
 
 
 def budget_threshold(
@@ -197,47 +175,21 @@ def relative_change(
     evidence: Evidence,
     log_keep_BHT: Float[Tensor, "B H entries"],
     horizon: int,
-    order: int,
-    whole_BSE: Float[Tensor, "B S E"] | None = None,
+    whole_BSE: Float[Tensor, "B S E"],
 ) -> Float[Tensor, ""]:
-    """`mean_j ||y_j - y'_j||_p / mean_j ||y_j||_p` (p = `order`) over the held queries j that are there.
+    """`mean_j ||y_j - y'_j||_2 / mean_j ||y_j||_2` over the held queries j that are there.
 
     Entries behind those of the mask, and nearer than `horizon`, are not masked; `whole_BSE` is y
-    (`layer_output` without a mask; None: it is computed).
+    (`layer_output` without a mask).
     """
     # Cut where the evidence ends, filled with 0 (kept) where it goes on.
-    T, asks_BS = evidence.num_seen, evidence.asks_BS
+    T, asks_BS = evidence.num_seen, evidence.asks_BS.to(whole_BSE.device)
     log_keep_BHT = functional.pad(log_keep_BHT[..., :T].contiguous(), (0, max(0, T - log_keep_BHT.shape[-1])))
-    with torch.no_grad():
-        if whole_BSE is None:
-            whole_BSE = layer_output(evidence, None, horizon)
-        scale = _mean_over(asks_BS, torch.linalg.vector_norm(whole_BSE, order, dim=-1))
-    masked_BSE = layer_output(evidence, log_keep_BHT, horizon)
-    change = _mean_over(asks_BS, torch.linalg.vector_norm(whole_BSE - masked_BSE, order, dim=-1))
+
+    def mean_norm(output_BSE: Tensor) -> Tensor:
+        norm_BS = torch.linalg.vector_norm(output_BSE, dim=-1)
+        return norm_BS.masked_fill(~asks_BS, 0.0).sum() / asks_BS.sum().clamp_min(1)
+
+    change = mean_norm(whole_BSE - layer_output(evidence, log_keep_BHT, horizon))
+    scale = mean_norm(whole_BSE)
     return change / scale.clamp_min(torch.finfo(scale.dtype).tiny)
-
-
-def _mean_over(asks_BS: Tensor, each_BS: Tensor) -> Tensor:
-    """Mean over the queries that are there; the output at others means nothing."""
-    asks_BS = asks_BS.to(each_BS.device)
-    return each_BS.masked_fill(~asks_BS, 0.0).sum() / asks_BS.sum().clamp_min(1)
-
-
-@torch.no_grad()
-def bound_coefficients(evidence: Evidence, horizon: int, entries: int) -> Float[Tensor, "B H entries"]:
-    """Coefficients of a bound on the change that is linear in the mask:
-    `mean_j ||y_j - y'_j||_1 <= sum_hi c_hi (1 - m_hi)`.
-
-    `c_hi = mean_j sum_{q in group(h)} a_qji (||v_i W_O^q||_1 + max_k ||v_k W_O^q||_1)`, a mean over the
-    queries that are there, of which those nearer to i than `horizon` pay nothing. For with `s = sum_i a_i
-    m_i` (and a sink's share), a head's output moves by `sum_i a_i (1 - m_i) v_i - (1 - s) o'`, `1 - s =
-    sum_i a_i (1 - m_i)`, and `o'` is no longer than the longest value. The same holds of the 2-norm, which is
-    no larger. Only the first `entries` (as far as the evidence has them) may be masked.
-    """
-    entries = min(entries, evidence.num_seen)
-    (sum_BQT,) = received_attention(evidence, "sum", entries=entries, distance=horizon)
-    norm_BQT = value_norms(evidence).masked_fill(~evidence.valid_BT[:, None], 0.0)
-    weight_BQT = norm_BQT[..., :entries] + norm_BQT.amax(-1, keepdim=True)
-    asked_B11 = evidence.asks_BS.sum(-1).clamp_min(1).to(sum_BQT.device)[:, None, None]
-    each_BQT = sum_BQT * weight_BQT / asked_B11
-    return each_BQT.unflatten(1, (evidence.num_heads, -1)).sum(2)

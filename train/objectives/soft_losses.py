@@ -11,7 +11,7 @@ punishes the gated model where the full one is sure (TRIM-KV's `fwkl`); `kl_reve
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -24,6 +24,8 @@ from retain.hf.model.decoder import base_model
 VOCABULARY = ("kl_forward", "kl_reverse", "next_token")
 # Where a token has no next one.
 NO_TOKEN = -100
+# Tokens whose logits exist at a time.
+CHUNK = 256
 # Numbers of one block of pairs of entries that exist at once.
 BLOCK = 2**22
 # Of each layer.
@@ -81,25 +83,22 @@ def vocabulary_terms(
     next_N: Int[Tensor, " N"],
     wanted: Collection[str],
     *,
-    temperature: float = 1.0,
-    chunk: int = 256,
+    chunk: int = CHUNK,
 ) -> dict[str, Float[Tensor, " N"]]:
     """Terms over the vocabulary, one number a token.
 
-    With `p = softmax(full logits / tau)` and `q = softmax(gated logits / tau)`,
+    With `p = softmax(full logits)` and `q = softmax(gated logits)`,
 
-        kl_forward = tau^2 sum_v p_v (log p_v - log q_v)
-        kl_reverse = tau^2 sum_v q_v (log q_v - log p_v)
-        next_token = -log softmax(gated logits)[next]
+        kl_forward = sum_v p_v (log p_v - log q_v)
+        kl_reverse = sum_v q_v (log q_v - log p_v)
+        next_token = -log q[next]
 
-    (`tau^2` keeps the size of the gradient: Distilling the Knowledge in a Neural Network, arXiv 1503.02531).
     Logits exist for `chunk` tokens at a time, and are made again for the gradient.
 
     Args:
         gated_NE: last hidden states of the gated model, with their graph.
         full_NE: of the full model.
         next_N: the token that follows, or -100 where none does (then `next_token` is 0).
-        chunk: tokens at a time; changes memory, not the result.
     """
     names = [name for name in VOCABULARY if name in wanted]
     if not names:
@@ -115,14 +114,14 @@ def vocabulary_terms(
             )
         if len(names) > len(found):
             with torch.no_grad():
-                log_p_MV = (head(full_ME).to(gated_MV.dtype) / temperature).log_softmax(-1)
-            log_q_MV = (gated_MV / temperature).log_softmax(-1)
+                log_p_MV = head(full_ME).to(gated_MV.dtype).log_softmax(-1)
+            log_q_MV = gated_MV.log_softmax(-1)
             for name, (a_MV, b_MV) in {
                 "kl_forward": (log_p_MV, log_q_MV),
                 "kl_reverse": (log_q_MV, log_p_MV),
             }.items():
                 if name in names:
-                    found[name] = temperature**2 * (a_MV.exp() * (a_MV - b_MV)).sum(-1)
+                    found[name] = (a_MV.exp() * (a_MV - b_MV)).sum(-1)
         return tuple(found[name] for name in names)
 
     pieces = [
@@ -198,7 +197,7 @@ def open_entries(
     one block of `BLOCK` numbers.
 
     Args:
-        log_gate_BHT: phi, at most 0; 0 on entries that are spared.
+        log_gate_BHT: phi, at most 0; 0 on entries without a gate.
         valid_BT: False on padding, which is never open.
         rows_BR: the t that are asked about, as entry indices: of each sequence, or the same of all.
         protected: entries of the recent window.
@@ -233,42 +232,30 @@ def rows_of(valid_BT: Valid, count: int) -> Int[Tensor, "B R"]:
     which is padding, and so counts as nothing (`capacity_term`).
     """
     first = [valid_BT.shape[1] - int(num_tokens) for num_tokens in valid_BT.sum(-1).tolist()]
-    own = [start + even_rows(valid_BT.shape[1] - start, count) for start in first]
-    longest = max(len(rows_R) for rows_R in own)
+    even = [start + even_rows(valid_BT.shape[1] - start, count) for start in first]
+    longest = max(len(rows_R) for rows_R in even)
     rows = [
         functional.pad(rows_R, (longest - len(rows_R), 0), value=start - 1)
-        for start, rows_R in zip(first, own, strict=True)
+        for start, rows_R in zip(first, even, strict=True)
     ]
     return torch.stack(rows).to(valid_BT.device)
 
 
 def capacity_term(
-    open_BXR: Float[Tensor, "B counted R"],
-    seen_BR: Float[Tensor, "B R"],
-    limit_BR: Float[Tensor, "B R"],
-    *,
-    variant: Literal["paper", "code"],
+    open_BXR: Float[Tensor, "B counted R"], seen_BR: Float[Tensor, "B R"], limit_BR: Float[Tensor, "B R"]
 ) -> Float[Tensor, " B"]:
-    """A hinge on how much is open, of TRIM-KV (arXiv 2512.03324), mean over X (heads, or one for all).
-
-    With t tokens seen, `S_t` entries open and a limit of `M_t` (M, or keep_ratio t):
-
-        paper   (1 / n) sum_t max(0, S_t - M_t) / t
-        code    mean over the t where it is not 0 of min(1, max(0, S_t - M_t) / max(t - M_t, 1))
+    """`(1 / n) sum_t max(0, S_t - M_t) / t`, a hinge on how much is open (TRIM-KV, arXiv 2512.03324; its code
+    divides by `t - M_t` instead), mean over X (heads, or one for all).
 
     Args:
-        open_BXR: S_t, at rows R.
-        seen_BR: t; 0 where the row is padding and does not count.
-        limit_BR: M_t.
+        open_BXR: S_t, entries open, at rows R.
+        seen_BR: t, tokens seen; 0 where the row is padding and does not count.
+        limit_BR: M_t, the budget (M, or keep_ratio t).
     """
-    counts_BXR = (seen_BR > 0)[:, None].expand_as(open_BXR)
-    excess_BXR = (open_BXR - limit_BR[:, None]).relu().masked_fill(~counts_BXR, 0.0)
-    if variant == "paper":
-        each_BXR = excess_BXR / seen_BR.clamp_min(1)[:, None]
-    else:
-        each_BXR = (excess_BXR / (seen_BR - limit_BR).clamp_min(1)[:, None]).clamp_max(1.0)
-        counts_BXR = each_BXR.detach() > 0
-    return (each_BXR.sum(-1) / counts_BXR.sum(-1).clamp_min(1)).mean(-1)
+    counts_BR = seen_BR > 0
+    excess_BXR = (open_BXR - limit_BR[:, None]).relu().masked_fill(~counts_BR[:, None], 0.0)
+    each_BXR = excess_BXR / seen_BR.clamp_min(1)[:, None]
+    return (each_BXR.sum(-1) / counts_BR.sum(-1).clamp_min(1)[:, None]).mean(-1)
 
 
 def closed_term(log_gates: LogGates, valid_BT: Valid, keep: float) -> Float[Tensor, " B"]:

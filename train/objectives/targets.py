@@ -18,8 +18,6 @@ from retain.gates import GateInputs
 from retain.train.settings import refuse, section, unknown
 from retain.train.teacher import View
 
-Granularity = Literal["head", "layer", "token"]
-
 
 @section
 class TargetSettings:
@@ -36,9 +34,6 @@ class TargetSettings:
     weight: Literal["none", "value_norm", "value_norm_over_hidden"] = "value_norm"
     """Of the attention paid: `none`, `value_norm` (times the norm of the projected value), or
     `value_norm_over_hidden` (that over the norm of the query's attention input)."""
-    granularity: Granularity = "head"
-    """`head` (each KV head its own), `layer` (the mean over heads, for all heads of a layer) or `token` (the
-    mean over heads and layers, for all)."""
     horizon: Tokens = 8
     """Distance in tokens from which an own query counts; the recent window that is protected at inference."""
     floor: Positive = 2e-3
@@ -74,12 +69,8 @@ def target_unit(settings: TargetSettings) -> str:
 
 def layer_target(view: View, settings: TargetSettings) -> tuple[Float32[Tensor, "H T"], Bool[Tensor, "H T"]]:
     """Returns the target of one layer's entries of one document, at least 0 and 0 where it is not defined,
-    and whether it is defined for an entry: that of the kind, averaged by `settings.granularity` (`token`
-    likewise, and `token_targets` takes the mean over layers of it)."""
-    use_HT, reached_HT = TARGETS[settings.kind](view, settings)
-    if settings.granularity != "head":
-        use_HT = use_HT.mean(0, keepdim=True).expand_as(use_HT)
-    return use_HT, reached_HT
+    and whether it is defined for an entry."""
+    return TARGETS[settings.kind](view, settings)
 
 
 def future_target(view: View, settings: TargetSettings) -> tuple[Tensor, Tensor]:
@@ -101,12 +92,6 @@ def future_target(view: View, settings: TargetSettings) -> tuple[Tensor, Tensor]
 TARGETS: dict[str, Callable[[View, TargetSettings], tuple[Tensor, Tensor]]] = {
     "future_use": future_target,
 }
-
-
-def joined_for(settings: TargetSettings) -> tuple[str, ...]:
-    """Returns the evidence of a branch that `layer_target` needs beside queries, keys, values (`joined` of
-    `walk`)."""
-    return ("hidden",) if settings.weight == "value_norm_over_hidden" else ()
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,8 @@ import copy
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,7 +22,7 @@ from tqdm import tqdm
 from retain.config import to_mapping
 from retain.evidence import Evidence
 from retain.gates import GateSet
-from retain.hf.intercept.observe import observe_ahead
+from retain.hf.intercept.observe import observe
 from retain.process.provenance import code_state, environment
 from retain.train.calibration.fit import LayerLook, Look, calibrate_, look_at
 from retain.train.data.branches import readings_of
@@ -32,142 +30,76 @@ from retain.train.data.document import Document
 from retain.train.objectives.targets import TargetSettings, layer_target, target_unit
 from retain.train.recipe import DistillConfig
 from retain.train.run.parallel import Accelerator, gather_object, is_sharded, on_main_process
-from retain.train.run.signals import Signals
 from retain.train.teacher import Frozen, View, walk
 
-Found = TypeVar("Found")
 
-
-def reports_of(
+def calibration_of(
     config: DistillConfig, gates: GateSet, frozen: Frozen, corpus: Any, accelerator: Accelerator
-) -> dict[str, Any]:
-    """Calibrates the gates once training is over (its last checkpoint is on disk), on every process
-    alike; calibrators are put in. Returns `calibration` (None: none was wanted).
-
-    Raises:
-        ValueError: on every process, if it cannot be done; says that training is not lost.
-        StopRequested: a signal asked for it.
-    """
-    reports: dict[str, Any] = {"calibration": None}
-    if not corpus.held_out:
-        return reports
-    promise = "finishing this document (training is over, and its last checkpoint is on disk)"
-    with _not_lost(config), Signals(accelerator, Path(config.output), promise) as signals:
-        if config.calibration.wanted:
-            together = is_sharded(frozen.model)
-            looks = _of_each(
-                config,
-                together,
-                accelerator,
-                signals,
-                corpus.held_out,
-                lambda document: _look(config, gates, frozen, document),
-            )
-            accelerator.print(
-                f"calibration: fitting {config.calibration.kind!r} to {len(corpus.held_out)} documents"
-            )
-            reports["calibration"] = _fitted(config, gates, looks, accelerator)
-    return reports
-
-
-@contextmanager
-def _not_lost(config: DistillConfig) -> Iterator[None]:
-    """Inside, an error also says that the run need not be trained again."""
-    note = (
-        f"Training is over: all {config.training.steps} steps are in the last checkpoint of {config.output}, "
-        "and the same command, also with other calibration.* (kind=none leaves it out), goes on from there "
-        "without training again."
-    )
+) -> dict[str, Any] | None:
+    """Calibrates the gates once training is over (its last checkpoint is on disk), on every process alike;
+    calibrators are put in. Returns the record (None: none was wanted). ValueError: on every process, if it
+    cannot be done; says that training is not lost."""
+    if not corpus.held_out or config.calibration.kind == "none":
+        return None
+    together = is_sharded(frozen.model)
+    each, place = (1, 0) if together else (accelerator.num_processes, accelerator.process_index)
+    looks: list[Look] = []
+    problem: str | None = None
     try:
-        yield
+        documents = corpus.held_out[place::each]
+        show = accelerator.is_main_process
+        for document in tqdm(documents, desc="calibration", unit="doc", disable=not show):
+            looks.append(_look(config, gates, frozen, document))
     except ValueError as error:
-        raise ValueError(f"{error} {note}") from error
-    except Exception as error:
-        error.add_note(note)
-        raise
-
-
-def _of_each(
-    config: DistillConfig,
-    together: bool,
-    accelerator: Accelerator,
-    signals: Signals,
-    documents: Sequence[Document],
-    ask: Callable[[Document], Found],
-) -> list[Found]:
-    """The finding of each document, in order, on the first process; elsewhere nothing is kept.
-
-    A document a process and round (or, `together`, all of them the same one); after each round the processes
-    compare notes on signals and errors.
-    """
-    each = 1 if together else accelerator.num_processes
-    place = 0 if together else accelerator.process_index
-    kept: list[Found] = []
-    show = accelerator.is_main_process
-    with tqdm(total=len(documents), desc="calibration", unit="doc", disable=not show) as bar:
-        for start in range(0, len(documents), each):
-            mine: tuple[Found | None, str | None] = (None, None)
-            try:
-                if start + place < len(documents):
-                    mine = (ask(documents[start + place]), None)
-            except ValueError as error:
-                if each == 1:
-                    raise
-                mine = (None, str(error))
-            everyone = [mine] if each == 1 else gather_object([mine])
-            if problems := [said for _, said in everyone if said is not None]:
-                raise ValueError(problems[0])
-            found = [one for one, _ in everyone if one is not None]
-            kept += found if show else []
-            bar.update(len(found))
-            if signals.requested:
-                bar.close()
-                signals.stop(config.training.steps)
-    return kept
-
-
-def _look(config: DistillConfig, gates: GateSet, frozen: Frozen, document: Document) -> Look:
-    """Each layer's look at one document.
-
-    The unit is risk, whatever the gates learned: their own target where it is one, else the default's.
-    """
-    settings, target = config.calibration, config.target
-    if target_unit(target) != "risk" or target.granularity != "head" or config.stage != "local":
-        target = TargetSettings(horizon=target.horizon, chunk=target.chunk)
-    own: dict[int, LayerLook] = {}
-    shown: dict[int, Evidence] = {}
-    if gates.extension is not None:
-        ids_BT = torch.tensor([document.context_ids], device=frozen.model.device)
-        shown = {layer.layer_idx: layer for layer in observe_ahead(frozen.model, gates, ids_BT)}
-
-    def see(views: list[View]) -> None:
-        for view in views:
-            target_HT, reached_HT = layer_target(view, target)
-            evidence = shown.get(view.layer_idx, view.document)
-            own[view.layer_idx] = look_at(
-                gates, evidence, target_HT, reached_HT.any(0), settings, key=document.key
-            )
-
-    walk(frozen, readings_of([document], target, frozen), see, wanted=gates.inputs)
-    return own
-
-
-def _fitted(
-    config: DistillConfig, gates: GateSet, looks: Sequence[Look], accelerator: Accelerator
-) -> dict[str, Any]:
-    """The record, and the calibrators in the gates: fitted by the first process, handed to the others."""
+        problem = str(error)
+    everyone = gather_object([([] if together and not accelerator.is_main_process else looks, problem)])
 
     def fit() -> tuple[Any, nn.ModuleDict]:
-        calibrate_(gates, looks, config.calibration)
+        whole = [everyone[number % each][0][number // each] for number in range(len(corpus.held_out))]
+        calibrate_(gates, whole, config.calibration)
         return gates.metadata.get("calibration"), copy.deepcopy(gates.calibrators).cpu()
 
-    record, calibrators = on_main_process(accelerator, fit)
+    try:
+        if problems := [said for _, said in everyone if said is not None]:
+            raise ValueError(problems[0])
+        record, calibrators = on_main_process(accelerator, fit)
+    except ValueError as error:
+        raise ValueError(
+            f"{error} Training is over: all {config.training.steps} steps are in the checkpoint of "
+            f"{config.output}, and the same command, also with other calibration.* (kind=none leaves it "
+            "out), goes on from there without training again."
+        ) from error
     if not accelerator.is_main_process:
         gates.calibrators = nn.ModuleDict(
             {layer: calibrator.to(gates[int(layer)].device) for layer, calibrator in calibrators.items()}
         )
         gates.metadata["calibration"] = record
     return record
+
+
+def _look(config: DistillConfig, gates: GateSet, frozen: Frozen, document: Document) -> Look:
+    """Each layer's look at one document.
+
+    The unit is risk, whatever the gates learned: their target where it is one, else the default's.
+    """
+    target = config.target
+    if target_unit(target) != "risk" or config.stage != "local":
+        target = TargetSettings(horizon=target.horizon, chunk=target.chunk)
+    looks: dict[int, LayerLook] = {}
+    shown: dict[int, Evidence] = {}
+    if gates.extension is not None:
+        ids_BT = torch.tensor([document.context_ids], device=frozen.model.device)
+        shown = {layer.layer_idx: layer for layer in observe(frozen.model, ids_BT, ahead=gates)}
+
+    def see(views: list[View]) -> None:
+        for view in views:
+            target_HT, reached_HT = layer_target(view, target)
+            evidence = shown.get(view.layer_idx, view.document)
+            counted_T = reached_HT.any(0)
+            looks[view.layer_idx] = look_at(gates, evidence, target_HT, counted_T, key=document.key)
+
+    walk(frozen, readings_of([document], target, frozen), see, wanted=gates.inputs)
+    return looks
 
 
 def metadata_of(

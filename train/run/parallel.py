@@ -16,10 +16,12 @@ optimiser are float32, the frozen model's precision is `dtype` of the training c
 `training.clip`.
 """
 
-import contextlib
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -31,16 +33,36 @@ from retain.process.extras import deferred, require
 
 with deferred("train", "accelerate", "accelerate.utils", what="training"):
     from accelerate import Accelerator as Accelerator  # other modules take both from here
-    from accelerate.utils import DistributedType
+    from accelerate.utils import DistributedType, patch_environment
     from accelerate.utils import gather_object as gather_object
 
 X = TypeVar("X")
-# How frozen weights lie on several devices: whole on each, in parts (two ways), or spread by one process.
-Sharding = Literal["replicated", "fsdp2", "zero3", "device_map"]
-# Of a sharded model's outermost module: which of the two.
+# Placement of frozen weights: whole on each device (or where `device_map` put them), or in parts, two ways.
+Sharding = Literal["replicated", "fsdp2", "zero3"]
+# Models whose weights are in parts.
 _SHARDED: "WeakKeyDictionary[nn.Module, Sharding]" = WeakKeyDictionary()
-# State of AdamW for every parameter, beside the number of steps.
-MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def make_accelerator(tracker: str, output: str = ".") -> Accelerator:
+    """Makes the accelerator, with one of its trackers if one was asked for (tensorboard writes to `tracker/`
+    in the run's folder, wandb reads its environment); ValueError where the launcher started several processes
+    that would each train alone, or the tracker's package is missing."""
+    options: dict[str, Any] = {}
+    if tracker != "none":
+        if find_spec(tracker) is None:
+            raise ValueError(
+                f'tracker={tracker} needs its package: pip install "retain-kv[{tracker}]", or leave '
+                "tracker=none (the log is in log.jsonl anyway)."
+            )
+        options = {"log_with": tracker, "project_dir": str(Path(output) / "tracker")}
+    accelerator = Accelerator(**options)
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world != accelerator.num_processes:
+        raise ValueError(
+            f"the launcher started {world} processes, and accelerate sees {accelerator.num_processes}: "
+            "without a GPU, set ACCELERATE_USE_CPU=true in the environment (see train/README.md)."
+        )
+    return accelerator
 
 
 class Synchroniser:
@@ -54,97 +76,70 @@ class Synchroniser:
         accelerator: of this process; says how many there are.
         gates: all of its parameters that require gradients are trained (a tied one once); they must be the
             same on every process.
+        settings: of AdamW.
 
     Raises:
         ValueError: nothing to train.
     """
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        gates: nn.Module,
-        *,
-        lr: float,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.0,
-        eps: float = 1e-8,
-    ):
+    def __init__(self, accelerator: Accelerator, gates: nn.Module, **settings: Any):
         self.accelerator, self.gates = accelerator, gates
-        self.parameters = {name: p for name, p in gates.named_parameters() if p.requires_grad}
+        self.parameters = [p for p in gates.parameters() if p.requires_grad]
         if not self.parameters:
             raise ValueError(
                 "these gates have no parameter that requires gradients: there is nothing to train."
             )
-        self.num_updates = 0
-        trained = list(self.parameters.values())
-        self.optimizer = torch.optim.AdamW(trained, lr=lr, betas=betas, weight_decay=weight_decay, eps=eps)
-
-    def lr_(self, lr: float) -> None:
-        """Set the learning rate of the steps to come; the schedule is the caller's."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-
-    def zero_(self) -> None:
-        """Forget the gradients."""
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer = torch.optim.AdamW(self.parameters, **settings)
 
     @torch.no_grad()
-    def step_(self, clip: float) -> float:
-        """Takes one optimiser step over all processes; every process must call it.
+    def step_(self, lr: float, clip: float) -> float:
+        """Takes one optimiser step over all processes, and forgets the gradients; every process must call it.
 
         Returns the norm of the mean gradient before it is clipped to the norm `clip`, the same number on
         every process. If it is not finite, on whichever process that came from, nothing was touched.
         """
-        # Gates follow their layers, which `device_map` may have spread: one buffer for each device.
-        by_device: dict[torch.device, list[nn.Parameter]] = {}
-        for parameter in self.parameters.values():
-            by_device.setdefault(parameter.device, []).append(parameter)
-        means = []
-        for parameters in by_device.values():
-            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-            flat = torch.cat([grad.flatten().float() for grad in grads])
-            means.append(self.accelerator.reduce(flat, reduction="mean"))
-        norms = [torch.linalg.vector_norm(flat, dtype=torch.float64).to(means[0].device) for flat in means]
-        norm = float(torch.linalg.vector_norm(torch.stack(norms)))
+        # Where `device_map` has spread the gates, there is one process: their gradients meet on one device.
+        device = self.parameters[0].device
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+        flat = torch.cat([grad.flatten().to(device, torch.float32) for grad in grads])
+        flat = self.accelerator.reduce(flat, reduction="mean")
+        norm = float(torch.linalg.vector_norm(flat, dtype=torch.float64))
         if not math.isfinite(norm):
             return norm
-        for flat, parameters in zip(means, by_device.values(), strict=True):
-            if norm > clip:
-                flat.mul_(clip / norm)
-            for p, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
-                p.grad = part.view(p.shape).to(p.dtype)
+        if norm > clip:
+            flat.mul_(clip / norm)
+        for p, part in zip(self.parameters, flat.split([p.numel() for p in self.parameters]), strict=True):
+            p.grad = part.view(p.shape).to(p.device, p.dtype)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
         self.optimizer.step()
-        self.zero_()
-        self.num_updates += 1
+        self.optimizer.zero_grad(set_to_none=True)
         return norm
 
-    @torch.no_grad()
-    def optimizer_tensors(self) -> dict[str, Tensor]:
-        """The moments of AdamW, on the CPU, as `<moment>/<parameter>`."""
-        return {
-            f"{moment}/{name}": (self.optimizer.state[p][moment] if self.num_updates else torch.zeros_like(p))
-            .detach()
-            .to("cpu", copy=True)
-            for moment in MOMENTS
-            for name, p in self.parameters.items()
-        }
+    def tensors(self) -> dict[str, Tensor]:
+        """Copies on the CPU of the gates' state, as `gates/<name>`, and of AdamW's, as
+        `optimizer/<number of the parameter>/<name>`."""
+        found = {f"gates/{name}": tensor for name, tensor in self.gates.state_dict().items()}
+        for number, state in self.optimizer.state_dict()["state"].items():
+            found |= {f"optimizer/{number}/{name}": tensor for name, tensor in state.items()}
+        return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in found.items()}
 
-    @torch.no_grad()
-    def load_(self, gates: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], num_updates: int) -> None:
-        """Goes on from a saved `state_dict` of the gates and `optimizer_tensors`, whatever the number of
-        processes that they were saved under."""
+    def load_(self, tensors: Mapping[str, Tensor]) -> None:
+        """Goes on from `tensors`, whatever the number of processes that they were saved under."""
+        gates: dict[str, Tensor] = {}
+        states: dict[int, dict[str, Tensor]] = {}
+        for name, tensor in tensors.items():
+            part, _, rest = name.partition("/")
+            if part == "gates":
+                gates[rest] = tensor
+            else:
+                number, _, rest = rest.partition("/")
+                states.setdefault(int(number), {})[rest] = tensor
         self.gates.load_state_dict(gates)
-        self.num_updates = num_updates
-        for name, p in self.parameters.items() if num_updates else ():
-            moments = {m: optimizer[f"{m}/{name}"].to(p.device, p.dtype, copy=True) for m in MOMENTS}
-            self.optimizer.state[p] = {"step": torch.tensor(float(num_updates)), **moments}
+        self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": states})
 
 
-def _num_processes() -> int:
-    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-
-
-@contextlib.contextmanager
+@contextmanager
 def loaded_whole() -> Iterator[None]:
     """Inside, `from_pretrained` gives every process the whole model, whatever accelerate was launched with.
 
@@ -155,17 +150,13 @@ def loaded_whole() -> Iterator[None]:
     """
     from transformers.integrations import deepspeed
 
-    before, name = deepspeed._hf_deepspeed_config_weak_ref, "FSDP_CPU_RAM_EFFICIENT_LOADING"
-    efficient = os.environ.get(name)
+    before = deepspeed._hf_deepspeed_config_weak_ref
     deepspeed._hf_deepspeed_config_weak_ref = None
-    os.environ[name] = "false"
     try:
-        yield
+        with patch_environment(FSDP_CPU_RAM_EFFICIENT_LOADING="false"):
+            yield
     finally:
         deepspeed._hf_deepspeed_config_weak_ref = before
-        del os.environ[name]
-        if efficient is not None:
-            os.environ[name] = efficient
 
 
 def on_main_process(accelerator: Accelerator, act: Callable[[], X]) -> X:
@@ -205,24 +196,13 @@ def check_alike(found: Mapping[str, str]) -> None:
 
 def leave_together_(accelerator: Accelerator) -> None:
     """Ends trackers and the process group, once every process has come here: the last act of a run that is
-    done or was told to stop, so that its exit code is its own.
+    done or was told to stop.
 
     A group that is left to the interpreter's end has threads that may still hold a tensor by then, and the
     process aborts (SIGABRT), now and then, on a busy machine (https://github.com/pytorch/pytorch/pull/179291).
     """
     accelerator.wait_for_everyone()
     accelerator.end_training()
-
-
-def leave_alone_() -> None:
-    """Ends the process group where this process refuses or breaks off a run, and the others may not come:
-    waits for none of them.
-
-    Only gloo has threads that abort, and only it is left at once; NCCL would wait for what is under way.
-    """
-    own = torch.distributed
-    if own.is_available() and own.is_initialized() and own.get_backend() == "gloo":
-        own.destroy_process_group()
 
 
 def sharding_of(accelerator: Accelerator) -> Sharding:
@@ -240,9 +220,8 @@ def shard_frozen_(
     *,
     sharding: Sharding | None = None,
     deepspeed_config: Mapping[str, Any] | None = None,
-) -> nn.Module:
-    """Brings a frozen model to its devices: whole, or in parts that are put together layer by layer; returns
-    the same model, without gradients.
+) -> None:
+    """Brings a frozen model to its devices: whole, or in parts that are put together layer by layer.
 
     - `replicated`: `model.to(device)`; what is quantised, or spread by `device_map`, stays where it is.
     - `fsdp2`: every decoder layer is `fully_shard`-ed over all processes, and is whole on each of them while
@@ -257,17 +236,19 @@ def shard_frozen_(
 
     Args:
         model: a `PreTrainedModel`, loaded on the CPU by every process; changed in place.
-        sharding: None: what accelerate was launched with. (`device_map` is decided where a model is loaded.)
+        sharding: None: that which accelerate was launched with.
         deepspeed_config: None: that of accelerate.
 
     Raises:
         ValueError: a model that cannot be sharded.
     """
-    sharding = sharding_of(accelerator) if sharding is None else sharding
+    sharding = sharding or sharding_of(accelerator)
     model.requires_grad_(False)
     placed = getattr(model, "hf_device_map", None) or getattr(model, "is_quantized", False)
-    if sharding in ("replicated", "device_map"):
-        return model if placed else model.to(accelerator.device)
+    if sharding == "replicated":
+        if not placed:
+            model.to(accelerator.device)
+        return
     if placed:
         raise ValueError(
             f"a model that is quantised or spread by device_map cannot be sharded ({sharding}) as well: load "
@@ -280,7 +261,6 @@ def shard_frozen_(
             deepspeed_config = accelerator.state.deepspeed_plugin.deepspeed_config
         _partition_(model, accelerator, deepspeed_config)
     _SHARDED[model] = sharding
-    return model
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -293,7 +273,7 @@ def _fully_shard_(model: nn.Module, accelerator: Accelerator) -> None:
     from torch.distributed.fsdp import fully_shard
 
     layers: Any = base_model(model).layers
-    mesh = init_device_mesh(accelerator.device.type, (_num_processes(),))
+    mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
     for layer in layers:
         # Moves this layer alone to the device, and keeps a part of it: the whole model never lies there. Not
         # the model around it: a root would have to be called first, and both the decoder and the model with

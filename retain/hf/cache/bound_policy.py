@@ -7,6 +7,7 @@ Everything that can be wrong about the request is found when the cache is made, 
 import dataclasses
 import operator
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,9 +19,8 @@ from retain.budget.statement import Budget
 from retain.capability import BEFORE_ROPE, Use, check_gates, refuse
 from retain.eviction import BoundPolicy, Scorer
 from retain.hf.model.decoder import rotary_of
-from retain.hf.model.gates import gates_for, own_gates
+from retain.hf.model.gates import gates_for, shipped_gates
 from retain.hf.model.layout import LayerSpec
-from retain.hf.warnings_at_caller import warn
 from retain.policy import check_budget
 from retain.presets import Policy, load_policy
 from retain.process.registry import check_choice, suggest
@@ -103,9 +103,9 @@ def bind_policy(
     if chosen.keeps_all and scorer is None:
         return BoundPolicy(chosen.name, precision=chosen.precision)
     if chosen.learned:
-        gates = own_gates(model, chosen.name) if gates is None else gates_for(model, gates)
+        gates = shipped_gates(model, chosen.name) if gates is None else gates_for(model, gates)
         if caution := check_gates(chosen, keep, gates, scored_elsewhere=scorer is not None):
-            warn(caution)
+            warnings.warn(caution, stacklevel=3)
     before = BEFORE_ROPE & set(getattr(gates, "inputs", ())) if chosen.learned else ()
     rope: tuple[Use, ...] = ("unknown_rope",) if before and rotary_of(model) is None else ()
     refuse(chosen, rope, gates=gates, scorer=scorer)

@@ -33,7 +33,6 @@ from retain.hf.cache.report import Report, held_BLH, report_of
 from retain.hf.cache.state import State, concat
 from retain.hf.intercept.interceptor import InterceptedCache
 from retain.hf.model.decoder import base_model, layout_of, learned_prompt, refuse_prefix
-from retain.hf.model.identity import marks_of
 from retain.hf.version_names import CACHE
 from retain.process.registry import lookup
 
@@ -292,7 +291,6 @@ class Cache(InterceptedCache):
             ValueError: nothing was read yet, or it is held densely (evict first); nothing was written.
         """
         self.state.check_whole()
-        self.state.check_marks(marks_of(self.model))
         return saving.save(self, path)
 
     @classmethod
@@ -343,11 +341,8 @@ class Cache(InterceptedCache):
                 f"caches to concat have seen {seen} tokens: left-pad their contexts to one width first."
             )
         first = caches[0]
-        if any(cache.model is not first.model or cache.state.marks != first.state.marks for cache in caches):
-            raise ValueError(
-                "caches to concat were read with other adapters, by other models, or weights were written to "
-                "in between: read them again with the model as it is."
-            )
+        if any(cache.model is not first.model for cache in caches):
+            raise ValueError("caches to concat were read by other models.")
         other = first._like(concat([cache.fork().state for cache in caches], slack))
         other.engine = Engine(other.model, other.state)
         return other

@@ -39,18 +39,17 @@ from retain.hf.cache.later_evidence import (
 from retain.hf.cache.layer import MOST_RECENT, Layer
 from retain.hf.cache.state import History, State
 from retain.hf.intercept.forward_call import Call, read_call
-from retain.hf.intercept.interceptor import Interceptor, Step, check_pointed, refuse_unasked
+from retain.hf.intercept.interceptor import Step, check_pointed, refuse_unasked
 from retain.hf.intercept.lookahead_pass import ReadCache, look_ahead
 from retain.hf.model.decoder import base_model
-from retain.hf.model.identity import marks_of
 from retain.hf.model.layout import LayerSpec
-from retain.hf.model.pass_through_layers import refuse_padding, thaw_
-from retain.hf.version_names import CHECKPOINTING, checkpoints
+from retain.hf.model.pass_through_layers import refuse_padding
+from retain.hf.version_names import CHECKPOINTING
 from retain.kernels.backend import without_autocast
 from retain.kernels.ragged_attention.pages import PAGE
 
 
-class Engine(Interceptor):
+class Engine:
     """The side of `retain.Cache` that runs during a forward.
 
     Args:
@@ -129,7 +128,7 @@ class Engine(Interceptor):
                 "retain.Cache(model, ...) for each model."
             )
         check_pointed(decoder)
-        if decoder.training and checkpoints(decoder):
+        if decoder.training and getattr(decoder, f"is_{CHECKPOINTING}", False):
             raise ValueError(
                 "this model is in training mode with gradient checkpointing, where transformers takes "
                 "the cache away from its layers: call model.eval() (or "
@@ -137,14 +136,6 @@ class Engine(Interceptor):
             )
         state.check_whole()
         input_ids, inputs_embeds = given.get("input_ids"), given.get("inputs_embeds")
-        tokens = input_ids if input_ids is not None else inputs_embeds
-        decodes = state.prompt_B is not None and tokens is not None and tokens.shape[1:2] == (1,)
-        if not decodes or not state.decodes:
-            marks = marks_of(decoder)
-            state.check_marks(marks)
-            state.marks = marks
-        for left in state.pass_through:
-            thaw_(left)
         past = state.history
         call = read_call(
             None if past is None else past.valid_BT,
@@ -421,7 +412,7 @@ class Engine(Interceptor):
             state.end_prompt()
         self._pack(read)
         state.call = self._next = self._eviction = None
-        state.decodes, self.is_quick = not read, False
+        self.is_quick = False
         if problem is not None:  # now that all is in order
             raise problem
         if state.prompt_B is not None:
@@ -466,9 +457,7 @@ class Engine(Interceptor):
 
     def read_only(self) -> ReadCache:
         """The prompt that is held whole, for tokens that are run behind it and forgotten."""
-        state = self.state
-        held = {spec.layer_idx: layer.dense() for spec, layer in zip(state.specs, state.ragged, strict=True)}
-        return ReadCache(state.layout, held, {idx: state.layers[idx] for idx in state.layout.alone})
+        return ReadCache([layer.dense() for layer in self.state.ragged])
 
     def _after(self, call: Call) -> History:
         """The history once this call has gone through."""

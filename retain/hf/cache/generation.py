@@ -39,7 +39,6 @@ class Generation:
             room: tokens that may come, where steps are to be compiled; 0: beams come; None: they are not.
         """
         self.forget()
-        state.decodes = False
         if room is not None:
             why = refused(state) if room else "beams select among sequences at each step"
             self.room, state.decoded = (None, f"as written: {why}") if why else (room, None)
@@ -58,7 +57,6 @@ class Generation:
             self.decode_as_written(state)
             self._run_as_written(False)
             self.forget()
-            state.decodes = False
 
     def _run_as_written(self, on: bool) -> None:
         """While rows are not static, what transformers has compiled runs as written."""

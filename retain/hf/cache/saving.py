@@ -31,7 +31,7 @@ from retain.hf.cache.layer import AXES, Recent
 from retain.hf.cache.state import History
 from retain.hf.model import pass_through_layers
 from retain.hf.model.decoder import base_model, describe
-from retain.hf.model.identity import identity_of, marks_of
+from retain.hf.model.identity import identity_of
 from retain.presets import Policy
 
 if TYPE_CHECKING:
@@ -134,7 +134,6 @@ def _made(
         )
     for name in COUNTERS:
         setattr(state, name, header[name])
-    state.marks = marks_of(model)
     _fill(cache, header, tensors, model)
     return cache
 

@@ -166,8 +166,6 @@ class State:
         self.history: History | None = None
         self.evidence: list[Evidence] | None = None
         self.call: Call | None = None  # the forward that runs
-        # Of the model, when it began to fill this (`retain.hf.model.identity.marks_of`).
-        self.marks: Any = None
         # Padding of the whole prompt, while it is read in chunks.
         self.prompt_mask_BT: Bool[Tensor, "B T"] | None = None
         self.prompt_B: list[int] | None = (
@@ -175,7 +173,6 @@ class State:
         )
         self.last_due = 0  # tokens seen at the last eviction that was due, or at the prompt's end
         self.recorded = 0  # tokens of which layers have stored the metadata that later evictions read
-        self.decodes = False  # the last forward was a decoding step
         self.broken = False  # a change broke off midway
         self.evictions = 0  # times that entries were evicted
         self.evicted_at = 0  # tokens seen at the last of them
@@ -259,20 +256,6 @@ class State:
                 "an earlier forward or change broke off and left this cache half-updated: make a new one, or "
                 "reset() it."
             )
-
-    def check_marks(self, marks: tuple[Any, Any]) -> None:
-        """Refuse to go on with entries that the model, as it is now, would not have made.
-
-        Raises:
-            ValueError: adapters were switched, or weights written to, since it began to fill this.
-        """
-        if self.marks in (None, marks):
-            return
-        what = "weights were written to" if self.marks[0] == marks[0] else "adapters were switched"
-        raise ValueError(
-            f"the model's {what} since this cache began to read, so that its entries are not those of the "
-            "model as it is now: go on with the model as it was, or reset() the cache and read again."
-        )
 
     @contextmanager
     def changing(self) -> Iterator[None]:
@@ -423,7 +406,7 @@ class State:
         rows = indices.tolist()
         with self.changing():
             for left in self.pass_through:
-                pass_through_layers.select_batch(left, indices)
+                left.reorder_cache(indices)
             for layer in self.ragged:
                 layer.select_batch(indices)
             if self.evidence is not None:
@@ -439,23 +422,20 @@ class State:
 
     def cannot_crop(self, length: int) -> str | None:
         """The reason why the conversation cannot go back to a length; None if it can."""
-        removed = self.num_seen - length
         if length < self.evicted_at:
             return f"entries were evicted when it had seen {self.evicted_at}"
         if self.evicts_again or self.prompt_B is None:
             return f"regime {self.regime.name!r} evicts by what the last tokens showed"
-        if any(not pass_through_layers.can_crop(layer, removed) for layer in self.pass_through):
-            return "a layer with a sliding window or a recurrent state no longer has what it had then"
+        if self.layout.alone:
+            return "layers with a sliding window or a recurrent state cannot forget tokens"
         return None
 
     def crop(self, length: int) -> None:
         """Forget all tokens but the first `length`; `cannot_crop` was asked."""
         assert self.history is not None
-        removed, cut = self.num_seen - length, self.history.cut(length)
+        cut = self.history.cut(length)
         with self.changing():
             self.evidence, self.history = None, cut
-            for left in self.pass_through:
-                pass_through_layers.crop(left, removed)
             for layer in self.ragged:
                 layer.seen = length
                 if layer.store is not None:
@@ -493,7 +473,7 @@ def concat(parts: Sequence[State], slack: int | None) -> State:
         layer.store = stacked(_with_weights([part.layers[idx].store for part in parts]), slack)
         layer.recent = Recent()
     whole.history = History.concat([part.history for part in parts if part.history is not None])
-    whole.prompt_B, whole.marks = list(whole.history.lengths_B), parts[0].marks
+    whole.prompt_B = list(whole.history.lengths_B)
     whole.last_due = whole.recorded = whole.num_seen
     whole.evictions = max(part.evictions for part in parts)
     whole.evicted_at = max(part.evicted_at for part in parts)

@@ -6,8 +6,7 @@ and a `generate` of the instance, which refuses what would get round a budget.
 
 All of it is inert unless the forward's cache is an `InterceptedCache`. No state is kept here; it is the
 cache's. A model is attached once, however many ask for it, until the last of them has undone its handle, or
-`detach` has taken everything away. Whoever asks again has mended what was changed in between.
-One lock lets one thread at a time attach, undo or detach.
+`detach` has taken everything away. One lock lets one thread at a time attach, undo or detach.
 """
 
 import inspect
@@ -15,7 +14,6 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property, partial
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -55,18 +53,9 @@ def _mask_function(previous: str) -> Callable[..., Tensor | None]:
 
 
 def cache_in(given: Mapping[str, Any]) -> Any:
-    """The cache among keyword arguments, by whichever name; None: there is none.
-
-    Raises:
-        ValueError: two caches, one of them ours.
-    """
+    """The cache among keyword arguments, by whichever name; None: there is none."""
     cache, former = map(given.get, NAMES)
-    if cache is None or former is None or cache is former:
-        return former if cache is None else cache
-    if isinstance(cache, InterceptedCache) or isinstance(former, InterceptedCache):
-        shown = f"cache={type(cache).__name__}, past_key_values={type(former).__name__}"
-        raise ValueError(f"two caches were given, and a model reads one: {shown}. Pass one of the two.")
-    return cache
+    return former if cache is None else cache
 
 
 def renamed(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,14 +66,13 @@ def renamed(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _name_cache(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
     """Model pre-hook: gives our cache the name that the installed version has for it."""
-    named_otherwise = any(name in kwargs for name in NAMES if name != CACHE)
-    if named_otherwise and isinstance(cache_in(kwargs), InterceptedCache):
+    if CACHE not in kwargs and isinstance(cache_in(kwargs), InterceptedCache):
         return args, renamed(kwargs)
     return None
 
 
 class _BeforeModel:
-    """Decoder pre-hook: shows our cache what a forward was given. By it an attached model is recognised."""
+    """Decoder pre-hook: shows our cache what a forward was given."""
 
     def __init__(self, attachment: "Attachment", base: nn.Module):
         self.attachment = attachment
@@ -171,15 +159,13 @@ OF_A_FORWARD = {
     "output_attentions": "asks for attention weights, and attention over ragged rows has no matrix of them: "
     "leave it out (cache.prefill(..., evict=False, hold_evidence=True) shows queries and keys).",
 }
-# Settings that ask for something where they are off.
-OFF = ("use_cache",)
 # Values that say nothing: `hybrid` is what checkpoints with sliding windows once had to name as their
 # cache_implementation, and transformers takes it for nothing too.
 UNSTATED = (None, "hybrid")
 
 
 def _stated(name: str, given: Mapping[str, Any], configs: Mapping[str, Any]) -> tuple[str, Any]:
-    """Where a setting is given first, and what it says. An argument that is None overrides configs."""
+    """The place where a setting is given first, and its value. An argument that is None overrides configs."""
     if name in given:
         return name, None if given[name] in UNSTATED else given[name]
     for place, config in configs.items():
@@ -192,13 +178,13 @@ def _refuse(given: Mapping[str, Any], configs: Mapping[str, Any], reasons: Mappi
     """Refuse what a call, or a config that it goes by, asks for and our cache cannot do."""
     for name, reason in reasons.items():
         place, value = _stated(name, given, configs)
-        if value is not None and (value is False or value == 0) == (name in OFF):
+        if value is not None and (value is False or value == 0) == (name == "use_cache"):
             shown = f"={value!r}" if isinstance(value, int | float | str) else ""
             raise ValueError(f"{place}{shown} {reason}")
 
 
-class _Heard(StoppingCriteria):
-    """A criterion that ends nothing, and hears the ids behind every sampled token."""
+class _Listener(StoppingCriteria):
+    """A criterion that ends nothing, and passes on the ids behind every sampled token."""
 
     def __init__(self, hear: Callable[[Tensor], None]):
         self.hear = hear
@@ -214,19 +200,19 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     Raises:
         ValueError: something of `REFUSED` with a `retain.Cache`; or our cache was never used.
     """
-    own = type(model).generate
-    names = list(inspect.signature(own).parameters)[1:]
+    plain = type(model).generate
+    names = list(inspect.signature(plain).parameters)[1:]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     cache = cache_in(given)
     if not isinstance(cache, InterceptedCache):
-        return own(model, *args, **kwargs)
+        return plain(model, *args, **kwargs)
     engine = cache.engine
     configs = {
         "generation_config": given.get("generation_config"),
         "model.generation_config": model.generation_config,
     }
-    wrapper = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
-    refuse_prefix(wrapper)  # of peft, which puts its own method here for as long as it generates
+    # Of peft, which puts a method on the model for as long as it generates.
+    refuse_prefix(getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None))
     _refuse(given, configs, {**REFUSED, **OF_A_FORWARD})
     _refuse({}, {"model.config": base_model(model).config}, OF_A_FORWARD)  # no argument overrides it
     ids = given.get("inputs") if given.get("input_ids") is None else given["input_ids"]
@@ -236,9 +222,9 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     room = _room(model, given, configs, ids)
     with engine.generating(room) as hear:
         if room:
-            given["stopping_criteria"] = StoppingCriteriaList([*(criteria or ()), _Heard(hear)])
+            given["stopping_criteria"] = StoppingCriteriaList([*(criteria or ()), _Listener(hear)])
         by_place = [given.pop(name) for name in names[: len(args)]]
-        output = own(model, *by_place, **renamed(given))
+        output = plain(model, *by_place, **renamed(given))
     if engine.num_seen == before:
         raise ValueError(
             f"generate left the cache unread (it has seen {before} tokens, as before), so nothing was "
@@ -274,36 +260,11 @@ _LOCK = threading.RLock()
 _PLACE = "_retain_attachment"
 
 
-def _is_ours(hook: Any) -> bool:
-    function = hook.func if isinstance(hook, partial) else hook
-    ours = (_after_model, _before_layer, _before_attention, _before_window, _name_cache, generate)
-    return isinstance(function, _BeforeModel) or function in ours
-
-
-def _take_away(modules: Iterable[nn.Module]) -> None:
-    """Remove our hooks and our `generate` from modules."""
-    for module in modules:
-        for hooks, called in (
-            (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
-            (module._forward_hooks, module._forward_hooks_with_kwargs),
-        ):
-            for number in [number for number, hook in hooks.items() if _is_ours(hook)]:
-                del hooks[number]
-                called.pop(number, None)
-        if _is_ours(vars(module).get("generate")):
-            del vars(module)["generate"]
-
-
-def _inner(model: Any) -> Any:
-    """The model in which a peft wrapper's `generate` and a pipeline's end too."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def _name_for(base: Any) -> str:
-    """Our name for the attention that a decoder's config says, which may be ours already.
+def _point(base: Any) -> None:
+    """Register our attention, and have a decoder's config name it.
 
     Raises:
-        ValueError: it is none of which ours can take the place.
+        ValueError: the config names attention of which ours cannot take the place; nothing was changed then.
     """
     previous = str(base.config._attn_implementation)
     previous = next((name for name, ours in PREVIOUS.items() if ours == previous), previous)
@@ -320,89 +281,39 @@ def _name_for(base: Any) -> str:
             "transformers' sdpa leaves that out without a word, where attention over what is kept would "
             "not: call model.set_attn_implementation('eager') before retain.attach(model)."
         )
-    return PREVIOUS[previous]
-
-
-def _register() -> None:
-    """Have our functions in transformers' tables."""
-    for previous, name in PREVIOUS.items():
-        register(name, intercepted(previous), _mask_function(previous))
+    for former, name in PREVIOUS.items():
+        register(name, intercepted(former), _mask_function(former))
+    name = PREVIOUS[previous]
+    if base.config._attn_implementation != name:
+        base.set_attn_implementation(name)
+    if base.config._attn_implementation != name:
+        raise ValueError(
+            f"transformers does not let the attention implementation of {type(base).__name__} be set, since "
+            "its source cannot be read or does not use ALL_ATTENTION_FUNCTIONS: define it in a file that "
+            "does."
+        )
 
 
 class Attachment:
-    """What connects one model: its hooks, its attention's name and the guard before its `generate`, put there
-    once however many handles ask for it, and taken away with the last.
+    """Connects one model: its hooks and the guard before its `generate`, there once however many handles ask
+    for it, and taken away with the last."""
 
-    A copy of an attached model, by `copy.deepcopy`, pickle or `torch.save`, in whatever process, is attached
-    too, and no handle of the original is one of the copy.
-    """
-
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, specs: Iterable[LayerSpec]):
         self.model, self.base = model, base_model(model)
         self.num_handles = 0
         self.generating: list[Any] = []  # models before whose `generate` ours stands
-        self.hooks: list[RemovableHandle] = []  # empty once it was taken away
-        self.evicting: list[int] = []  # layers that evict
-        self.hooks_layers = False  # whether there are hooks on these layers too, beside those on attention
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "num_handles": 0}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        with _LOCK:
-            _register()
-            _ATTACHED.add(self)
-
-    def mend(self, model: nn.Module) -> None:
-        """Put there what is missing, and put in its place what is not as it was. Where all is well nothing is
-        touched: a forward may be running.
-
-        Raises:
-            ValueError: unsupported architecture or attention implementation; nothing was changed then.
-        """
-        base, inner, name = self.base, _inner(model), _name_for(self.base)
-        specs = None if self._is_whole() else describe(model)
-        _register()
-        if base.config._attn_implementation != name:
-            base.set_attn_implementation(name)
-            if base.config._attn_implementation != name:
-                raise ValueError(
-                    f"transformers does not let the attention implementation of {type(base).__name__} be "
-                    "set, since its source cannot be read or does not use ALL_ATTENTION_FUNCTIONS: define "
-                    "it in a file that does."
-                )
-        vars(base)[_PLACE] = self
-        _ATTACHED.add(self)
-        if specs is not None:
-            generating, self.generating = self.generating, []
-            _take_away([*base.modules(), *generating])
-            self.hooks.clear()
-            self._hook(specs)
-            for own in generating:
-                self._guard(own)
-        self._guard(inner)  # it may have been its decoder that was attached
-
-    def _is_whole(self) -> bool:
-        """Whether all of our hooks and guards are there."""
-        modules = {*self.base.modules(), *self.generating}
-        there = {id(own) for one in modules for own in (one._forward_pre_hooks, one._forward_hooks)}
-        found = [(hook.hooks_dict_ref(), hook.id) for hook in self.hooks]
-        whole = all(hooks is not None and id(hooks) in there and number in hooks for hooks, number in found)
-        return bool(found) and whole and all("generate" in vars(own) for own in self.generating)
-
-    def _hook(self, specs: Iterable[LayerSpec]) -> None:
+        self.evicting = {spec.layer_idx: spec.module for spec in specs}
+        self.hooks_layers = False  # whether decoder layers have hooks too
         base = self.base
-        self.hooks += [
+        self.hooks: list[RemovableHandle] = [
             base.register_forward_pre_hook(_BeforeModel(self, base), with_kwargs=True),
             base.register_forward_hook(_after_model, with_kwargs=True),
         ]
-        self.evicting, self.hooks_layers = [], False
-        for spec in specs:
-            self.evicting.append(spec.layer_idx)
-            self.hooks.append(spec.module.register_forward_pre_hook(_before_attention, with_kwargs=True))
-        for module in windowed(base):
-            self.hooks.append(module.register_forward_pre_hook(_before_window, with_kwargs=True))
+        for modules, hook in (
+            (self.evicting.values(), _before_attention),
+            (windowed(base), _before_window),
+        ):
+            self.hooks += [one.register_forward_pre_hook(hook, with_kwargs=True) for one in modules]
 
     def hook_layers(self) -> None:
         """Have decoder layers show the residual stream, from the first cache on whose gates look at it: to
@@ -413,11 +324,11 @@ class Attachment:
                 self.hooks.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
             self.hooks_layers = True
 
-    def _guard(self, inner: Any) -> None:
-        """Put our `generate` before that of a model, unless it is there, or somebody else's is."""
-        if not hasattr(type(inner), "generate") or any(own is inner for own in self.generating):
-            return
-        if "generate" in vars(inner):
+    def guard(self, model: Any) -> None:
+        """Put our `generate` before that of the model in which a peft wrapper's `generate` ends too, unless
+        it is there, or somebody else's is."""
+        inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+        if not hasattr(type(inner), "generate") or "generate" in vars(inner):
             return
         # No method, which a copy would look up by its name.
         vars(inner)["generate"] = partial(generate, inner)
@@ -429,10 +340,6 @@ class Attachment:
     def rotary(self) -> Rotary | None:
         """The model's rotary embedding, looked at once, where it is understood."""
         return rotary_of(self.model)
-
-
-# Models that are attached in this process, for those that share a config.
-_ATTACHED: "WeakSet[Attachment]" = WeakSet()
 
 
 class Handle:
@@ -462,20 +369,16 @@ class Handle:
 
 
 def attachment_of(model: nn.Module) -> Attachment | None:
-    """What an attached model is connected by, or None."""
+    """The attachment of a model, or None."""
     return vars(base_model(model)).get(_PLACE)
 
 
 def attach(model: nn.Module) -> Handle:
-    """Let `retain.Cache` work on this model. Once is enough; what asks again (a function that attaches for
-    itself, say) gets a handle of its own, and the model stays attached until the last handle is undone, or
-    `retain.detach(model)` needs none.
+    """Let `retain.Cache` work on this model. Once is enough; a further call gets a handle as well, and the
+    model stays attached until the last handle is undone, or `retain.detach(model)` needs none.
 
-    Of a model that is attached it mends what was changed since: another attention implementation in the
-    config (which takes its place under ours), or hooks that are gone. Threads may attach at once.
-
-    A copy of an attached model (`copy.deepcopy`, pickle, `torch.save` of the whole model, also in another
-    process) is attached as well. It has no handle: the first one that is made of it and undone undoes it.
+    After another attention implementation was set on an attached model, a further call takes its place again.
+    Threads may attach at once. A copy of an attached model is attached, and `detach` takes that back.
 
     Args:
         model: a causal language model of transformers (Llama, Qwen2, Qwen3 and relatives), using `sdpa` or
@@ -492,8 +395,12 @@ def attach(model: nn.Module) -> Handle:
         ...     model.generate(**inputs, cache=retain.Cache(model, policy="snapkv", keep_ratio=0.2))
     """
     with _LOCK:
-        attachment = attachment_of(model) or Attachment(model)
-        attachment.mend(model)
+        attachment, base = attachment_of(model), base_model(model)
+        specs = describe(model) if attachment is None else []
+        _point(base)
+        if attachment is None:
+            attachment = vars(base)[_PLACE] = Attachment(model, specs)
+        attachment.guard(model)  # it may have been its decoder that was attached
         return Handle(attachment)
 
 
@@ -516,14 +423,13 @@ def detach(model: nn.Module) -> None:
     with _LOCK:
         base = base_model(model)
         attachment = vars(base).pop(_PLACE, None)
-        modules = [*base.modules(), model, _inner(model)]
-        if attachment is not None:
-            modules += attachment.generating
-            attachment.hooks.clear()
-            _ATTACHED.discard(attachment)
-        _take_away(modules)
-        config = base.config
-        own = {ours: previous for previous, ours in PREVIOUS.items()}.get(config._attn_implementation)
-        # Another attached model may have been made from the same config, and then goes by it still.
-        if own is not None and not any(other.base.config is config for other in _ATTACHED):
-            base.set_attn_implementation(own)
+        if attachment is None:
+            return
+        for hook in attachment.hooks:
+            hook.remove()
+        attachment.hooks.clear()
+        for inner in attachment.generating:
+            vars(inner).pop("generate", None)
+        names = {ours: previous for previous, ours in PREVIOUS.items()}
+        if (name := names.get(base.config._attn_implementation)) is not None:
+            base.set_attn_implementation(name)

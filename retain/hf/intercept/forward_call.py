@@ -14,15 +14,22 @@ from torch import Tensor
 
 from retain.attention.rotary import Rotary
 
-MASK_VALUES = (
+# In the order in which they are looked for.
+PROBLEMS = (
     "attention_mask holds other values than 1 and 0 (NaN, or logits of an additive mask): pass 1 on tokens "
-    "and 0 on padding."
+    "and 0 on padding.",
+    "right padding: a row of the attention mask has 0 behind tokens of a prompt, or ends in 0: set "
+    "tokenizer.padding_side = 'left' (a learned prompt of peft takes no padding).",
+    "a sequence of this prompt is all padding: drop it from the batch.",
+    "attention_mask calls tokens padding that were read as tokens (generate puts them behind a sequence that "
+    "has ended): show them as tokens, or continue such sequences in separate caches (batch_select_indices).",
+    "attention_mask shows tokens as real that were padding when the cache saw them: continue the mask of the "
+    "earlier call.",
+    "position_ids of a sequence do not increase from token to token: give each sequence a row, and let "
+    "positions go on where they were. After a prompt with padding, continue through generate or pass "
+    "position_ids: without them transformers counts padding too. And without an attention_mask generate "
+    "takes every token that equals pad_token_id for padding: pass one.",
 )
-
-
-def shown(value: Any) -> str:
-    """The shape of what should be a tensor, or what it is instead, for a message."""
-    return str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,61 +99,34 @@ def read_call(
     if not reads_prompt and S == 1:
         mask_BT = torch.cat([past_BT, past_BT.new_ones(B, 1)], dim=1)
         return Call(False, mask_BT, None, positions_BS, input_ids, rotary)
-    strange = past_BT.new_zeros(())
-    if attention_mask is None:
-        mask_BT = torch.cat([past_BT, past_BT.new_ones(B, S)], dim=1)
-    else:
+    mask_BT, strange = torch.cat([past_BT, past_BT.new_ones(B, S)], dim=1), past_BT.new_zeros(())
+    if attention_mask is not None:
         mask_BT = attention_mask.to(device=device, dtype=torch.bool)
-        if attention_mask.dtype != torch.bool:
-            strange = ((attention_mask != 0) & (attention_mask != 1)).any().to(device)
+        strange = ((attention_mask != 0) & (attention_mask != 1)).any().to(device)
     valid_BS, before_BT = mask_BT[:, seen:], mask_BT[:, :seen]
-    forgotten_BT, revived_BT = past_BT & ~before_BT, before_BT & ~past_BT
+    forgotten, revived = (past_BT & ~before_BT).any(), (before_BT & ~past_BT).any()
     if reads_prompt:
-        right = (mask_BT[:, :-1] & ~mask_BT[:, 1:]).any()
+        right = (mask_BT[:, :-1] & ~mask_BT[:, 1:]).any() | forgotten
     else:  # a token that nobody has read yet may stand before the padding of a turn
         right = (valid_BS.any(1) & ~valid_BS[:, -1]).any()
-    questions = (strange, forgotten_BT.any(), revived_BT.any(), right, ~valid_BS.all(), ~mask_BT.any(1).all())
-    answers = torch.stack([*questions, *_disorder(valid_BS, positions_BS, last_B)]).tolist()
-    other, forgotten, revived, behind, padded, empty, disorder, back = answers
-    if other:
-        raise ValueError(MASK_VALUES)
-    if behind or forgotten and reads_prompt:
-        raise ValueError(
-            "right padding: a row of the attention mask has 0 behind tokens of a prompt, or ends in 0: set "
-            "tokenizer.padding_side = 'left' (a learned prompt of peft takes no padding)."
-        )
-    if empty and seen + S >= (width or 0):
-        raise ValueError("a sequence of this prompt is all padding: drop it from the batch.")
-    if forgotten:
-        raise ValueError(
-            "attention_mask calls tokens padding that were read as tokens (generate puts them behind a "
-            "sequence that has ended): show them as tokens, or continue such sequences in separate caches "
-            "(batch_select_indices)."
-        )
-    if revived:
-        raise ValueError(
-            "attention_mask shows tokens as real that were padding when the cache saw them: continue the "
-            "mask of the earlier call."
-        )
-    if disorder or back:
-        raise ValueError(
-            "position_ids of a sequence do not increase from token to token: give each sequence a row, and "
-            "let positions go on where they were. After a prompt with padding, continue through generate or "
-            "pass position_ids: without them transformers counts padding too. And without an attention_mask "
-            "generate takes every token that equals pad_token_id for padding: pass one."
-        )
+    empty = ~mask_BT.any(1).all() & (seen + S >= (width or 0))
+    problems = (strange, right, empty, forgotten, revived, _disorder(valid_BS, positions_BS, last_B))
+    *found, padded = torch.stack([*problems, ~valid_BS.all()]).tolist()
+    for is_there, message in zip(found, PROBLEMS, strict=True):
+        if is_there:
+            raise ValueError(message)
     return Call(seen == 0, mask_BT, valid_BS if padded else None, positions_BS, input_ids, rotary)
 
 
 def _disorder(
     valid_BS: Bool[Tensor, "B S"], positions_BS: Int[Tensor, "B S"], last_B: Int[Tensor, " B"] | None
-) -> tuple[Tensor, Tensor]:
-    """Returns whether positions do not increase among the new tokens, and from the last one seen."""
+) -> Tensor:
+    """Returns whether positions do not increase among the new tokens, or from the last one seen."""
     before_BS = positions_BS.masked_fill(~valid_BS, -1).cummax(-1).values
     disorder = ((positions_BS[:, 1:] <= before_BS[:, :-1]) & valid_BS[:, 1:]).any()
     if last_B is None:
-        return disorder, torch.zeros_like(disorder)
-    return disorder, ((positions_BS <= last_B.to(valid_BS.device)[:, None]) & valid_BS).any()
+        return disorder
+    return disorder | ((positions_BS <= last_B.to(valid_BS.device)[:, None]) & valid_BS).any()
 
 
 def _check_shapes(past_BT: Bool[Tensor, "B P"], tokens: Tensor, attention_mask: Any) -> None:
@@ -159,8 +139,9 @@ def _check_shapes(past_BT: Bool[Tensor, "B P"], tokens: Tensor, attention_mask: 
         )
     if attention_mask is None or isinstance(attention_mask, Tensor) and attention_mask.shape == (B, seen + S):
         return
+    given = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask)
     raise ValueError(
-        f"attention_mask is {shown(attention_mask)}, but the cache has seen {seen} tokens and {S} are "
+        f"attention_mask is {given}, but the cache has seen {seen} tokens and {S} are "
         f"new: pass the 2D mask [{B}, {seen + S}] over the past and the new tokens (1 = token, "
         "0 = padding)."
     )

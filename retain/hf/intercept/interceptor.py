@@ -1,17 +1,16 @@
-"""Stands between a model and its attention: functions in transformers' tables, and the interface of caches.
+"""Stands between a model and its attention: functions in transformers' tables, and caches that hear of it.
 
 A name stays in transformers' tables once it is registered, and does nothing to a model that does not point to
-it, so that nobody's undo depends on anybody else's. `retain.hf.intercept.attach` calls an `Interceptor` and
-knows nothing else of a cache: `retain.Cache` holds one that evicts,
-`retain.hf.intercept.lookahead_pass.ReadCache` one that only reads.
+it. `retain.hf.intercept.attach` calls the engine of an `InterceptedCache` and knows nothing else of a cache:
+that of `retain.Cache` evicts, that of `retain.hf.intercept.lookahead_pass.ReadCache` only reads.
 
 torch.compile breaks its graphs at the functions `outside_graphs`, and leaves alone what they call: what is
 held changes from token to token, and a graph of it would be compiled for each.
 """
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -21,8 +20,6 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache as TransformersCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-from retain.attention.rotary import Rotary
 
 # What a model may have attended with before, and what we then call ours while it is attached.
 PREVIOUS = {"sdpa": "retain_sdpa", "eager": "retain_eager"}
@@ -86,19 +83,16 @@ def configs_of(base: nn.Module) -> list[Any]:
 
 
 @contextmanager
-def pointed_to(configs: Iterable[Any], name: str, *, only: Collection[str] | None = None) -> Iterator[None]:
-    """Inside, configurations point to a registered attention; of `only`, those that said one of these."""
+def pointed_to(configs: Iterable[Any], name: str) -> Iterator[None]:
+    """Inside, configurations point to a registered attention."""
     before = [(config, config._attn_implementation) for config in configs]
     for config, _ in before:
-        # Looked at again: setting one configuration may set another, which it holds.
-        if only is None or config._attn_implementation in only:
-            config._attn_implementation = name
+        config._attn_implementation = name
     try:
         yield
     finally:
         for config, previous in before:
-            if config._attn_implementation != previous:
-                config._attn_implementation = previous
+            config._attn_implementation = previous
 
 
 def check_pointed(decoder: Any) -> None:
@@ -130,13 +124,13 @@ class Step:
     """Travels from an attention module's hook to the attention function.
 
     Args:
-        interceptor: whose attention it is.
+        engine: of the cache, which computes the layer's attention.
         layer_idx: index of the layer in the model.
         hidden_BSE: attention input, after the input layer norm.
         stream_BSE: the same before that norm; None when nobody asked for it.
     """
 
-    interceptor: "Interceptor"
+    engine: Any
     layer_idx: int
     hidden_BSE: Tensor
     stream_BSE: Tensor | None = None
@@ -145,77 +139,20 @@ class Step:
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, dense: Callable[[], Any], given: Mapping[str, Any]
     ) -> tuple[Tensor, Tensor | None]:
-        return self.interceptor.attention(
+        return self.engine.attention(
             self, query, key, value, dense, scaling=given.get("scaling"), soft_cap=given.get("softcap")
         )
 
 
-class Interceptor:
-    """Receives what a model's hooks see of a forward, and computes the attention of layers that evict."""
-
-    # Whether a decoding step runs whose layers append and attend in one call (`Layer.quick`).
-    is_quick = False
-
-    @property
-    def is_static(self) -> bool:
-        """True while decoding steps are one graph: hooks pass the layers of the cache on as they are
-        (`Layer.static`), and nothing else is heard of a forward."""
-        return False
-
-    @property
-    def reads_stream(self) -> bool:
-        """True if decoder layers are asked for their residual stream."""
-        return False
-
-    @property
-    def num_seen(self) -> int:
-        """Tokens seen, padding included; 0 where none are counted."""
-        return 0
-
-    def begin(self, decoder: nn.Module, given: Mapping[str, Any], rotary: Rotary | None = None) -> None:
-        """Prepare for a forward of a decoder, `given` its arguments by name."""
-
-    def show_stream(self, layer_idx: int, stream_BSE: Tensor) -> None:
-        """Receive a layer's residual stream, if `reads_stream`."""
-
-    def expect(self, layer_idx: int, hidden_BSE: Tensor) -> Step:
-        """Receive an attention module's input before it runs."""
-        return Step(self, layer_idx, hidden_BSE)
-
-    def attention(
-        self,
-        step: Step,
-        queries_BQSD: Tensor,
-        keys_BHSD: Tensor,
-        values_BHSD: Tensor,
-        dense: Callable[[], tuple[Tensor, Tensor | None]],
-        *,
-        scaling: float | None,
-        soft_cap: float | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Compute a layer's attention; `dense` runs what the model would have run, which is the default."""
-        return dense()
-
-    def finish(self) -> None:
-        """End a forward that went through."""
-
-    def check_ids(self, ids: Any, attention_mask: Any, inputs_embeds: Any = None) -> None:
-        """Refuse ids, or embeddings in their place, from which `generate` cannot go on: they leave out what
-        was read, or differ from it."""
-
-    def generating(self, room: int | None = None) -> AbstractContextManager[Callable[[Tensor], None]]:
-        """Accompany a `generate`; gives a function that is to hear the ids behind each sampled token.
-
-        Args:
-            room: tokens that may come, where steps are to be compiled; None: they are not.
-        """
-        return nullcontext(lambda ids_BT: None)
-
-
 class InterceptedCache(TransformersCache):
-    """A cache of transformers' kind that an attached model shows its attention to."""
+    """A cache of transformers' kind that an attached model shows its attention to.
 
-    engine: Interceptor
+    Its `engine` (`retain.hf.cache.engine.Engine`) is told when a forward begins and ends, gives a `Step` for
+    each attention module that runs, and computes that layer's attention. While `is_static` or `is_quick`, the
+    layers of the cache append and attend themselves.
+    """
+
+    engine: Any
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

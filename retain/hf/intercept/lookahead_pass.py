@@ -1,11 +1,11 @@
 """Runs the tokens of a lookahead gate behind a prompt that a cache still holds whole.
 
 The prompt is read by the frozen model as ever; then the tokens alone run through the extended one, on a cache
-that is read and never written: nothing of the model, of the prompt's cache or of the layers left alone
-changes. The price is the peak: no layer can be cut before the last one has read the prompt.
+that is read and never written. The price is the peak: no layer can be cut before the last one has read the
+prompt. Every layer of the model must evict.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,15 +17,11 @@ from transformers.cache_utils import DynamicLayer
 from retain.evidence import Evidence
 from retain.gates import GateSet
 from retain.gates.lookahead import LookaheadExtension, LookaheadGate
-from retain.hf.intercept.interceptor import InterceptedCache, Interceptor, Step
-from retain.hf.model import pass_through_layers
+from retain.hf.intercept.interceptor import InterceptedCache, Step
 from retain.hf.model.decoder import base_model, layout_of
-from retain.hf.model.layout import LayerSpec, Layout
+from retain.hf.model.layout import LayerSpec
 from retain.hf.model.projection import input_width
 from retain.hf.version_names import CACHE
-
-# Parts of a decoder layer whose linear modules are adapted, as transformers calls them.
-MLP = ("mlp", "feed_forward")
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +33,7 @@ class Asked:
 
 
 class _ReadLayer(DynamicLayer):
-    """A layer's prompt: what comes is attended to with it, and not stored."""
+    """A layer's prompt: new tokens attend to it, and are not stored."""
 
     def __init__(self, keys_BHTD: Tensor, values_BHTD: Tensor):
         super().__init__()
@@ -51,11 +47,22 @@ class _ReadLayer(DynamicLayer):
         return torch.cat([self.keys, key_states], dim=2), torch.cat([self.values, value_states], dim=2)
 
 
-class QueryRecorder(Interceptor):
-    """Records what an evicting layer is asked, and computes its attention as the model would have."""
+class QueryRecorder:
+    """Records the queries and keys of every layer, and computes its attention as the model would have."""
+
+    is_quick = is_static = reads_stream = False
 
     def __init__(self) -> None:
         self.asked: dict[int, Asked] = {}
+
+    def begin(self, decoder: nn.Module, given: Any, rotary: Any) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+    def expect(self, layer_idx: int, hidden_BSE: Tensor) -> Step:
+        return Step(self, layer_idx, hidden_BSE)
 
     def attention(
         self, step: Step, queries_BQSD: Tensor, keys_BHSD: Tensor, values_BHSD: Tensor, dense: Any, **_: Any
@@ -65,27 +72,15 @@ class QueryRecorder(Interceptor):
 
 
 class ReadCache(InterceptedCache):
-    """A prompt that tokens are run behind, in every layer; an attached model shows it what they ask.
+    """A prompt that tokens are run behind; an attached model shows it their queries and keys.
 
     Args:
-        layout: the model's layers.
-        held: index of a layer that evicts -> the prompt's keys and values, `[B, H, T, D]`.
-        alone: index of a layer that is left alone -> its cache layer, of which a copy is used.
+        held: the prompt's keys and values of every layer, `[B, H, T, D]`.
     """
 
-    def __init__(self, layout: Layout, held: Mapping[int, tuple[Tensor, Tensor]], alone: Mapping[int, Any]):
-        super().__init__(
-            layers=[
-                pass_through_layers.fork(alone[idx]) if idx in layout.alone else _ReadLayer(*held[idx])
-                for idx in range(layout.num_layers)
-            ]
-        )
-        self.engine: QueryRecorder = QueryRecorder()
-
-    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, **kwargs: Any) -> Tensor:
-        """Nothing comes behind these tokens: their state is not written over the one that they began from,
-        which a gradient looks back to."""
-        return recurrent_states
+    def __init__(self, held: Sequence[tuple[Tensor, Tensor]]):
+        super().__init__(layers=[_ReadLayer(*layer) for layer in held])
+        self.engine = QueryRecorder()
 
 
 def run_behind(
@@ -104,7 +99,7 @@ def run_behind(
         positions_BT: of the prompt's tokens; those behind it count on.
 
     Returns:
-        index of each layer that evicts -> what the tokens asked there.
+        index of each layer -> queries and keys of the tokens there.
     """
     device, (B, S) = embeds_BSE.device, embeds_BSE.shape[:2]
     valid_BT = valid_BT.to(device)
@@ -123,12 +118,12 @@ def run_behind(
 def look_ahead(
     model: nn.Module, gates: GateSet, cache: ReadCache, evidence: Sequence[Evidence]
 ) -> list[Evidence]:
-    """The evidence of a prompt, with what the gates' lookahead tokens ask behind it.
+    """The evidence of a prompt, with the queries of the gates' lookahead tokens behind it.
 
     Args:
         model: attached; as it was when this returns.
         cache: of the prompt.
-        evidence: one per layer that evicts, nothing evicted from.
+        evidence: one per layer, nothing evicted from.
 
     Raises:
         ValueError: something was evicted; or the extension does not fit the model.
@@ -139,10 +134,10 @@ def look_ahead(
             "lookahead tokens ask behind a whole prompt, and this evidence shows what is left of one: ask "
             "before the first eviction."
         )
-    with gates.extend(model) as extension:
-        assert isinstance(extension, LookaheadExtension)
-        weight = base.get_input_embeddings().weight
-        like = torch.empty(0, dtype=base.dtype, device=weight.device)
+    extension = gates.extension
+    assert isinstance(extension, LookaheadExtension)
+    with extension.extend(model):
+        like = torch.empty(0, dtype=base.dtype, device=base.get_input_embeddings().weight.device)
         embeds_BSE = extension.embeds(first.valid_BT.shape[0], like)
         asked = run_behind(model, cache, embeds_BSE, first.valid_BT, first.positions_BT)
     return [
@@ -177,17 +172,22 @@ def lookahead_gates(
         seed: of the first weights.
 
     Raises:
-        ValueError: unsupported architecture, or settings that mean nothing.
+        ValueError: unsupported architecture, layers that are left alone, or settings that mean nothing.
     """
     layout, base = layout_of(model), base_model(model)
-    specs, last = layout.evicting, layout.evicting[-1]
-    modules = adapted_modules(base, last)
+    if layout.alone:
+        kinds = ", ".join(sorted({left.kind for left in layout.alone.values()}))
+        raise ValueError(
+            f"lookahead gates take models whose layers all evict, and {type(model).__name__} has others "
+            f"({kinds}): take gates of another family."
+        )
+    specs = layout.evicting
     embedding: Any = base.get_input_embeddings()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        extension = LookaheadExtension(
-            num_tokens=num_tokens, E=last.hidden_size, rank=rank, alpha=alpha, modules=modules
-        )
+        sizes: dict[str, Any] = {"num_tokens": num_tokens, "rank": rank, "alpha": alpha}
+        modules = adapted_modules(base, specs[-1])
+        extension = LookaheadExtension(E=specs[-1].hidden_size, modules=modules, **sizes)
         drawn = torch.randint(base.config.get_text_config().vocab_size, (num_tokens,))
     with torch.no_grad():
         extension.tokens_SE.copy_(embedding(drawn.to(embedding.weight.device)).float().cpu())
@@ -198,25 +198,16 @@ def lookahead_gates(
 
 
 def adapted_modules(base: nn.Module, last: LayerSpec) -> dict[str, tuple[int, int]]:
-    """Names in the decoder, and widths, of the linear modules that matter to what the last layer that evicts
-    is asked: all of attention and MLP up to it, but its output projection and MLP and, where it is a module
-    by itself, its value projection.
-
-    Args:
-        base: the decoder, on any device (meta included).
-        last: that layer.
-    """
+    """Names in the decoder, and widths, of the linear modules that the queries and keys of the last layer
+    depend on: all of attention and MLP up to it, but its output projection and MLP and, where it is a module
+    by itself, its value projection."""
     behind = {id(module) for module in (last.output, *last.inputs[2:])}
     layers: Any = base.layers
     found = {}
     for idx, layer in enumerate(layers[: last.layer_idx + 1]):
         for name, module in layer.named_modules():
-            part = name.partition(".")[0]
-            # The recurrence of linear attention is left alone.
-            attends = ("attn" in part or "attention" in part) and part != "linear_attn"
-            if not attends and (part not in MLP or idx == last.layer_idx):
-                continue
+            mlp = name.partition(".")[0] in ("mlp", "feed_forward") and idx == last.layer_idx
             width = input_width(module) if hasattr(module, "in_features") else None
-            if width is not None and id(module) not in behind:
+            if width is not None and not mlp and id(module) not in behind:
                 found[f"layers.{idx}.{name}"] = (width, int(module.out_features))
     return found

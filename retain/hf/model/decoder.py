@@ -1,11 +1,11 @@
 """Finds where a Hugging Face decoder keeps what eviction needs.
 
-Of a causal language model whose decoder has `layers`, described by a row of `retain.hf.model.families` or
-regular enough to need none: its `Layout` (one `LayerSpec` per layer that evicts, and the layers that are left
-alone), and its rotary embedding. An architecture that is not understood is refused, naming the module that is
-missing: a half-understood one would give numbers that look right.
+The decoder has `layers`, and is described by a row of `retain.hf.model.families`. An architecture that is not
+understood is refused, naming the module that is missing: a half-understood one would give numbers that look
+right.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -13,17 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from retain.attention.rotary import Rotary
 from retain.hf.model import rotary_probe
-from retain.hf.model.families import (
-    ALONE,
-    FAMILIES,
-    FULL,
-    REGULAR,
-    SLIDING,
-    SUPPORTED,
-    Kind,
-    family_of,
-    kinds_of,
-)
+from retain.hf.model.families import ALONE, FAMILIES, FULL, SLIDING, SUPPORTED, Kind, kinds_of
 from retain.hf.model.layout import LayerSpec, Layout, LeftAlone
 from retain.hf.model.projection import input_width, stored
 
@@ -82,98 +72,66 @@ def describe(model: nn.Module) -> list[LayerSpec]:
 
 def windowed(base: Any) -> list[nn.Module]:
     """Attention modules of a decoder's layers with a sliding window that are left alone."""
-    name = FAMILIES.get(base.config.model_type, REGULAR).attention
     alone = layout_of(base).alone
-    return [getattr(base.layers[idx], name) for idx, left in alone.items() if left.kind == SLIDING]
+    return [base.layers[idx].self_attn for idx, left in alone.items() if left.kind == SLIDING]
 
 
 def layout_of(model: nn.Module, *, on_meta: bool = False) -> Layout:
     """All layers of a model: those that evict, and those that are left alone.
 
-    Full-attention layers evict. Beside them, layers with a sliding window or a recurrent state are left
-    alone. Where every attention layer has a window (Mistral 7B v0.1), those evict, inside their window.
+    Full-attention layers evict; layers with a sliding window or linear attention are left alone. Where every
+    attention layer has a window (Mistral 7B v0.1), those evict, inside their window.
 
     Args:
         model: a causal language model of transformers, or its decoder.
-        on_meta: whether its weights may be missing (on the meta device): for who plans, and reads none.
+        on_meta: whether its weights may be missing (on the meta device).
 
     Raises:
         ValueError: unsupported architecture; says which module or setting stands in the way.
     """
     base = base_model(model)
     config: Any = base.config
-    refused = f"{type(model).__name__} is not supported"
     layers = list(base.layers)[: config.num_hidden_layers]  # behind them some keep layers for other purposes
-    kinds = kinds_of(config, len(layers))
-    for idx, kind in enumerate(kinds):
-        if kind.name != FULL and kind.name not in ALONE:
-            raise ValueError(
-                f"{refused}: layer {idx} ({type(layers[idx]).__name__}) is of type {kind.name}, which is not "
-                f"understood. {SUPPORTED}"
-            )
-    sharing = getattr(config, "kv_sharing_modes", None) or ()
-    if getattr(config, "num_kv_shared_layers", None) or "reuse" in sharing:
-        raise ValueError(f"{refused}: some of its layers attend to the keys of others. {SUPPORTED}")
-    evicts = FULL if any(kind.name == FULL for kind in kinds) else SLIDING
-    specs, alone = [], {}
-    blank = DynamicCache(config=config).layers if any(kind.name != evicts for kind in kinds) else []
-    for idx, (layer, kind) in enumerate(zip(layers, kinds, strict=True)):
-        if kind.name == evicts:
-            where = f"{refused}: layer {idx} ({type(layer).__name__})"
-            specs.append(_spec(base, idx, layer, kind, where, on_meta))
-        else:
-            alone[idx] = LeftAlone(idx, kind.name, kind.window, _window_width(base, layer, kind), blank[idx])
-    if not specs:
-        raise ValueError(
-            f"{refused}: none of its layers has attention whose entries could be evicted. {SUPPORTED}"
-        )
-    return Layout(tuple(specs), alone, len(layers))
-
-
-def _window_width(base: Any, layer: nn.Module, kind: Kind) -> int:
-    """Numbers of a key and a value of all heads of a layer with a window; 0 without one."""
-    family = FAMILIES.get(base.config.model_type, REGULAR)
-    attention: Any = getattr(layer, family.attention, None)
-    if kind.window is None or attention is None:
-        return 0
-    return 2 * (input_width(getattr(attention, family.output)) or 0) // attention.num_key_value_groups
-
-
-def _spec(base: Any, idx: int, layer: nn.Module, kind: Kind, where: str, on_meta: bool = False) -> LayerSpec:
-    """Describes one layer that evicts, and checks every part of it."""
-    config = base.config
-    name = FAMILIES.get(config.model_type, REGULAR).attention
-    attention: Any = getattr(layer, name, None)
 
     def check(holds: object, problem: str) -> None:
         if not holds:
-            raise ValueError(f"{where}{problem}. {SUPPORTED}")
+            raise ValueError(f"{type(model).__name__} is not supported: {problem}. {SUPPORTED}")
 
-    check(attention is not None, f" has no `{name}`")
-    said = type(attention).__name__
-    try:
-        family = family_of(config.model_type, attention)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}. {SUPPORTED}") from None
+    check(config.model_type in FAMILIES, f"its model_type is {config.model_type!r}")
+    kinds = kinds_of(config, len(layers))
+    for idx, kind in enumerate(kinds):
+        check(kind.name in (FULL, *ALONE), f"layer {idx} is of type {kind.name}, which is not understood")
+    evicts = FULL if any(kind.name == FULL for kind in kinds) else SLIDING
+    blank = DynamicCache(config=config).layers if any(kind.name != evicts for kind in kinds) else []
+    specs, alone = [], {}
+    for idx, (layer, kind) in enumerate(zip(layers, kinds, strict=True)):
+        if kind.name == evicts:
+            specs.append(_spec(base, idx, layer, kind, check, on_meta))
+        else:
+            alone[idx] = LeftAlone(idx, kind.name, kind.window, blank[idx])
+    check(specs, "none of its layers has attention whose entries could be evicted")
+    return Layout(tuple(specs), alone, len(layers))
+
+
+def _spec(
+    base: Any, idx: int, layer: Any, kind: Kind, check: Callable[[object, str], None], on_meta: bool
+) -> LayerSpec:
+    """Describes one layer that evicts, and checks that it has every part."""
+    family = FAMILIES[base.config.model_type]
+    attention: Any = getattr(layer, "self_attn", None)
     missing = [part for part in family.parts if not hasattr(attention, part)]
-    check(not missing, f": {said} has no `{'`, `'.join(missing)}`")
-    check(getattr(attention, "is_causal", True), f": {said} is not causal")
-    check(attention.layer_idx == idx, f": {said} is numbered {attention.layer_idx}, not {idx}")
+    where = f"layer {idx} ({type(layer).__name__}): {type(attention).__name__}"
+    check(not missing, f"{where} has no `{'`, `'.join(missing)}`")
     output, first = getattr(attention, family.output), getattr(attention, family.inputs[0])
     if not on_meta and any(tensor.device.type == "meta" for tensor in stored(output)):
         raise ValueError(
-            f"{where}: the weight of `{name}.{family.output}` is on the meta device (offloaded, or never "
-            "loaded), and scores read it. Load the whole model onto devices that hold it."
+            f"{where}: the weight of `{family.output}` is on the meta device (offloaded, or never loaded), "
+            "and scores read it. Load the whole model onto devices that hold it."
         )
     width, D, group = input_width(output), attention.head_dim, attention.num_key_value_groups
-    if width is None or width % (D * group):
-        raise ValueError(
-            f"{where}: `{family.output}` takes {width} features, which are no groups of {group} heads of "
-            f"width {D}. {SUPPORTED}"
-        )
-    for part, wanted in family.widths(width, width // group).items():
-        got = getattr(getattr(attention, part), "out_features", wanted)
-        check(got == wanted, f": `{part}` gives {got} features, not {wanted}")
+    whole = width is not None and width % (D * group) == 0
+    check(whole, f"{where}.{family.output} takes {width} features, no groups of {group} heads of width {D}")
+    assert width is not None
     return LayerSpec(
         layer_idx=idx,
         module=attention,
@@ -181,7 +139,7 @@ def _spec(base: Any, idx: int, layer: nn.Module, kind: Kind, where: str, on_meta
         num_heads=width // D,
         num_kv_heads=width // D // group,
         head_dim=D,
-        hidden_size=input_width(first) or config.hidden_size,
+        hidden_size=input_width(first) or base.config.hidden_size,
         scaling=float(attention.scaling),
         window=kind.window,
         compute_dtype=base.dtype,
@@ -189,17 +147,14 @@ def _spec(base: Any, idx: int, layer: nn.Module, kind: Kind, where: str, on_meta
 
 
 def rotary_of(model: nn.Module) -> Rotary | None:
-    """The rotary embedding of a model's evicting layers, where `retain.attention.rotary` can turn it back.
-
-    Nothing is taken on trust (`retain.hf.model.rotary_probe`). Costs two key projections of four tokens a
-    layer, so ask once a model.
+    """The rotary embedding of a model's evicting layers (`retain.hf.model.rotary_probe`).
 
     Returns:
-        None where the model has no rotary embedding, turns only some of these layers, or each in another way,
-        turns neighbouring dimensions (the interleaved convention), or where any of this cannot be seen.
+        None where the model has none, turns only some of these layers, or each in another way, turns
+        neighbouring dimensions (the interleaved convention), or is of a family of which this is not known.
 
     Raises:
         ValueError: unsupported architecture.
     """
     base = base_model(model)
-    return rotary_probe.rotary_of(getattr(base, "rotary_emb", None), base.config, describe(model))
+    return rotary_probe.rotary_of(getattr(base, "rotary_emb", None), base.config, layout_of(model))

@@ -1,43 +1,32 @@
 """Names the parts of each family of decoders, in a table without modelling code.
 
-A family of the table must have every part that its row names, and a family that is not in the table is taken
-to be regular only if nothing about its attention is unexplained (a further parameter is). Yi, SmolLM3,
-InternLM and many others are Llama to transformers, or regular.
+A family that is not in the table is refused. Yi, InternLM and many others are Llama to transformers.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
-
-from torch import nn
-
-SUPPORTED = (
-    "Supported: decoders laid out like Llama, Qwen2, Qwen3, Mistral, Phi-3, Gemma-3, Mixtral, gpt-oss or "
-    "Qwen3-Next, whose attention has a query, key, value (or fused) and output projection."
-)
 
 
 @dataclass(frozen=True)
 class Family:
-    """Which attribute is what.
+    """Names of the parts of an attention module, `self_attn` of a decoder layer.
 
     Args:
-        attention: attention module of a decoder layer.
         inputs: projections of the attention input, or the fused one.
         output: projection of the heads' outputs.
         norms: of queries and keys, inside the attention.
         sinks: parameter with one extra logit per query head; None: there is none.
-        gated: whether the heads' outputs are multiplied by a gate before the output projection, which comes
-            out of the query projection with the queries.
+        halves: whether the rotary embedding turns the two halves of (a part of) each head, in every layer
+            that evicts.
     """
 
-    attention: str = "self_attn"
     inputs: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     output: str = "o_proj"
     norms: tuple[str, ...] = ()
     sinks: str | None = None
-    gated: bool = False
+    halves: bool = True
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -45,15 +34,10 @@ class Family:
         parts = (*self.inputs, *self.norms, self.output, "layer_idx", "scaling", "head_dim")
         return (*parts, "num_key_value_groups", *([] if self.sinks is None else [self.sinks]))
 
-    def widths(self, queries: int, keys: int) -> dict[str, int]:
-        """Features that each projection of the attention input gives: `queries` and `keys` of all heads."""
-        each = (queries * (2 if self.gated else 1), keys, keys)
-        return dict(zip(self.inputs, each if len(self.inputs) == 3 else (sum(each),), strict=True))
-
 
 REGULAR = Family()
-FUSED = Family(inputs=("qkv_proj",))
 NORMED = Family(norms=("q_norm", "k_norm"))
+OTHERWISE_TURNED = Family(halves=False)
 # `model_type` of the decoder's config -> what it calls its parts.
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
@@ -61,57 +45,34 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "qwen2": REGULAR,
         "mistral": REGULAR,
         "mixtral": REGULAR,
-        "phi3": FUSED,
+        "phi3": Family(inputs=("qkv_proj",)),
         "qwen3": NORMED,
         "qwen3_moe": NORMED,
         "gemma2": REGULAR,
         "gemma3_text": NORMED,
         "gpt_oss": Family(sinks="sinks"),
         "olmo2": NORMED,
-        "smollm3": REGULAR,
+        "smollm3": OTHERWISE_TURNED,
         "granite": REGULAR,
-        "cohere": REGULAR,
-        "cohere2": REGULAR,
-        "glm4": REGULAR,
+        "cohere": OTHERWISE_TURNED,
+        "cohere2": OTHERWISE_TURNED,
+        "glm4": OTHERWISE_TURNED,
         "glm4_moe": REGULAR,
-        "qwen3_next": replace(NORMED, gated=True),
-        "qwen3_5_text": replace(NORMED, gated=True),
-        "qwen3_5_moe_text": replace(NORMED, gated=True),
+        "qwen3_next": NORMED,
+        "qwen3_5_text": NORMED,
+        "qwen3_5_moe_text": NORMED,
     }
 )
+SUPPORTED = f"Supported: {', '.join(FAMILIES)} (docs/families.md says how to add one)."
 # Kinds of layers, in transformers' words. Any other is refused (so is attention through an indexer).
 FULL = "full_attention"
 SLIDING = "sliding_attention"
-ALONE = (SLIDING, "chunked_attention", "linear_attention", "conv", "mlp", "moe", "dummy")
-
-
-def family_of(model_type: str, attention: nn.Module) -> Family:
-    """The row of the table, or what a family that is not in it looks like.
-
-    Raises:
-        ValueError: a family that is not in the table, with a parameter that no row explains;
-            latent attention; or several attentions a layer.
-    """
-    if isinstance(attention, nn.ModuleList):
-        raise ValueError(f"it has {len(attention)} attention modules, and one a layer is supported")
-    if model_type in FAMILIES:
-        return FAMILIES[model_type]
-    if getattr(attention, "kv_lora_rank", None):
-        raise ValueError(
-            f"{type(attention).__name__} has latent attention (MLA), which is not supported: all heads read "
-            "one latent a token"
-        )
-    if further := [name for name, _ in attention.named_parameters(recurse=False)]:
-        raise ValueError(
-            f"{type(attention).__name__} has a further parameter, `{'`, `'.join(further)}`, and nothing says "
-            f"what it does to attention: add a row for {model_type!r} to retain.hf.model.families"
-        )
-    return FUSED if hasattr(attention, "qkv_proj") else REGULAR
+ALONE = (SLIDING, "linear_attention")
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Describes what one layer of a model attends to.
+    """Describes the attention of one layer of a model.
 
     Args:
         name: `full_attention`, `sliding_attention`, `linear_attention`, ..., as transformers says.
@@ -127,16 +88,10 @@ def kinds_of(config: Any, num_layers: int) -> list[Kind]:
 
     A window is one however long it is: no length that a config states keeps a sequence from outgrowing it.
     """
-    bounds = {
-        SLIDING: getattr(config, "sliding_window", None),
-        "chunked_attention": getattr(config, "attention_chunk_size", None),
-    }
-    names = getattr(config, "layer_types", None)
-    if names is None:
-        one = next((name for name, bound in bounds.items() if bound is not None), FULL)
-        names = [one] * num_layers
+    window = getattr(config, "sliding_window", None)
+    names = getattr(config, "layer_types", None) or [FULL if window is None else SLIDING] * num_layers
     kinds = []
     for name in names[:num_layers]:
-        unbounded = name in bounds and bounds[name] is None
-        kinds.append(Kind(FULL if unbounded else name, bounds.get(name)))
+        unbounded = name == SLIDING and window is None
+        kinds.append(Kind(FULL if unbounded else name, window if name == SLIDING else None))
     return kinds

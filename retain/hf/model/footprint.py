@@ -7,9 +7,6 @@ from retain.budget.statement import Budget, LayerShape, spread
 from retain.hf.model.layout import Layout
 from retain.presets import Policy
 
-# Kinds of layers that hold nothing.
-EMPTY = ("mlp", "moe", "dummy")
-
 
 @dataclass(frozen=True)
 class Footprint:
@@ -60,12 +57,10 @@ def footprint(layout: Layout, tokens: int, *, policy: Policy, keep_ratio: float)
             kept += most * shape.entry_bytes
         else:
             kept += math.ceil(shape.bytes_of(min(entries, most)))
-    first, alone = layout.evicting[0], 0
-    for left in layout.alone.values():
-        if left.window is not None:
-            alone += _visible(tokens, left.window) * left.entry_width * first.dtype.itemsize
-        elif left.kind not in EMPTY:
-            return Footprint(tokens, full, kept, None)
+    windows = [left.window for left in layout.alone.values()]
+    # Heads of layers with a window are as those of full attention, in all families.
+    width = plain[0].num_heads * plain[0].entry_bytes
+    alone = None if None in windows else sum(_visible(tokens, window) * width for window in windows)
     return Footprint(tokens, full, kept, alone)
 
 

@@ -20,13 +20,13 @@ from retain.hf.intercept.lookahead_pass import lookahead_gates
 from retain.hf.model.decoder import describe
 from retain.hf.model.identity import fingerprint
 from retain.models.shipped import FOLDER, match_of, published_for, shipped
-from retain.process.registry import lookup, suggest
+from retain.process.registry import check_choice, lookup
 
 # The best training-free presets on a real model (eval/findings, 2026-11-29).
 TRAINING_FREE_UNKNOWN, TRAINING_FREE_KNOWN = "layer_defensivekv", "lava"
 
-# Of gates that were not read from a folder here.
-WHERE = "the GateSet given"
+# Behind the name of gates, in a report.
+SHIPS = " (they ship with retain)"
 
 
 def load_gates(
@@ -58,24 +58,15 @@ def load_gates(
         >>> cache = retain.Cache(model, gates=retain.load_gates("runs/gates-seed0", model))  # doctest: +SKIP
     """
     named = os.fspath(path_or_hub_id)
-    if named in shipped() and not os.path.isdir(named):
-        return _shipped(named, model, allow_other_weights)
-    folder = fetch(path_or_hub_id, revision)
+    ships = named in shipped() and not os.path.isdir(named)
+    folder = FOLDER / named if ships else fetch(path_or_hub_id, revision)
     of = None if model is None else partial(fingerprint, model)
     gates = read_gates(folder, fingerprint=of, allow_other_weights=allow_other_weights)
-    gates.source = named
+    gates.source = f"{named}{SHIPS}" if ships else named
     return gates
 
 
-def _shipped(name: str, model: nn.Module | None, allow_other_weights: bool = False) -> GateSet:
-    """The gates that ship under a name, whatever lies in the working directory."""
-    of = None if model is None else partial(fingerprint, model)
-    gates = read_gates(FOLDER / name, fingerprint=of, allow_other_weights=allow_other_weights)
-    gates.source = f"{name} (they ship with retain)"
-    return gates
-
-
-def own_gates(model: nn.Module, policy: str) -> GateSet:
+def shipped_gates(model: nn.Module, policy: str) -> GateSet:
     """The gates that ship for a model, known by its weights.
 
     Args:
@@ -87,24 +78,28 @@ def own_gates(model: nn.Module, policy: str) -> GateSet:
     name = getattr(model.config, "_name_or_path", "") or "NAME"
     found = match_of(fingerprint(model))
     if found is not None and found[1]:
-        return _shipped(found[0], model)
-    steps = []
-    if found is not None:
-        steps.append(
+        gates = load_gates(FOLDER / found[0], model)  # whatever lies in the working directory
+        gates.source = f"{found[0]}{SHIPS}"
+        return gates
+    steps = (
+        []
+        if found is None
+        else [
             f"gates ship for {found[0]}, which has the same sizes and other weights: pass "
             f"gates=retain.load_gates({found[0]!r}, model, allow_other_weights=True); what they are worth "
             "on this model was not measured"
-        )
-    for repository in published_for(name):
-        steps.append(
-            f"others have published gates for {name}: python -m retain.hf.model.published "
-            f"--from {repository} --model {name} --out gates, then gates='gates' (not tried here)"
-        )
-    steps.append(f"train your own: retain train {name} FILE.jsonl output=gates, then gates='gates'")
-    steps.append(
-        f"take no gates: policy={TRAINING_FREE_UNKNOWN!r} where the question comes after the eviction, "
-        f"policy={TRAINING_FREE_KNOWN!r} where it is read before (docs/choose.md has the evidence)"
+        ]
     )
+    steps += [
+        f"others have published gates for {name}: python -m retain.hf.model.published "
+        f"--from {repository} --model {name} --out gates, then gates='gates' (not tried here)"
+        for repository in published_for(name)
+    ]
+    steps += [
+        f"train your own: retain train {name} FILE.jsonl output=gates, then gates='gates'",
+        f"take no gates: policy={TRAINING_FREE_UNKNOWN!r} where the question comes after the eviction, "
+        f"policy={TRAINING_FREE_KNOWN!r} where it is read before (docs/choose.md has the evidence)",
+    ]
     listed = "".join(f"\n  {number}. {step}" for number, step in enumerate(steps, 1))
     shown = type(model).__name__ if name == "NAME" else name
     raise ValueError(f"policy {policy!r} needs gates, and none ship for {shown}. You can:{listed}")
@@ -133,11 +128,8 @@ def new_gates(model: nn.Module, family: str = "mlp", *, seed: int = 0, **setting
     """
     if lookup(family, GATES, what="gate family").extension is not None:
         known = [one for one in inspect.signature(lookahead_gates).parameters if one not in ("model", "seed")]
-        if unknown := [f"{name!r}{suggest(name, known)}" for name in settings if name not in known]:
-            raise ValueError(
-                f"settings of gate family {family!r}: there is no setting {', '.join(unknown)}. It has "
-                f"{', '.join(known)}."
-            )
+        for name in settings:
+            check_choice(f"setting of gate family {family!r}", name, known)
         return lookahead_gates(model, **settings, seed=seed)
     sizes = {spec.layer_idx: spec.sizes for spec in describe(model)}
     dims = dims_for(family, sizes, settings)
@@ -164,7 +156,9 @@ def gates_for(model: nn.Module, gates: Any) -> Any:
             "pass gates='path or hub id', or retain.load_gates(path, model)."
         )
     elif isinstance(gates, GateSet) and gates.metadata.get("fingerprint"):
-        check_fingerprint(gates.metadata, fingerprint(model), WHERE, allowed_on=gates.allowed_on)
+        check_fingerprint(
+            gates.metadata, fingerprint(model), "the GateSet given", allowed_on=gates.allowed_on
+        )
     if isinstance(gates, GateSet):
         _check_sizes(model, gates)
     return gates
@@ -178,12 +172,9 @@ def _check_sizes(model: nn.Module, gates: GateSet) -> None:
         got = {name: size for name, size in dims.items() if name in ("E", "H", "Q", "D")}
         wanted = {name: size for name, size in sizes.get(layer, {}).items() if not dims or name in got}
         if got != wanted:
-            have, want = (
-                ", ".join(f"{name} {size}" for name, size in one.items()) or "none" for one in (got, wanted)
-            )
             raise ValueError(
                 f"these gates do not fit {type(model).__name__}: they have {len(gates.layers)} layers and it "
-                f"has {len(sizes)}. The first to differ is layer {layer}, with (width E, KV heads H, query "
-                f"heads Q, head width D) {have} in the gates and {want} in the model. Load gates that were "
-                "trained on this model."
+                f"has {len(sizes)}. The first to differ is layer {layer}, with {got or 'nothing'} in the "
+                f"gates and {wanted or 'nothing'} in the model (width E, KV heads H, query heads Q, head "
+                "width D). Load gates that were trained on this model."
             )

@@ -1,9 +1,8 @@
-"""Says who a model is, so that what belongs to it is not used on another.
+"""Identifies a model, so that gates and stored values are not used on another.
 
 Gates belong to a base model: `fingerprint` hashes a sample of every weight of the decoder, adapters apart.
 Stored keys and values depend on the adapters that are active too: `identity_of` adds these, and how positions
-turn. A cache that lives asks at every turn whether its model is still the same, by `marks_of`, which looks at
-no number: which adapters are switched on, and how often each weight was written to.
+turn.
 """
 
 import hashlib
@@ -28,10 +27,10 @@ FREQUENCIES, FACTOR = ("original_inv_freq", "inv_freq"), "attention_scaling"
 def fingerprint(model: nn.Module) -> dict[str, str | int]:
     """Identifies a model by its dimensions and a hash over them and a sample of every weight of its decoder.
 
-    Weights go by the names of checkpoints, from the decoder on, persistent buffers among them, without the
-    output head, which no key or value depends on. Samples of plain numbers are rounded to bfloat16, so that
-    a checkpoint in float32 or bfloat16 gives the same (float16 does not). Of a quantised model the packed
-    bytes are sampled. Adapters of peft that are not merged are no part of it.
+    Weights go by the names of checkpoints, persistent buffers among them, without the output head. Samples of
+    plain numbers are rounded to bfloat16, so that a checkpoint in float32 or bfloat16 gives the same (float16
+    does not). Of a quantised model the packed bytes are sampled. Adapters of peft that are not merged are no
+    part of it.
 
     Args:
         model: a causal language model of transformers, or its decoder.
@@ -70,25 +69,6 @@ def identity_of(model: nn.Module, *, head: bool = False) -> dict[str, str | int]
         weights = ((name, _sample(tensor)) for name, tensor in _weights(output))
         known["head"] = _hash(chain(weights, _adapters(output)))
     return known
-
-
-def marks_of(model: nn.Module) -> tuple[Any, Any]:
-    """Which adapters of a model are switched on, and how; and how often each weight was written to. Two calls
-    differ where the model may have changed in between. Nothing waits for a device."""
-    base = base_model(model)
-    switches = [
-        (
-            tuple(module.active_adapters),
-            bool(module.disable_adapters),
-            tuple(getattr(module, "merged_adapters", ())),
-            tuple(getattr(module, "scaling", {}).items()),
-        )
-        for _, module in _wrappers(base)
-    ]
-    # Parts that DeepSpeed gathers for each forward are written to then.
-    parts = base.parameters()
-    versions = [0 if one.is_inference() or hasattr(one, "ds_id") else one._version for one in parts]
-    return switches, versions
 
 
 def _dims(base: Any, layout: Layout) -> dict[str, str | int]:
@@ -177,8 +157,6 @@ def _rotary(base: nn.Module) -> Iterator[tuple[str | bytes, ...]]:
 
 def _hash(parts: Iterator[tuple[str | bytes, ...]]) -> str:
     """First 16 hex digits of the sha256 of some texts and bytes."""
-    digest = hashlib.sha256()
-    for part in parts:
-        for one in part:
-            digest.update(one.encode() + b"\n" if isinstance(one, str) else one)
-    return digest.hexdigest()[:16]
+    flat = chain.from_iterable(parts)
+    whole = b"".join(one.encode() + b"\n" if isinstance(one, str) else one for one in flat)
+    return hashlib.sha256(whole).hexdigest()[:16]

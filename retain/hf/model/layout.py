@@ -1,8 +1,7 @@
 """Describes a model's layers to a cache: those that evict, and those that are left alone.
 
 `retain.hf.model.decoder` makes a `Layout` of a model. Weights are read where they stand when they are asked
-for, so that nothing made of a model goes stale when the model moves, and a quantised weight is made dense
-only for those who look.
+for, so that nothing made of a model goes stale when the model moves.
 """
 
 from dataclasses import dataclass, field
@@ -62,19 +61,11 @@ class LayerSpec:
 
     @property
     def output_weight_QDE(self) -> Float[Tensor, "Q D E"]:
-        """The output projection viewed per query head: a view of the model's weight, or what the module
-        multiplies by where it is quantised or carries adapters (`retain.hf.model.projection.dense_weight`).
+        """The output projection viewed per query head (`retain.hf.model.projection.dense_weight`).
 
         Gates of the heads' outputs (Qwen3-Next) are left out; they lie below 1, so norms are upper bounds.
         """
         return dense_weight(self.output, self.compute_dtype).unflatten(0, (self.num_heads, -1))
-
-    def output_weight_if(self, read: bool) -> Float[Tensor, "Q D E"]:
-        """The same if it is read; else NaN without memory, since to make it may cost a matrix."""
-        if read:
-            return self.output_weight_QDE
-        nan = torch.full((), float("nan"), device=self.device, dtype=self.dtype)
-        return nan.expand(self.num_heads, self.head_dim, self.hidden_size)
 
     @property
     def sinks_Q(self) -> Float[Tensor, " Q"] | None:
@@ -85,16 +76,19 @@ class LayerSpec:
     def evidence(
         self, *, scaling: float | None, soft_cap: float | None, output: bool = True, **shown: Any
     ) -> Evidence:
-        """Evidence of this layer: what every layer says of itself, and what it shows.
+        """Evidence of this layer.
 
         Args:
             scaling, soft_cap: as its attention was called; None: the layer's, and no cap.
-            output: whether the output projection is looked at (`output_weight_if`).
+            output: whether the output projection is looked at; else it is NaN without memory, since to make
+                it may cost a matrix.
             **shown: the other fields.
         """
+        nan = torch.full((), float("nan"), device=self.device, dtype=self.dtype)
+        unread_QDE = nan.expand(self.num_heads, self.head_dim, self.hidden_size)
         return Evidence(
             layer_idx=self.layer_idx,
-            output_weight_QDE=self.output_weight_if(output),
+            output_weight_QDE=self.output_weight_QDE if output else unread_QDE,
             scaling=self.scaling if scaling is None else scaling,
             soft_cap=soft_cap,
             window=self.window,
@@ -121,14 +115,12 @@ class LeftAlone:
     Args:
         kind: `sliding_attention`, `linear_attention`, ..., as transformers calls it.
         window: tokens that it looks back on, where its attention has a window.
-        entry_width: numbers of a key and a value of all heads, where its attention has a window.
         empty: the cache layer that transformers makes for it, never filled.
     """
 
     layer_idx: int
     kind: str
     window: int | None
-    entry_width: int
     empty: Any = field(repr=False)
 
 

@@ -1,9 +1,7 @@
 """Handles the cache layers that are left to transformers: a sliding window or a recurrent state.
 
-transformers decides what such a layer is and how it is updated; here are its bytes, a copy of it, some of its
-sequences, whether its last tokens can be forgotten, and its tensors for a file. What it holds is found by
-looking at its attributes, and what is not understood there is refused, since a fork that shares half its
-state would answer from another conversation.
+transformers decides what such a layer is and how it is updated; here are its bytes, a copy of it, and its
+tensors for a file. Tokens that it has read cannot be forgotten.
 """
 
 import copy
@@ -11,7 +9,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from jaxtyping import Int
 from torch import Tensor
 
 from retain.hf.intercept.forward_call import Call
@@ -22,8 +19,6 @@ TENSORS = ("keys", "values")
 STATES = ("conv_states", "recurrent_states")
 # Tokens that a layer with a window has seen.
 COUNT = "cumulative_length"
-# Whether a recurrent layer has seen any, by the number of the state.
-PREVIOUS = "has_previous_state"
 
 
 def refuse_padding(alone: Mapping[int, LeftAlone], call: Call, seen_BT: Tensor | None) -> None:
@@ -32,7 +27,7 @@ def refuse_padding(alone: Mapping[int, LeftAlone], call: Call, seen_BT: Tensor |
     `seen_BT` is False on padding among the tokens that were seen; None before the first.
 
     Raises:
-        ValueError: padding behind a sequence's tokens, on a model with such layers.
+        ValueError: padding behind a sequence's tokens.
     """
     valid_BS = call.valid_BS
     if valid_BS is None:
@@ -44,8 +39,8 @@ def refuse_padding(alone: Mapping[int, LeftAlone], call: Call, seen_BT: Tensor |
         kinds = ", ".join(sorted({left.kind for left in alone.values()}))
         raise ValueError(
             "this call has padding behind tokens that its sequences have seen already, which layers left to "
-            f"transformers ({kinds}) would take for tokens: read turns of different lengths in separate "
-            "caches (batch_select_indices), or pad the first prompt only, before its first token."
+            f"transformers ({kinds}) take for tokens: read turns of different lengths, and go on behind "
+            "sequences that have ended, in separate caches (batch_select_indices)."
         )
 
 
@@ -74,7 +69,7 @@ def _put(layer: Any, name: str, tensor: Tensor) -> None:
 
 def held_bytes(layer: Any) -> int:
     """Bytes of the entries and states that a layer holds."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(layer).values())
+    return sum(tensor.nbytes for tensor in tensors_of(layer).values())
 
 
 def allocated_bytes(layer: Any) -> int:
@@ -83,19 +78,10 @@ def allocated_bytes(layer: Any) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def thaw_(layer: Any) -> None:
-    """Make states that can be changed under `no_grad` of those that came under `inference_mode`."""
-    if torch.is_inference_mode_enabled():
-        return
-    for name, tensor in tensors_of(layer).items():
-        if name not in TENSORS and tensor.is_inference():
-            _put(layer, name, tensor.clone())
-
-
 def trim_(layer: Any) -> None:
     """Free what a layer's storages hold beyond its entries: transformers keeps the last as a view of all."""
     for name, tensor in tensors_of(layer).items():
-        if tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size():
+        if tensor.untyped_storage().nbytes() > tensor.nbytes:
             _put(layer, name, tensor.clone(memory_format=torch.contiguous_format))
 
 
@@ -112,12 +98,6 @@ def fork(layer: Any) -> Any:
     return other
 
 
-def select_batch(layer: Any, idx: Int[Tensor, " N"]) -> None:
-    """Keep these sequences, in this order; an index may repeat."""
-    for name, tensor in tensors_of(layer).items():
-        _put(layer, name, tensor.index_select(0, idx.to(tensor.device)))
-
-
 def concat(layers: list[Any]) -> Any:
     """Makes one layer with the sequences of several, which have all seen equally many tokens."""
     whole = fork(layers[0])
@@ -127,32 +107,8 @@ def concat(layers: list[Any]) -> Any:
     return whole
 
 
-def can_crop(layer: Any, num_tokens: int) -> bool:
-    """Returns whether the last `num_tokens` tokens can be forgotten, as if they had never come.
-
-    A layer with a window can while nothing has left the window: what has left is lost. A recurrent state has
-    all of its tokens in one, and cannot forget any.
-    """
-    if num_tokens == 0 or not tensors_of(layer):
-        return True
-    if not hasattr(layer, COUNT) or any(name not in TENSORS for name in tensors_of(layer)):
-        return False
-    return tensors_of(layer)["keys"].shape[-2] == getattr(layer, COUNT)
-
-
-def crop(layer: Any, num_tokens: int) -> None:
-    """Forget the last `num_tokens` tokens, and give their bytes back. Ask `can_crop` first."""
-    assert can_crop(layer, num_tokens)
-    if num_tokens == 0 or not tensors_of(layer):
-        return
-    length = getattr(layer, COUNT) - num_tokens
-    for name, tensor in tensors_of(layer).items():
-        _put(layer, name, tensor[..., :length, :].clone())
-    setattr(layer, COUNT, length)
-
-
 def state(layer: Any) -> dict[str, Tensor]:
-    """Returns what a layer holds, for saving: its tensors, and `cumulative_length` where it counts tokens."""
+    """Returns a layer's tensors for saving, and `cumulative_length` where it counts tokens."""
     saved = {name: tensor.contiguous() for name, tensor in tensors_of(layer).items()}
     if saved and hasattr(layer, COUNT):
         saved[COUNT] = torch.tensor(int(getattr(layer, COUNT)))
@@ -168,22 +124,21 @@ def load_state(layer: Any, saved: Mapping[str, Tensor]) -> None:
     if not saved:
         return
     names = {name.partition(".")[0] for name in saved}
-    known = {name for name in (*TENSORS, *STATES, COUNT) if hasattr(layer, name)}
-    missing = {"keys", "values", COUNT} - names if hasattr(layer, COUNT) else set()
-    if not names <= known or missing:
+    known = {*TENSORS, COUNT} if hasattr(layer, COUNT) else {*STATES}
+    if names - known or (COUNT in known and known - names):
         raise ValueError(
             f"the state saved for a {type(layer).__name__} holds {sorted(names)}, and such a layer holds "
             f"{sorted(known)}: it was saved from another model, or by another version of transformers."
         )
-    tensors = {name: tensor for name, tensor in saved.items() if name != COUNT}
-    if "keys" in tensors:
-        layer.lazy_initialization(tensors["keys"], tensors["values"])
+    if COUNT in known:
+        layer.lazy_initialization(saved["keys"], saved["values"])
         setattr(layer, COUNT, int(saved[COUNT]))
-    for name, tensor in tensors.items():
+    for name, tensor in saved.items():
         attribute, _, number = name.partition(".")
         if number:
             # The layer's method to make room: it also stores device, precision and kernel width.
             layer.lazy_initialization(**{attribute: tensor, "state_idx": int(number)})
-            getattr(layer, PREVIOUS)[int(number)] = True
-    for name, tensor in tensors.items():
-        _put(layer, name, tensor.clone())
+            layer.has_previous_state[int(number)] = True
+    for name, tensor in saved.items():
+        if name != COUNT:
+            _put(layer, name, tensor.clone())

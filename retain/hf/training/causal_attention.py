@@ -5,8 +5,6 @@ at a time, under a mask of bounded size; caps and sinks go through `gated_attent
 gradient is meant to pass, and nothing here knows transformers.
 """
 
-from typing import Any
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -26,7 +24,6 @@ def causal_attention(
     *,
     scaling: float,
     window: int | None = None,
-    within: int | None = None,
     soft_cap: float | None = None,
     sinks_Q: Float[Tensor, " Q"] | None = None,
 ) -> Float[Tensor, "B Q S V"]:
@@ -35,26 +32,11 @@ def causal_attention(
     Args:
         scaling: factor on the logits.
         window: a query sees the last `window` entries, itself included; None: all.
-        within: a query sees the entries of its chunk of so many (Llama-4); None: all.
         soft_cap: bound on the logits; None: none.
         sinks_Q: one extra logit per query head; None: none.
     """
     S, T = queries_BQSD.shape[2], keys_BHTD.shape[2]
     first = T - S
-    if within is not None and within < T:
-        cuts = [first, *range((first // within + 1) * within, T, within), T]
-        how: dict[str, Any] = {"scaling": scaling, "window": window, "soft_cap": soft_cap, "sinks_Q": sinks_Q}
-        pieces = []
-        for start, stop in zip(cuts, cuts[1:], strict=False):
-            seen = slice(start // within * within, stop)
-            group = (
-                queries_BQSD[:, :, start - first : stop - first],
-                keys_BHTD[:, :, seen],
-                values_BHTV[:, :, seen],
-            )
-            how = {"scaling": scaling, "window": window, "soft_cap": soft_cap, "sinks_Q": sinks_Q}
-            pieces.append(causal_attention(*group, **how))
-        return torch.cat(pieces, 2)
     if window is not None and window >= T:
         window = None
     if soft_cap is not None or sinks_Q is not None:
@@ -77,24 +59,23 @@ def causal_attention(
         )  # fmt: skip
     # Of a window, as many queries at once as it is long: half of what is multiplied is seen.
     at_once = MASK // T if window is None else min(window, MASK // (2 * window))
-    rows = max(ROWS[window is not None], at_once)
     pieces = []
-    for start in range(0, S, rows):
-        stop = min(S, start + rows)
-        low = 0 if window is None else max(0, first + start - window + 1)
-        place_s1 = torch.arange(first + start, first + stop, device=keys_BHTD.device)[:, None]
-        entry_T = torch.arange(low, first + stop, device=keys_BHTD.device)
+    for queries in queries_BQSD.split(max(ROWS[window is not None], at_once), 2):
+        stop = first + queries.shape[2]
+        low = 0 if window is None else max(0, first - window + 1)
+        place_s1 = torch.arange(first, stop, device=keys_BHTD.device)[:, None]
+        entry_T = torch.arange(low, stop, device=keys_BHTD.device)
         mask_sT = entry_T <= place_s1
         if window is not None:
             mask_sT &= entry_T > place_s1 - window
-        keys, values = (x[:, :, low : first + stop] for x in (keys_BHTD, values_BHTV))
+        keys, values = (x[:, :, low:stop] for x in (keys_BHTD, values_BHTV))
         if grouped and on_cuda:  # no fast kernel there takes a mask and fewer KV heads
-            groups = queries_BQSD.shape[1] // keys.shape[1]
+            groups = queries.shape[1] // keys.shape[1]
             keys, values = (x.repeat_interleave(groups, 1) for x in (keys, values))
         pieces.append(
             scaled_dot_product_attention(
-                queries_BQSD[:, :, start:stop], keys, values, attn_mask=mask_sT, scale=scaling,
-                enable_gqa=grouped and not on_cuda,
+                queries, keys, values, attn_mask=mask_sT, scale=scaling, enable_gqa=grouped and not on_cuda
             )
-        )  # fmt: skip
+        )
+        first = stop
     return torch.cat(pieces, 2)

@@ -95,8 +95,7 @@ class Worker:
         self.order = {name: place for place, name in enumerate(self.names)}
         self.layout = self.pages.layout
         self.places_L = torch.tensor(self.pages.places, device=self.pages.pages.device)
-        # Whether gates look at queries, keys or values, rather than at the attention input.
-        self.reads_heads = self.gates is not None and "hidden" not in self.gates.inputs
+        self.num_tokens = 0  # of this step
 
     def begin(self, parts: Sequence[Part], finished: Iterable[str]) -> None:
         """A step begins, before its tables are built."""
@@ -137,9 +136,7 @@ class Worker:
                 request.blocks_B = blocks_RB[row, : -(-asked.length // self.layout.page)].long()
             stop, shift = min(part.stop, asked.length), starts[row] - part.start
             self.reading.append(Reading(asked, request, part.start, stop, shift))
-        starts_R1 = torch.tensor(starts, device=device)
-        before_R, counts_R = lengths_R.long() - starts_R1[1:], starts_R1.diff()
-        self.positions_N = torch.arange(starts[-1], device=device) + before_R.repeat_interleave(counts_R)
+        self.num_tokens = starts[-1]
         return (full_R, starts_RP) if any(part.evicted for part in self.parts) else None
 
     def _begun(self, asked: Arrival) -> Request:
@@ -158,26 +155,14 @@ class Worker:
                 request.window_LSQD[place, first - begins : stop - begins] = queries_SQD
 
     @torch.no_grad()
-    def score_tokens_(self, place: int, **seen: Tensor) -> None:
-        """Store the gates' scores of a layer's tokens.
-
-        Args:
-            place: of the layer.
-            **seen: what the gate looks at: `hidden_NE`, or `queries_NQD`, `keys_NHD` and `values_NHD`.
-        """
+    def score_tokens_(self, place: int, hidden_NE: Float[Tensor, "N E"]) -> None:
+        """Store the gates' scores of a layer's tokens, by their attention inputs; `place` is the layer's."""
         assert self.gates is not None
-        layer, here = self.layers[place], self.layout.num_heads
-        if "hidden_NE" in seen:
-            fields = {"hidden_BTE": seen["hidden_NE"][None]}
-            shape = (1, here * self.rules.parts, len(seen["hidden_NE"]), self.pages.head_dim)
-            keys = seen["hidden_NE"].new_zeros(1).expand(shape)
-        else:
-            names = ("queries_NQD", "keys_NHD", "values_NHD")
-            queries, keys, values = (seen[name].transpose(0, 1)[None] for name in names)
-            positions = self.positions_N[None]
-            fields = {"queries_BQSD": queries, "values_BHTD": values, "positions_BT": positions}
-        score_HN = self.gates.noted(with_tokens(layer, keys, **fields))[0]
-        score_HN = score_HN[layer.first_head : layer.first_head + here]
+        shape = (1, self.layout.num_heads, len(hidden_NE), self.pages.head_dim)
+        layer = with_tokens(
+            self.layers[place], hidden_NE.new_zeros(1).expand(shape), hidden_BTE=hidden_NE[None]
+        )
+        score_HN = self.gates.learned(layer)[0]
         for _, request, start, stop, shift in self.reading:
             request.learned_LHT[place, :, start:stop] = score_HN[:, start + shift : stop + shift]
 
