@@ -75,7 +75,7 @@ def bind_policy(
     if not isinstance(policy, str | os.PathLike | Policy):
         return _bind_function(policy, [*stated, *overrides], gates=gates, pinned=pinned)
 
-    chosen: Policy = policy if isinstance(policy, Policy) else load_policy(policy)
+    chosen: Policy = policy if isinstance(policy, Policy) else load_policy(os.fspath(policy))
     scorer: Scorer | None = overrides.pop("observed") if callable(overrides.get("observed")) else None
     problems, keep = [], Budget(keep_ratio=1.0)
     try:

@@ -61,9 +61,7 @@ class Engine:
         self.model, self.state = model, state
         self.generation = Generation()
         self.evict_at_prefill, self.hold_evidence = True, False
-        self.recorded: frozenset[str] = (
-            frozenset()
-        )  # inputs of gates that held evidence shows beyond the usual
+        self.recorded: frozenset[str] = frozenset()  # inputs of gates that held evidence shows
         self._rotary: Rotary | None = None
         self._forget()
 

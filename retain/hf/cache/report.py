@@ -120,11 +120,11 @@ class Report:
         return "\n".join(lines)
 
 
-def _folded(rows: Sequence[LayerReport] | Sequence[LeftAloneReport]) -> list[tuple[str, str]]:
+def _folded(rows: Sequence[LayerReport | LeftAloneReport]) -> list[tuple[str, str]]:
     """Rows as text with their names; neighbours that hold the same are one row."""
     found = []
     for text, group in groupby(rows, key=str):
-        names = [row.name for row in group]
+        names: list[str] = [row.name for row in group]
         first, last = (int(name.removeprefix("layer ")) for name in (names[0], names[-1]))
         count = "" if last - first + 1 == len(names) else f"{len(names)} of "
         found.append((names[0] if len(names) == 1 else f"{count}layers {first}-{last}, each", text))

@@ -127,7 +127,7 @@ def _made(
     if rule["policy"] is None and not rule["function"]:
         state.bound_policy = BoundPolicy(rule["name"], precision=precision_of(rule))
     then, now = rule["gates"], _digest(state.bound_policy)
-    if None not in (then, now) and then != now:
+    if then is not None and now is not None and then != now:
         raise ValueError(
             f"it was evicted with gates {then[:12]}, and these are {now[:12]} (sha256): pass the gates that "
             "it was made with."
