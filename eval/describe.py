@@ -14,6 +14,7 @@ import itertools
 import platform
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -80,21 +81,20 @@ class ModelDescription:
 
     @property
     def evicting(self) -> dict[str, list[int]]:
-        """Layers that evict, by what they are in words."""
-        kinds: dict[str, list[int]] = {}
+        """Layers that evict, by their heads and window in words."""
+        kinds = defaultdict(list)
         for spec in self.layout.evicting if self.layout else ():
             window = "" if spec.window is None else f", inside a window of {spec.window:,} tokens"
-            of = f"{spec.num_kv_heads} KV heads of width {spec.head_dim}, {spec.num_heads} query heads"
-            kinds.setdefault(of + window, []).append(spec.layer_idx)
+            heads = f"{spec.num_kv_heads} KV heads of width {spec.head_dim}, {spec.num_heads} query heads"
+            kinds[heads + window].append(spec.layer_idx)
         return kinds
 
     @property
     def alone(self) -> dict[str, list[int]]:
-        """Layers that are left alone, by what they are in words."""
-        kinds: dict[str, list[int]] = {}
+        """Layers that are left alone, by their kind and window in words."""
+        kinds = defaultdict(list)
         for idx, left in self.layout.alone.items() if self.layout else ():
-            window = "" if left.window is None else f" of {left.window:,} tokens"
-            kinds.setdefault(left.kind + window, []).append(idx)
+            kinds[left.kind + ("" if left.window is None else f" of {left.window:,} tokens")].append(idx)
         return kinds
 
     def __str__(self) -> str:

@@ -219,11 +219,8 @@ def diagnose(
         else:
             how: dict[str, Any] = {"gates": gates if chosen[name].learned else None, "short": "raise"}
             cache = Cache(model, chosen[name], keep_ratio=ratio, **how).prefill(ids_on(model, context))
-        heads = iter(positions_held(cache))
-        keeps = [
-            kept([next(heads) for _ in range(layer.keys_BHTD.shape[1])], len(context))
-            for layer in base.evidence
-        ]
+        keep_NT = kept(positions_held(cache), len(context))
+        keeps = [keep_HT[None] for keep_HT in keep_NT.split([layer.num_heads for layer in teacher])]
         held = cache.report().total.bytes_held
         output = model(input_ids=ids_on(model, tail), use_cache=True, **{CACHE: cache})
         logits_SV = output.logits[0, -count:].float().cpu()
@@ -234,7 +231,7 @@ def diagnose(
             Reading(
                 policy=name,
                 keep_ratio=ratio,
-                keep_NT=torch.cat([keep[0] for keep in keeps]),
+                keep_NT=keep_NT,
                 bytes_held=held,
                 coverage_NS=coverage_of(teacher, keeps, count),
                 overlap_N=torch.cat(overlap),
@@ -247,12 +244,12 @@ def diagnose(
     return made
 
 
-def kept(heads: Sequence[Tensor], tokens: int) -> Bool[Tensor, "1 H T"]:
-    """The keep mask of one layer, by the positions that each head holds."""
-    keep_1HT = torch.zeros(1, len(heads), tokens, dtype=torch.bool)
-    for head, positions in enumerate(heads):
-        keep_1HT[0, head, positions.cpu()] = True
-    return keep_1HT
+def kept(heads: Sequence[Tensor], tokens: int) -> Bool[Tensor, "N T"]:
+    """The keep mask of a context, by the positions that each head of each layer holds."""
+    keep_NT = torch.zeros(len(heads), tokens, dtype=torch.bool)
+    for keep_T, positions in zip(keep_NT, heads, strict=True):
+        keep_T[positions.cpu()] = True
+    return keep_NT
 
 
 def coverage_of(

@@ -158,24 +158,18 @@ def importance_weights(
     return (beta - 1) * mean_LH.sum() + mean_LH.numel() * mean_LH
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    made = argparse.ArgumentParser(
-        description="Measure a number for each KV head of a model, by which a policy shares its budget."
-    )
-    made.add_argument("--policy", choices=(DUO, HEADKV), required=True, help="the preset that reads them")
-    made.add_argument("--model", required=True, help="a name, or a hub id or folder")
-    made.add_argument("--output", type=Path, required=True, help="the file, e.g. duoattention.json")
-    made.add_argument("--context-tokens", type=int, default=1000, help="tokens of a context (default 1000)")
-    made.add_argument("--documents", type=int, default=64, help="texts with a needle (default 64)")
-    made.add_argument("--device", default="cpu", help="e.g. cuda:0 (default cpu)")
-    return made
-
-
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parses the command line, measures, and writes."""
-    given = parser().parse_args(arguments)
+    about = "Measure a number for each KV head of a model, by which a policy shares its budget."
+    parser = argparse.ArgumentParser(description=about)
+    parser.add_argument("--policy", choices=(DUO, HEADKV), required=True, help="the preset that reads them")
+    parser.add_argument("--model", required=True, help="a name, or a hub id or folder")
+    parser.add_argument("--output", type=Path, required=True, help="the file, e.g. duoattention.json")
+    parser.add_argument("--context-tokens", type=int, default=1000, help="tokens of a context (default 1000)")
+    parser.add_argument("--documents", type=int, default=64, help="texts with a needle (default 64)")
+    parser.add_argument("--device", default="cpu", help="e.g. cuda:0 (default cpu)")
+    given = parser.parse_args(arguments)
     device = resolve_device(given.device)
     model, tokenizer = load(given.model)
     if tokenizer is None:

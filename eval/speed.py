@@ -1,8 +1,8 @@
 """Times inference under policies against the full cache and a dense cache of as many entries.
 
     retain speed --model smollm2-135m --policies snapkv,merge --keep-ratio 0.1
-    retain speed --model random --layers 32 --width 4096 --heads 32 --kv-heads 8 --intermediate 14336
-        --tokens 32768 --device cuda --dtype bfloat16 --gates random [--compiled]
+    retain speed --model random --shape 32,4096,32,8,14336 --tokens 32768 --device cuda --dtype bfloat16
+        --gates random [--compiled]
 
 Measured are the time to the first token (the prompt read, evicted from, and the next token chosen), the time
 of a decoded token, the bytes of the cache, and on CUDA the peak of memory beyond what was held before. Every
@@ -50,6 +50,7 @@ from retain.hf.model.gates import load_gates, new_gates
 from retain.hf.version_names import CACHE
 from retain.kernels.measure import quiet
 from retain.models.named import dtype_of, load_named_model
+from retain.presets import load_policy
 from retain.process.command import command
 from retain.process.provenance import code_state, environment, now, write_json
 
@@ -69,7 +70,7 @@ def _option(about: str, **bounds: Any) -> Any:
 class Setting:
     """The options of the command, one a field; values out of range are refused."""
 
-    model: Annotated[str, _option("a name, folder or hub id; random: of the shape below")] = "smollm2-135m"
+    model: Annotated[str, _option("a name, folder or hub id; random: of `shape`")] = "smollm2-135m"
     policies: Annotated[str, _option("presets, between commas")] = "snapkv,layer_defensivekv,merge"
     keep_ratio: Annotated[float, _option("kept / seen", gt=0, le=1)] = 0.1
     batch: Annotated[int, _option("prompts read at once", ge=1)] = 1
@@ -80,18 +81,12 @@ class Setting:
     device: Annotated[str, _option("cpu, cuda, cuda:1, auto")] = "cpu"
     dtype: Annotated[str, _option("of weights and cache; auto: as the checkpoint says")] = "auto"
     threads: Annotated[int, _option("of the CPU", ge=1)] = 2
-    layers: Annotated[int, _option("of a random model", ge=1)] = 4
-    width: Annotated[int, _option("of its hidden state", ge=1)] = 512
-    heads: Annotated[int, _option("its query heads", ge=1)] = 8
-    kv_heads: Annotated[int, _option("its KV heads", ge=1)] = 2
-    intermediate: Annotated[int, _option("width of its feed-forward part", ge=1)] = 1376
+    shape: Annotated[str, _option("layers, width, heads, KV heads, feed-forward width of a random model")] = (
+        "4,512,8,2,1376"
+    )
     compiled: Annotated[bool, _option("time compiled steps")] = False
 
     def __post_init__(self) -> None:
-        if self.width % (2 * self.heads) or self.heads % self.kv_heads:
-            raise ValueError(
-                f"width {self.width} is no multiple of 2 x {self.heads} heads, or these of {self.kv_heads}."
-            )
         object.__setattr__(self, "device", str(resolve_device(self.device)))
 
     @property
@@ -103,34 +98,25 @@ def load_model(setting: Setting) -> Any:
     """The model on its device; a random one is a Llama of the stated shape.
 
     Raises:
-        ValueError: It cannot be loaded, or reads fewer tokens than are asked for.
+        ValueError: It cannot be loaded, or a shape that is none.
     """
-    read = setting.tokens + setting.steps * (setting.rounds + 1 if setting.compiled else 1)
-    if setting.model == RANDOM:
-        config = LlamaConfig(
-            vocab_size=1024,
-            hidden_size=setting.width,
-            intermediate_size=setting.intermediate,
-            num_hidden_layers=setting.layers,
-            num_attention_heads=setting.heads,
-            num_key_value_heads=setting.kv_heads,
-            head_dim=setting.width // setting.heads,
-            max_position_embeddings=max(2048, read),
-            attn_implementation="sdpa",
-        )
-        dtype = torch.float32 if setting.dtype == "auto" else dtype_of(setting.dtype)
-        with torch.random.fork_rng(), torch.device(setting.device):
-            torch.manual_seed(0)
-            model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        return model.eval().requires_grad_(False)
-    model = load_named_model(setting.model, dtype=setting.dtype)
-    most = getattr(model.config, "max_position_embeddings", None)
-    if most is not None and read > most:
+    if setting.model != RANDOM:
+        model = load_named_model(setting.model, dtype=setting.dtype)
+        return model.to(setting.device).requires_grad_(False)
+    sizes = [int(part) for part in setting.shape.split(",") if part.strip().isdigit()]
+    if len(sizes) != 5 or sizes[1] % (2 * sizes[2]) or sizes[2] % sizes[3]:
         raise ValueError(
-            f"speed: {read} tokens of prompt and steps are more than the {most} positions of "
-            f"{setting.model!r}: take fewer tokens."
+            f"shape {setting.shape!r}: wanted layers, width, heads, KV heads, feed-forward width; width a "
+            "multiple of 2 x heads, and the heads of KV heads."
         )
-    return model.to(setting.device).requires_grad_(False)
+    names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads")
+    shape = dict(zip((*names, "intermediate_size"), sizes, strict=True))
+    config = LlamaConfig(vocab_size=1024, max_position_embeddings=2**20, attn_implementation="sdpa", **shape)
+    dtype = torch.float32 if setting.dtype == "auto" else dtype_of(setting.dtype)
+    with torch.random.fork_rng(), torch.device(setting.device):
+        torch.manual_seed(0)
+        made: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return made.eval().requires_grad_(False)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -146,8 +132,7 @@ class Subjects:
         """An empty cache; without a policy, it keeps everything."""
         if policy is None:
             return retain.Cache(self.model, None)
-        needs = {preset.name: preset.needs for preset in retain.policies()}
-        gates = self.gates if "gates" in needs.get(policy, ()) else None
+        gates = self.gates if load_policy(policy).learned else None
         return retain.Cache(self.model, policy, keep_ratio=keep_ratio, gates=gates, short="raise")
 
 
@@ -194,7 +179,7 @@ def collected(runs: Mapping[str, Callable[[], X]], rounds: int) -> dict[str, lis
 def live(
     model: Any, empty: Callable[[], Any], ids_BT: Tensor, tokens: int, cut_to: int | None = None
 ) -> dict[str, float]:
-    """One life of a cache, which reads a prompt of so many tokens, is evicted from, and decodes the others.
+    """Times a cache that reads a prompt of so many tokens, is evicted from, and decodes the others.
 
     Args:
         empty: Makes the cache.

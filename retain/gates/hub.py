@@ -11,13 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import (
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RevisionNotFoundError,
-)
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from retain.gates.artifact import METADATA_FILE, WEIGHTS_FILE
 
@@ -28,10 +22,7 @@ HTTP: Any = import_module(
     )[0]
 )
 # Errors of the hub when a repository cannot be had. Those of its client are no OSError.
-UNREACHABLE: tuple[type[Exception], ...] = (
-    *(HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError),
-    *(HTTP.HTTPError, HTTP.InvalidURL),
-)
+UNREACHABLE = (HfHubHTTPError, HFValidationError, OSError, HTTP.HTTPError, HTTP.InvalidURL)
 
 
 def fetch(
@@ -67,20 +58,8 @@ def fetch(
         reason = " ".join(line.strip() for line in str(error).splitlines()[:3]).rstrip(". ")
         raise ValueError(
             f"there are no gates at {named!r}: it is no folder here (from {str(Path.cwd())!r}), and from "
-            f"the hub it could not be fetched ({type(error).__name__}: {reason}). {_next_step(error)}"
+            f"the hub it could not be fetched ({type(error).__name__}: {reason}). It does not exist, is "
+            "private or gated, or the hub was not reached (with HF_HUB_OFFLINE it is not asked): check the "
+            "name and the revision, and log in with `hf auth login` (or set HF_TOKEN) as someone who may "
+            "read it. Or pass the folder that training wrote (`output`)."
         ) from None
-
-
-def _next_step(error: BaseException) -> str:
-    if isinstance(error, RevisionNotFoundError):
-        return "The repository has no such branch, tag or commit: check the revision."
-    unasked = isinstance(error, LocalEntryNotFoundError | OfflineModeIsEnabled | HTTP.HTTPError)
-    if unasked and getattr(error, "response", None) is None:
-        return (
-            "It is not in the hub's cache, and the hub was not reached (with HF_HUB_OFFLINE or "
-            "local_files_only it is not asked): connect, or pass a folder."
-        )
-    return (
-        "It does not exist, or it is private or gated: check the name, and log in with `hf auth login` (or "
-        "set HF_TOKEN) as someone who may read it. Or pass the folder that training wrote (`output`)."
-    )

@@ -66,8 +66,7 @@ def expected_attention(
         score in `mass`.
 
     Raises:
-        ValueError: without a rotary embedding, for capped logits, if a sequence has no query after its sinks,
-            or for settings out of range.
+        ValueError: no rotary embedding, capped logits, no query after the sinks, or settings out of range.
     """
     _check(evidence, future, sinks, value_norm)
     valid_BT, T, S = evidence.valid_BT, evidence.num_seen, evidence.num_queries

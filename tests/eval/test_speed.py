@@ -13,7 +13,7 @@ from retain.eval.speed import Setting, compiled_lines, live, main, subjects_of
 from retain.eval.text_table import text_table
 from retain.hf.intercept.attach import attach
 
-SHAPE = {"model": "random", "layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "intermediate": 48}
+SHAPE = {"model": "random", "shape": "2,32,4,2,48"}
 TINY = {**SHAPE, "tokens": 96, "steps": 3, "rounds": 2, "threads": 1, "gates": "random"}
 ENTRY = 2 * 2 * 8 * 4  # layers x (key and value) x width x float32, of a KV head
 
@@ -37,7 +37,7 @@ def test_a_record_has_every_policy_and_the_full_caches(tmp_path, capsys):
         assert compared == {"plain", "full", "dense"} - {row["policy"]}
     shown = capsys.readouterr().out.splitlines()
     assert shown[0].startswith("policy") and len(shown) == 7
-    assert record["command"].startswith("python -m retain.eval.speed --model random --layers 2 ")
+    assert record["command"].startswith("python -m retain.eval.speed --model random --shape 2,32,4,2,48 ")
 
 
 @pytest.mark.parametrize(
@@ -45,12 +45,11 @@ def test_a_record_has_every_policy_and_the_full_caches(tmp_path, capsys):
     [
         ({"keep_ratio": "2"}, "keep_ratio: input should be less than or equal to 1"),
         ({"rounds": 1}, "rounds: input should be greater than or equal to 2, got 1"),
-        ({"heads": 3}, "is no multiple of 2 x 3 heads"),
+        ({"shape": "2,32,3,1,48"}, "width a multiple of 2 x heads"),
         ({"policies": "snapkv,recensy"}, "did you mean 'recency'"),
         ({"keep_ratio": "0.02"}, "policy 'snapkv': "),
         ({"gates": ""}, "policy 'merge': "),
-        ({"model": "reference:0", "tokens": 10**6}, "more than the"),
-        ({"device": "cuda"}, "device is 'cuda', and torch sees no GPU here"),
+        ({"device": "cuda"}, "device is 'cuda', and torch sees 0 GPUs"),
         ({"dtype": "flaot32"}, "dtype is 'flaot32' (did you mean 'float32'?)"),
     ],
 )

@@ -290,16 +290,13 @@ def test_gates_of_another_width_are_refused(name: str, size: str, tmp_path: Path
         import_published(tmp_path, other)
 
 
-def test_gates_of_a_model_with_other_layers_are_refused(tmp_path: Path) -> None:
+def test_what_is_no_published_gate_is_refused(tmp_path: Path) -> None:
+    with refusal("there are no published gates at"):
+        import_published(tmp_path, SIZES)
     release("kvzap_linear", tmp_path)
     for sizes in ({**SIZES, 2: SIZES[0]}, {0: SIZES[0]}):
         with refusal(r"has kvzap gates for layers \[0, 1\], and the model's layers are \[0"):
             import_published(tmp_path, sizes)
-
-
-def test_what_is_no_published_gate_is_refused(tmp_path: Path) -> None:
-    with refusal("there are no published gates at"):
-        import_published(tmp_path, SIZES)
     release("dms", tmp_path)
     for kind, message in {
         "kvzap": r"it has kvzap gates for layers \[\], and",
