@@ -125,7 +125,6 @@ CANNOT = {
     "prompt_lookup_num_tokens": (2, "assisted decoding"),
     "assistant_early_exit": (1, "assisted decoding"),
     "use_mtp": (True, "assisted decoding"),
-    "penalty_alpha": (0.6, "contrastive search.*top_k candidates"),
     "cache_implementation": ("static", "a cache of its own"),
     "use_cache": (False, "reads all tokens again"),
     "output_attentions": (True, "asks for attention weights"),
