@@ -77,9 +77,12 @@ def value_norm(
             shape = (H, B, part.shape[2], G, weight.shape[-1] // G)
             product = buffer[: math.prod(shape)].view(H, B * part.shape[2], weight.shape[-1])
             torch.bmm(part.flatten(1, 2), weight, out=product)
-            sizes = product.view(shape).to(wide)
-            sizes = sizes.abs_() if p == 1 else sizes.square_()
-            norm_BHGT[..., start : start + entries] += sizes.sum(-1).permute(1, 0, 3, 2)
+            sizes = product.view(shape)
+            if dtype == wide:
+                sums = (sizes.abs_() if p == 1 else sizes.square_()).sum(-1)
+            else:  # without a copy in float32
+                sums = torch.linalg.vector_norm(sizes, p, -1, dtype=wide) ** p
+            norm_BHGT[..., start : start + entries] += sums.permute(1, 0, 3, 2)
     return (norm_BHGT if p == 1 else norm_BHGT.sqrt_()).flatten(1, 2)
 
 

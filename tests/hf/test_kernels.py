@@ -117,7 +117,7 @@ def generated(model, policy: Policy, regime: str, change: Callable[[Score], Scor
         cache = Cache(model, policy, gates=gates, regime=regime, every=EVERY, **BUDGET)
         given = {"input_ids": ids, "attention_mask": mask, CACHE: cache}
         how = {"output_logits": True, "return_dict_in_generate": True}
-        out = model.generate(**given, max_new_tokens=NEW, do_sample=False, **how)
+        out = model.generate(**given, max_new_tokens=NEW, do_sample=False, disable_compile=True, **how)
         seen = torch.cat([mask, mask.new_ones(len(mask), NEW - 1)], dim=1).cpu()
         return Run(out.sequences, list(out.logits), held_by(cache, seen), scores, cache.evictions)
 
