@@ -101,12 +101,6 @@ def test_the_score_is_the_papers_and_so_is_the_path_of_gradients(
                 assert torch.equal(gate(leaves), found)
 
 
-def test_half_precision_is_summed_in_float32() -> None:
-    queries, keys, behind = drawn(torch.bfloat16).values()
-    inputs = GateInputs(keys_BHTD=keys, lookahead_BQSD=queries, lookahead_keys_BHSD=behind, scaling=SCALING)
-    assert LookaheadGate(E=6, H=H)(inputs).dtype == torch.float32
-
-
 def test_wrong_settings_and_missing_keys_are_refused() -> None:
     parts = drawn()
     inputs = GateInputs(keys_BHTD=parts["keys"], lookahead_BQSD=parts["queries"], scaling=SCALING)
