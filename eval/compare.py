@@ -33,6 +33,7 @@ from retain.process.command import command, parse_first
 if __name__ == "__main__":
     parse_first(compare_parser())
 
+import torch
 from tqdm import tqdm
 
 import retain
@@ -41,7 +42,7 @@ from retain.eval.report.render import write_report
 from retain.eval.run.checks import load_checked
 from retain.eval.run.measure import measure
 from retain.eval.run.memory import check_equal_bytes
-from retain.eval.run.plan import Context, Loaded, Unit, naming, task_settings, units_of
+from retain.eval.run.plan import Context, Loaded, Unit, task_settings, units_of
 from retain.eval.run.table import LOCK, append_lines, digest, finish_run, key_of, open_run, read_table
 from retain.hf.model.identity import fingerprint, identity_of
 from retain.models.named import commit_of
@@ -166,15 +167,22 @@ def measure_all(config: CompareConfig, loaded: Loaded, units: Sequence[Unit], pr
     done = read_table(config.folder)
     processes.wait()  # nobody writes before all have read
     left = [unit for unit in units if not unit.identities.keys() <= done.keys()]
-    policies = {(one.policy, one.protection): policy for one, policy in loaded.policies.items()}
     mine = left[processes.rank :: processes.count]
     with tqdm(mine, config.run, unit="unit", smoothing=0.05, disable=processes.rank > 0) as bar:
         for unit in bar:
             bar.set_postfix_str(unit.name, refresh=False)
-            with naming(unit):
+            try:
                 lines = measure(config, loaded, unit, done.keys())
-                done |= {key_of(asdict(line)): asdict(line) for line in lines}
-                check_equal_bytes([done[key] for key in unit.identities], policies)
+            # Nothing of the unit is written then: a crash is neither an answer nor a score.
+            except (torch.OutOfMemoryError, MemoryError) as error:
+                raise ValueError(
+                    f"out of memory in {unit.name}: lower max_sequences, and start the run again, which goes "
+                    f"on here ({str(error).partition('.')[0]})."
+                ) from error
+            except ValueError as error:
+                raise ValueError(f"in {unit.name}: {error}") from error
+            done |= {key_of(asdict(line)): asdict(line) for line in lines}
+            check_equal_bytes([done[key] for key in unit.identities], loaded.policies)
             append_lines(config.folder, lines)
     processes.wait()
 

@@ -61,17 +61,14 @@ class CompareConfig:
         keep_ratios: Budgets as kept / seen, each in (0, 1). The full cache is always measured.
         tokens_per_head: Budgets in entries per KV head, each at least 2.
         items_per_task: Rows of each task, for each seed; fewer where a task has no more.
-        first_item: Number of the first row in its task and seed, so that a choice made on low numbers can be
-            confirmed on others.
+        first_item: Number of the first row: a choice made on low numbers can be confirmed on others.
         seeds: Seeds of the rows.
         context_tokens: Length of a context in tokens; of natural text the most that it may have.
-        gates: Folder or hub id of the gates that policies take, or the name of a model that gates ship for;
-            empty: the gates that ship for the model. A variant may name others.
+        gates: Folder or hub id of the gates that policies take; empty: those that ship for the model.
         allow_other_weights: Take gates whose base has other weights than the model, as for a fine-tune of it.
         when: When entries are evicted: "prefill" (once, behind the prompt), "chunk" (behind each chunk),
             "decode" (every `every` tokens), "prefill+decode" or "chunk+decode".
         question: Whether an eviction behind the prompt has seen the question: "known", "unknown" or both.
-            Elsewhere it is unknown: the question comes after the context.
         every: Tokens between evictions while decoding.
         chunk_tokens: Tokens of a chunk.
         variants: Policies of this comparison alone: name -> a preset or its variant as in `snapkv:paper`,
@@ -83,10 +80,8 @@ class CompareConfig:
         dtype: Of the model's weights, as torch calls it; "auto": as the checkpoint says.
         revision: Of a hub model.
         trust_remote_code: Run code that comes with the checkpoint.
-        device_map: How the model is spread over devices, as transformers takes it ("auto"); `device` moves
-            nothing then.
-        device: Where the model runs: "cpu", "cuda" (under `accelerate launch` each process on one GPU),
-            or "auto".
+        device_map: How the model is spread over devices ("auto"), in place of `device`.
+        device: Where the model runs: "cpu", "cuda" (each process on one GPU), or "auto".
         max_sequences: Most candidates that are decoded together; fewer take less memory, and more steps.
         baseline: Policy that the report compares every other one with; None: it compares each policy with
             gates to the best one without.
@@ -166,12 +161,8 @@ def all_candidates(config: CompareConfig) -> tuple[Candidate, ...]:
 
 
 def find_policy(config: CompareConfig, candidate: Candidate) -> Policy:
-    """The policy of a candidate: a variant or a preset, under its protection. A control is the gate's
-    pipeline, and its score stands in the gate's place.
-
-    Raises:
-        ValueError: There is no such policy, or it cannot be changed so.
-    """
+    """The policy of a candidate: a variant or a preset, under its protection; a control is the gate's
+    pipeline. ValueError: there is no such policy, or it cannot be changed so."""
     protection = config.protections[candidate.protection] if candidate.protection != PRESET else ()
     parts = [part for part in _parts(config, candidate.policy) if not part.startswith(GATES)]
     return _policy(candidate.label, (*parts, *protection))
@@ -187,11 +178,7 @@ def _policy(label: str, parts: tuple[str, ...]) -> Policy:
 
 
 def policy_settings(policy: Policy) -> dict[str, Any]:
-    """Settings that decide which entries a policy keeps; files by what they hold, not by where they are.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-    """
+    """Settings that decide which entries a policy keeps; files by what they hold, not by where they are."""
     settings = asdict(replace(policy, paper="", regime="any", variants={}))
     if (path := policy.weights) is not None:
         settings["allocation"]["weights"] = {str(layer): [*row] for layer, row in read_weights(path).items()}
@@ -244,7 +231,7 @@ def resolve_device(name: str, local_rank: int = 0) -> torch.device:
     if device.type == "cuda":
         if (device.index or 0) >= (count := torch.cuda.device_count()):
             raise ValueError(f"device is {name!r}, and torch sees {count} GPUs: take device=cpu, or auto.")
-        if device.index is None:
+        if ":" not in kind:
             device = torch.device("cuda", local_rank % count)
     return device
 
@@ -282,12 +269,7 @@ def compare_parser() -> argparse.ArgumentParser:
 
 
 def config_of(given: argparse.Namespace) -> CompareConfig:
-    """The config that a command line asks for.
-
-    Raises:
-        ValueError: With everything that does not fit.
-        FileNotFoundError: There is no such file.
-    """
+    """The config that a command line asks for; a ValueError with everything that does not fit."""
     models = [word for word in given.words if "=" not in word]
     if len(models) > 1:
         raise ValueError(f"one model is compared at a time, got {', '.join(models)}.")

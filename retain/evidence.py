@@ -48,7 +48,7 @@ class RunningStatistics:
 
 @dataclass(frozen=True)
 class Evidence:
-    """One attention layer at one moment.
+    """Tensors of an attention layer at an eviction.
 
     Args:
         layer_idx: index of the layer in the model.

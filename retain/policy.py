@@ -143,14 +143,14 @@ def decide_layers(
 
 
 def stock_of(layers: Sequence[Evidence]) -> Stock | None:
-    """What there is to choose from, by the evidence of all layers that evict; None: every token, in every
+    """The entries to choose from, by the evidence of all layers that evict; None: every token, in every
     head. Entries that have left a sliding window are none that could be chosen."""
     if all(layer.held_BHT is None for layer in layers):
         return None
     home = layers[0].valid_BT.device
     exists = [layer.exists_BHT for layer in layers]
-    held_BL = torch.stack([own.sum((1, 2)).to(home) for own in exists], dim=1).tolist()
-    intact_BT = torch.stack([own.all(1).to(home) for own in exists]).all(0)
+    held_BL = torch.stack([held.sum((1, 2)).to(home) for held in exists], dim=1).tolist()
+    intact_BT = torch.stack([held.all(1).to(home) for held in exists]).all(0)
     lengths_B = layers[0].valid_BT.sum(-1).tolist()
     return Stock(tuple(map(tuple, held_BL)), tuple(lengths_B), intact_BT)
 

@@ -167,5 +167,5 @@ def _counts(protection: Protection, budget: Fraction | int) -> tuple[int, int]:
 
 
 def _is_pair(item: object) -> bool:
-    """Whether this is one `(start, stop)`, not a list of them."""
+    """True for one `(start, stop)`, not a list of them."""
     return isinstance(item, Sequence) and len(item) == 2 and all(isinstance(x, SupportsIndex) for x in item)

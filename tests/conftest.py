@@ -1,4 +1,4 @@
-"""What every test runs under: offline, one thread, the same seed, deterministic algorithms, checked shapes.
+"""Sets up every test: offline, one thread, the same seed, deterministic algorithms, checked shapes.
 
 The environment is set before torch, transformers or triton is imported, since each reads it once. The import
 hook makes jaxtyping check every annotated function of `retain` through beartype; users never pay for that.

@@ -126,8 +126,8 @@ def small(name: str, heads_file: str) -> Policy:
     """The preset, with a window that fits short sequences."""
     policy = load_policy(name, SMALL)
     changes = {"window": 4, "page_size": 3, "lag": 3, "sinks": 2}
-    own = {key: changes.get(key, value) for key, value in policy.observed_settings.items()}
-    policy = replace(policy, observed_settings=own)
+    each = {key: changes.get(key, value) for key, value in policy.observed_settings.items()}
+    policy = replace(policy, observed_settings=each)
     if policy.weights is not None:
         policy = replace(policy, allocation=replace(policy.allocation, weights=heads_file))
     return policy
@@ -147,7 +147,7 @@ def make_evidence(seed: int, group: int, num_tokens: int, pads: tuple[int, ...],
     ]
 
 
-def own_part(evidence, b: int):
+def sequence_part(evidence, b: int):
     """Sequence `b` alone, without its padding."""
     pad = int((~evidence.valid_BT[b]).sum())
     one = evidence.select_batch(slice(b, b + 1))
@@ -176,8 +176,8 @@ def learned_scores(layers, seed: int) -> list[Score]:
 
 def scored(policy: Policy, layers, seeds, learned) -> list[Score]:
     return [
-        score_entries(policy, layer, learned=own, seeds_B=seeds)
-        for layer, own in zip(layers, learned, strict=True)
+        score_entries(policy, layer, learned=each, seeds_B=seeds)
+        for layer, each in zip(layers, learned, strict=True)
     ]
 
 
@@ -208,7 +208,7 @@ def check_order(policy: Policy, candidates, keep_BHT: torch.Tensor) -> None:
     B, H, _ = keep_BHT.shape
     for b in range(B):
         for h in range(H):
-            kept = {i for i, own in enumerate(candidates.kept_BHT[b, h].tolist()) if own}
+            kept = {i for i, each in enumerate(candidates.kept_BHT[b, h].tolist()) if each}
             budget = int(keep_BHT[b, h].sum())
             rows = candidates.score_BHT[b, h].tolist()
             exists = [i for i, value in enumerate(rows) if value > float("-inf")]
@@ -229,8 +229,8 @@ def check_competition(policy: Policy, layers, scores, budget: Budget, keeps, sto
         pools_of_layers = (
             [range(len(layers))] if policy.scope == "model" else [[i] for i in range(len(layers))]
         )
-        for own in pools_of_layers:
-            check_draw(policy, *([one[idx] for idx in own] for one in (layers, candidates, keeps)))
+        for each in pools_of_layers:
+            check_draw(policy, *([one[idx] for idx in each] for one in (layers, candidates, keeps)))
         return
     pools: dict[tuple[int, int], list[tuple[tuple, bool]]] = {}
     for idx, (score, keep_BHT) in enumerate(zip(scores, keeps, strict=True)):
@@ -240,15 +240,15 @@ def check_competition(policy: Policy, layers, scores, budget: Budget, keeps, sto
             free = int(keep_BHT[b, h].sum()) - int(bids.guaranteed_BH[b, h])
             pool = pools.setdefault((b, 0 if policy.scope == "model" else idx), [])
             mine = bids.select(bids.row_N == b * keep_BHT.shape[1] + h)
-            own = sorted(zip(mine.value_N.tolist(), mine.place_N.tolist(), strict=True), reverse=True)
-            pool += [((value, place, -idx, -h), rank < free) for rank, (value, place) in enumerate(own)]
+            each = sorted(zip(mine.value_N.tolist(), mine.place_N.tolist(), strict=True), reverse=True)
+            pool += [((value, place, -idx, -h), rank < free) for rank, (value, place) in enumerate(each)]
     for pool in pools.values():
-        won, lost = ([key for key, own in pool if own is side] for side in (True, False))
+        won, lost = ([key for key, each in pool if each is side] for side in (True, False))
         assert not won or not lost or min(won) > max(lost)
 
 
 def drawn_by_hand(bids: Sequence[tuple], free: int, share: float) -> set[tuple]:
-    """Who wins of bids `(value, place, -layer, -head, key)`: most by value, and of the others, the rest by
+    """Winners of bids `(value, place, -layer, -head, key)`: most by value, and of the others, the rest by
     key; of equal ones the later place, then the lower layer, then the lower head."""
     drawn = math.floor(exact(share).limit_denominator(10**6) * free)
     bids = sorted(bids, key=lambda bid: bid[:4], reverse=True)
@@ -265,7 +265,7 @@ def check_draw(policy: Policy, layers: Sequence[Evidence], candidates, keeps) ->
         for idx, (layer, one, keep_BHT) in enumerate(zip(layers, candidates, keeps, strict=True)):
             mine = one.bids.select(one.bids.row_N // H == b)
             columns_N = (mine.value_N, mine.place_N, mine.row_N % H, mine.draw_N)
-            for value, place, h, key in zip(*(own.tolist() for own in columns_N), strict=True):
+            for value, place, h, key in zip(*(each.tolist() for each in columns_N), strict=True):
                 bids.append((value, place, -idx, -h, key))
             there = {(t, -idx, -h) for h, t in layer.exists_BHT[b].nonzero().tolist()}
             sure |= there - {bid[1:4] for bid in bids}
@@ -292,7 +292,7 @@ def ragged(layers: Sequence[Evidence], seed: int, *, fresh: int = 4) -> list[Evi
 
 
 def stock_of(layers: Sequence[Evidence], lengths: Sequence[int] | None = None) -> Stock:
-    """What there is to choose from; `lengths` are announced."""
+    """Entries to choose from; `lengths` are declared."""
     held_LB = [layer.exists_BHT.sum((1, 2)).tolist() for layer in layers]
     seen = layers[0].valid_BT.sum(-1).tolist()
     return Stock(
@@ -306,10 +306,10 @@ def held_scores(layers: Sequence[Evidence], scores: Sequence[Score]) -> list[Sco
     """The scores of what is still held, in steps of 1/256, so that sums are exact in whatever order."""
     answer = []
     for layer, score in zip(layers, scores, strict=True):
-        gone_BHT = ~layer.exists_BHT
+        missing_BHT = ~layer.exists_BHT
         values, first, keys = (
-            ((own * 256).round() / 256).masked_fill(gone_BHT, float("-inf"))
-            for own in (score.values_BHT, score.first_BHT, score.draw_BHT)
+            ((each * 256).round() / 256).masked_fill(missing_BHT, float("-inf"))
+            for each in (score.values_BHT, score.first_BHT, score.draw_BHT)
         )
         answer.append(replace(score, values_BHT=values, first_BHT=first, draw_BHT=keys))
     return answer
@@ -323,7 +323,7 @@ def plan_for(policy: Policy, layers: Sequence[Evidence], budget: Budget, stock: 
 def check(
     policy: Policy, layers: Sequence[Evidence], scores: Sequence[Score], budget: Budget, stock: Stock | None
 ) -> list[torch.Tensor]:
-    """What every eviction owes, the first one (without a stock) and those after it; returns the keep sets."""
+    """Checks every eviction, the first one (without a stock) and those after it; returns the keep sets."""
     decisions = decide_layers(policy, layers, budget, scores=scores, stock=stock)
     plan, stock = plan_for(policy, layers, budget, stock), stock or stock_of(layers)
     keeps = [one.keep_BHT for one in decisions]
@@ -331,15 +331,15 @@ def check(
     shapes = [replace(shape_of(layer), metadata_bytes=policy.metadata_bytes) for layer in layers]
     stated = spread(budget, stock.lengths_B, shapes)
     for b, (counts, held) in enumerate(zip(counts_BL, stock.held_BL, strict=True)):
-        own = stated.equal_BL[b]
+        each = stated.equal_BL[b]
         crosses = policy.scope == "model" or policy.layers in ("cake", "entropy")
         if crosses or policy.weights is not None:
-            assert sum(counts) == min(sum(own), sum(held))
+            assert sum(counts) == min(sum(each), sum(held))
         else:
             if policy.layers == "pyramid":
-                own = [line[b] for line in replace(plan, totals=stated).fixed_LB]
-                assert sum(own) == sum(stated.equal_BL[b])
-            assert counts == [min(share, there) for share, there in zip(own, held, strict=True)]
+                each = [line[b] for line in replace(plan, totals=stated).fixed_LB]
+                assert sum(each) == sum(stated.equal_BL[b])
+            assert counts == [min(share, there) for share, there in zip(each, held, strict=True)]
         assert not plan.covers_B[b] or counts == list(held)
     for one, score, layer in zip(decisions, scores, layers, strict=True):
         keep_BHT, exists_BHT = one.keep_BHT, layer.exists_BHT
@@ -363,8 +363,8 @@ def columns(layer: Evidence, rows: Sequence[int], pad: int = 0) -> tuple[torch.T
     (0 on padding), and which are no padding. By a loop."""
     tokens = [layer.exists_BHT[b].any(0).nonzero().flatten().tolist() for b in rows]
     width = max(map(len, tokens)) + pad
-    token = [[0] * (width - len(own)) + own for own in tokens]
-    valid = [[t >= width - len(own) for t in range(width)] for own in tokens]
+    token = [[0] * (width - len(each)) + each for each in tokens]
+    valid = [[t >= width - len(each) for t in range(width)] for each in tokens]
     return torch.tensor(token, dtype=torch.int64), torch.tensor(valid, dtype=torch.bool)
 
 
@@ -379,15 +379,15 @@ def keeps_of_columns(
         index_BHT = token_BT[:, None].expand(-1, layer.num_heads, -1)
         values, first, keys = (
             None
-            if own is None
-            else own[idx].gather(-1, index_BHT).masked_fill(~valid_BT[:, None], -torch.inf)
-            for own in (score.values_BHT, score.first_BHT, score.draw_BHT)
+            if each is None
+            else each[idx].gather(-1, index_BHT).masked_fill(~valid_BT[:, None], -torch.inf)
+            for each in (score.values_BHT, score.first_BHT, score.draw_BHT)
         )
         weight_B = score.layer_weight_B[idx]
-        own = replace(score, values_BHT=values, first_BHT=first, draw_BHT=keys, layer_weight_B=weight_B)
+        each = replace(score, values_BHT=values, first_BHT=first, draw_BHT=keys, layer_weight_B=weight_B)
         protected_BT = part.protected_BT.gather(-1, token_BT) & valid_BT
         place_BT = layer.places_BT[idx].gather(-1, token_BT)
-        candidates.append(candidates_of(part, own, protected_BT, place_BT=place_BT))
+        candidates.append(candidates_of(part, each, protected_BT, place_BT=place_BT))
         shown.append((index_BHT, valid_BT))
     answer = []
     for layer, keep_BHT, (index_BHT, valid_BT) in zip(

@@ -41,7 +41,7 @@ _LAYOUT = {getattr(tokenize, name) for name in ("COMMENT", "NL", "NEWLINE", "IND
 
 @dataclass(frozen=True)
 class Fault:
-    """One changed line: `before` is the line in the tree, `after` replaces it."""
+    """A changed line: `before` is the line in the tree, `after` replaces it."""
 
     room: str
     file: str
@@ -153,8 +153,8 @@ def draw(root: Path, count: int = COUNT, seed: int = SEED) -> list[Fault]:
         for room, files in rooms(root).items()
     }
     rng = random.Random(seed)
-    first = [rng.sample(own, len(own)) for own in places.values() if own]
-    rest = [place for own in places.values() for place in own]
+    first = [rng.sample(each, len(each)) for each in places.values() if each]
+    rest = [place for each in places.values() for place in each]
     drawn: dict[tuple[str, str, int], Fault] = {}
     for order in [*first, *([rng.sample(rest, len(rest))] * (count - len(first)))]:
         for room, file, line in (place for place in order if place not in drawn):

@@ -15,9 +15,9 @@ ASKED = 8
 
 
 def held_evidence(
-    pads: tuple[int, ...] = (0, 4, 1), *, seed: int = 0, num_tokens: int = 20, recent: bool = True, **settings
+    pads: tuple[int, ...] = (0, 4, 1), *, seed: int = 0, num_tokens: int = 20, latest: bool = True, **settings
 ) -> Evidence:
-    """Columns of which each head holds about half, and the last `ASKED` all heads; `recent=False`: not those
+    """Columns of which each head holds about half, and the last `ASKED` all heads; `latest=False`: not those
     either, and the first head of the first sequence holds nothing. Places and positions have gaps."""
     draw = torch.Generator().manual_seed(seed + 1)
     evidence = random_evidence(
@@ -32,7 +32,7 @@ def held_evidence(
     B, H, T = evidence.keys_BHTD.shape[:3]
     valid_BT = evidence.valid_BT
     held_BHT = torch.rand(B, H, T, generator=draw) < 0.5
-    if recent:
+    if latest:
         held_BHT[..., T - ASKED :] = True
     else:
         held_BHT[0, 0] = False
@@ -58,36 +58,36 @@ def held_evidence(
 
 def filled(evidence: Evidence, fill: float) -> Evidence:
     """The same with `fill` wherever a head does not hold the entry."""
-    gone_BHT = ~evidence.exists_BHT
-    gone_BQT = gone_BHT.repeat_interleave(evidence.group, dim=1)
+    missing_BHT = ~evidence.exists_BHT
+    missing_BQT = missing_BHT.repeat_interleave(evidence.group, dim=1)
     running, norms_BQT, learned_BHT = evidence.running, evidence.value_norm_BQT, evidence.learned_BHT
     assert running is not None and norms_BQT is not None and learned_BHT is not None
     return replace(
         evidence,
-        keys_BHTD=evidence.keys_BHTD.masked_fill(gone_BHT[..., None], fill),
-        values_BHTD=evidence.values_BHTD.masked_fill(gone_BHT[..., None], fill),
-        running=replace(running, mass_BHT=running.mass_BHT.masked_fill(gone_BHT, fill)),
-        value_norm_BQT=norms_BQT.masked_fill(gone_BQT, fill),
-        learned_BHT=learned_BHT.masked_fill(gone_BHT, fill),
+        keys_BHTD=evidence.keys_BHTD.masked_fill(missing_BHT[..., None], fill),
+        values_BHTD=evidence.values_BHTD.masked_fill(missing_BHT[..., None], fill),
+        running=replace(running, mass_BHT=running.mass_BHT.masked_fill(missing_BHT, fill)),
+        value_norm_BQT=norms_BQT.masked_fill(missing_BQT, fill),
+        learned_BHT=learned_BHT.masked_fill(missing_BHT, fill),
     )
 
 
 def single(evidence: Evidence) -> Evidence:
     """The same in float32, which kernels take."""
-    own = {
+    each = {
         name: field.float()
         for name, field in vars(evidence).items()
         if isinstance(field, Tensor) and field.dtype == torch.float64
     }
     running = evidence.running
     if running is not None:
-        own["running"] = replace(running, mass_BHT=running.mass_BHT.float())
-    return replace(evidence, **own)
+        each["running"] = replace(running, mass_BHT=running.mass_BHT.float())
+    return replace(evidence, **each)
 
 
 def compacted(evidence: Evidence, b: int, h: int) -> tuple[Evidence, Tensor]:
-    """What one head holds, alone and in a row, as evidence in which nothing is missing; and which entries
-    these are."""
+    """Entries that one head holds, alone and in a row, as evidence in which nothing is missing; and which
+    entries these are."""
     left = evidence.exists_BHT[b, h].nonzero().flatten()
     heads = slice(h * evidence.group, (h + 1) * evidence.group)
     running = evidence.running
@@ -124,10 +124,10 @@ def naive_held_attention(evidence: Evidence) -> Tensor:
             for s in range(S):
                 if evidence.queried_BS is not None and not evidence.queried_BS[b, s]:
                     continue
-                own = T - S + s
+                each = T - S + s
                 reach = 10**9 if evidence.window is None else evidence.window
-                seen = [i for i in range(own + 1) if evidence.exists_BHT[b, q // G, i]]
-                seen = [i for i in seen if int(places[b, own] - places[b, i]) < reach]
+                seen = [i for i in range(each + 1) if evidence.exists_BHT[b, q // G, i]]
+                seen = [i for i in seen if int(places[b, each] - places[b, i]) < reach]
                 if not seen:
                     continue
                 keys = evidence.keys_BHTD[b, q // G, seen].double()

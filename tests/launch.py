@@ -1,4 +1,4 @@
-"""What processes that a test starts find in their environment: this checkout, one thread, no interpreter."""
+"""Environment of processes that a test starts: this checkout, one thread, no interpreter."""
 
 import os
 from pathlib import Path

@@ -42,8 +42,8 @@ class Watch(TorchDispatchMode):
         self.live += num_bytes
         self.peak = max(self.peak, self.live)
 
-        def gone() -> None:
+        def removed() -> None:
             self.known.discard(key)
             self.live -= num_bytes
 
-        weakref.finalize(storage, gone)
+        weakref.finalize(storage, removed)

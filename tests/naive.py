@@ -27,7 +27,7 @@ def random_evidence(
     sharp: float = 1.5,
     **settings,
 ) -> Evidence:
-    """One layer's evidence, left-padded by `pads`; padded slots hold large garbage, which must not matter."""
+    """Evidence of a layer, left-padded by `pads`; padded slots hold large garbage, which must not matter."""
     draw = torch.Generator().manual_seed(seed)
     B, H, T, D, E = len(pads), num_heads, num_tokens, head_width, model_width
     Q, S = H * group, num_queries or num_tokens
@@ -60,9 +60,9 @@ def naive_attention(evidence: Evidence) -> Tensor:
     for b in range(B):
         for q in range(Q):
             for s in range(S):
-                own = T - S + s
-                reach = own + 1 if evidence.window is None else evidence.window
-                seen = [i for i in range(own + 1) if evidence.valid_BT[b, i] and own - i < reach]
+                each = T - S + s
+                reach = each + 1 if evidence.window is None else evidence.window
+                seen = [i for i in range(each + 1) if evidence.valid_BT[b, i] and each - i < reach]
                 logits = [float(queries[b, q, s] @ keys[b, q // G, i]) * evidence.scaling for i in seen]
                 if evidence.soft_cap is not None:
                     logits = [evidence.soft_cap * math.tanh(x / evidence.soft_cap) for x in logits]
@@ -221,7 +221,7 @@ def naive_pooled(evidence, window: int, pool, pool_size: int, of=mean, group=mea
 
 
 def naive_overlap(score_HT: Tensor, target_HT: Tensor, reached_HT: Tensor) -> list[float]:
-    """Of each head, the share of the target's top fifth of the reached entries that is among the score's."""
+    """The share, of each head, of the target's top fifth of the reached entries that is among the score's."""
     shares = []
     for h in range(len(target_HT)):
         entries = [i for i in range(target_HT.shape[1]) if reached_HT[h, i]]

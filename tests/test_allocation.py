@@ -64,10 +64,10 @@ def test_remainders_go_to_the_largest_then_the_lowest_index():
 def naive_classes(weights, total, least, capacity):
     """DuoAttention, entry by entry: to the retrieval head that holds least, of equal ones the first; then to
     the others."""
-    held = [min(least, own) for own in capacity]
+    held = [min(least, each) for each in capacity]
     for _ in range(total - sum(held)):
         for retrieval in (True, False):
-            able = [i for i, own in enumerate(weights) if bool(own) is retrieval and held[i] < capacity[i]]
+            able = [i for i, each in enumerate(weights) if bool(each) is retrieval and held[i] < capacity[i]]
             if able:
                 held[min(able, key=lambda i: (held[i], i))] += 1
                 break
@@ -79,7 +79,9 @@ def naive_classes(weights, total, least, capacity):
 
 def test_uniform_budgets_of_heads_that_hold_unlike_numbers():
     """Entry by entry, to the head that has least, of equal ones the first, as long as it holds more."""
-    cases = [(total, own) for own in itertools.product(range(6), repeat=3) for total in range(sum(own) + 1)]
+    cases = [
+        (total, each) for each in itertools.product(range(6), repeat=3) for total in range(sum(each) + 1)
+    ]
     naive = [naive_classes([1, 1, 1], total, 0, capacity) for total, capacity in cases]
     totals, capacities = zip(*cases, strict=True)
     assert allocate_uniform(torch.tensor(totals), torch.tensor(capacities)).tolist() == naive
@@ -126,7 +128,7 @@ def test_heads_that_hold_less_than_their_share_leave_it_to_the_others(heads_file
     """A later moment: the sum stays what was stated, as long as there is so much."""
     layers, policy = make_evidence(5, 1, 40, (0,)), kind("weights", heads_file)
     held = [(torch.arange(40) % 4 == 0).expand(1, 2, 40), *[torch.ones(1, 2, 40, dtype=torch.bool)] * 2]
-    layers = [replace(layer, held_BHT=own) for layer, own in zip(layers, held, strict=True)]
+    layers = [replace(layer, held_BHT=each) for layer, each in zip(layers, held, strict=True)]
     scores = held_scores(layers, made_scores(layers, 5, ties=False))
     for ratio, whole in ((0.3, False), (0.5, False), (0.9, True)):
         once = decide_layers(policy, layers, Budget(keep_ratio=ratio), scores=scores, stock=stock_of(layers))

@@ -106,8 +106,8 @@ def ragged(queries, *inputs, weights=None, **options):
     store, seen = filled(*inputs)
     if weights is not None:
         T = keys.shape[2]
-        beside = {LOG_WEIGHT: weights.float().log()}
-        store = RaggedStore.from_dense(keys, values, torch.arange(T).expand(len(keys), T), keep, 2, beside)
+        extra = {LOG_WEIGHT: weights.float().log()}
+        store = RaggedStore.from_dense(keys, values, torch.arange(T).expand(len(keys), T), keep, 2, extra)
         seen = appended(store, *inputs[3:], T)
     return query(store, seen, queries, keys.shape[2], **options)
 
@@ -141,7 +141,7 @@ def test_ragged_equals_masked_dense(monkeypatch, case, dtype, way, counted):
     scaling, draw = CASES[case][4] ** -0.5, torch.Generator().manual_seed(2)
     options["weights"] = torch.randint(1, 40, inputs[2].shape, generator=draw).double() if counted else None
     wide = [x.double() if x.is_floating_point() else x for x in (queries, *inputs)]
-    exact, plain = (dense(*own, scaling, **options) for own in (wide, (queries, *inputs)))
+    exact, plain = (dense(*each, scaling, **options) for each in (wide, (queries, *inputs)))
     actual = ragged(queries, *inputs, scaling=scaling, **options, runs=runs)
     assert actual.dtype == dtype
     # The column of log weights itself is float32.
@@ -175,8 +175,8 @@ def test_steps_in_one_call_equal_the_op(monkeypatch, lengths, dtype, counted, th
     draw = torch.Generator().manual_seed(0)
     keep = (torch.arange(T) < torch.tensor(lengths)[:, None]).view(B, H, T)
     dense = torch.randn(2, B, H, T, D, generator=draw).to(dtype)
-    beside = {LOG_WEIGHT: torch.randint(1, 9, (B, H, T), generator=draw).float().log()} if counted else None
-    store = RaggedStore.from_dense(*dense, torch.arange(T).expand(B, T), keep, slack=3, side=beside)
+    extra = {LOG_WEIGHT: torch.randint(1, 9, (B, H, T), generator=draw).float().log()} if counted else None
+    store = RaggedStore.from_dense(*dense, torch.arange(T).expand(B, T), keep, slack=3, side=extra)
     other = store.fork()
     for step in range(90):  # through a growth of the store
         if store.free < 1:
@@ -196,8 +196,8 @@ def test_steps_in_one_call_equal_the_op(monkeypatch, lengths, dtype, counted, th
         assert all(map(torch.equal, store.flat(), other.flat()))
         if step == 40:
             keep_N = torch.rand(store.entries_held, generator=draw) < 0.7
-            for own in (store, other):
-                own.compact_(keep_N)
+            for each in (store, other):
+                each.compact_(keep_N)
             assert store.step_rows is None  # rows may have become unequal
 
 

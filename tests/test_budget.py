@@ -1,4 +1,4 @@
-"""What is stated, in whole entries per sequence and layer."""
+"""Stated budgets, in whole entries per sequence and layer."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -38,7 +38,7 @@ def test_budgets_come_to_whole_entries(stated, lengths, layers, entries):
     heads, exist = sum(layer.num_heads for layer in layers), [layer.num_heads for layer in layers]
     assert totals.equal_BL == entries and totals.total_B == [sum(row) for row in entries]
     assert totals.per_head_B == tuple(Fraction(sum(row), heads) for row in entries)
-    assert totals.held_BL == tuple(tuple(length * own for own in exist) for length in lengths)
+    assert totals.held_BL == tuple(tuple(length * each for each in exist) for length in lengths)
 
 
 @settings(deadline=None, max_examples=40)
@@ -49,9 +49,9 @@ def test_budgets_come_to_whole_entries(stated, lengths, layers, entries):
 )
 def test_no_rounding_drifts(lengths, heads, percent):
     """`round(ratio * n * H)` by integers alone."""
-    shapes = [LayerShape(own, 8) for own in heads]
-    wanted = [[(2 * percent * n * own + 100) // 200 for own in heads] for n in lengths]
-    if any(own < layer for row in wanted for own, layer in zip(row, heads, strict=True)):
+    shapes = [LayerShape(each, 8) for each in heads]
+    wanted = [[(2 * percent * n * each + 100) // 200 for each in heads] for n in lengths]
+    if any(each < layer for row in wanted for each, layer in zip(row, heads, strict=True)):
         refused("no head may be empty", spread, Budget(keep_ratio=percent / 100), lengths, shapes)
         return
     assert [list(row) for row in spread(Budget(keep_ratio=percent / 100), lengths, shapes).equal_BL] == wanted
@@ -110,21 +110,21 @@ def test_a_budget_is_what_is_stated_or_all_that_there_is():
 @pytest.mark.parametrize(
     "stated",
     [
-        *({"keep_ratio": own} for own in (0.02, 0.37, 0.999)),
-        *({"tokens_per_head": own} for own in (9, 732)),
-        *({"bytes": own} for own in (5000, 77_777)),
+        *({"keep_ratio": each} for each in (0.02, 0.37, 0.999)),
+        *({"tokens_per_head": each} for each in (9, 732)),
+        *({"bytes": each} for each in (5000, 77_777)),
     ],
     ids=str,
 )
-def test_what_stands_beside_entries_is_paid_for(stated, sizes):
+def test_metadata_of_entries_is_paid_for(stated, sizes):
     """As many bytes as without, but for less than an entry a layer, and not more than are stated."""
     layers = [LayerShape(2, size) for size in sizes]
     entries, paid = (
-        spread(Budget(**stated), [733], [replace(own, metadata_bytes=beside) for own in layers]).equal_BL[0]
-        for beside in (0, 4)
+        spread(Budget(**stated), [733], [replace(each, metadata_bytes=extra) for each in layers]).equal_BL[0]
+        for extra in (0, 4)
     )
-    plain = sum(own * size for own, size in zip(entries, sizes, strict=True))
-    now = sum(own * (size + 4) for own, size in zip(paid, sizes, strict=True))
+    plain = sum(each * size for each, size in zip(entries, sizes, strict=True))
+    now = sum(each * (size + 4) for each, size in zip(paid, sizes, strict=True))
     if sum(entries) == 733 * 2 * len(sizes):  # all fits, nothing goes, and nothing stands beside it
         assert paid == entries
         return

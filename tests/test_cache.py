@@ -32,41 +32,26 @@ def side(T=T, seed=1):
 
 def make(slack=32, seed=0, T=T):
     """A store with side columns, and what it was made of."""
-    inputs, beside = dense(seed, T), side(T)
-    return RaggedStore.from_dense(*inputs, slack=slack, side=beside), inputs, beside
+    inputs, extra = dense(seed, T), side(T)
+    return RaggedStore.from_dense(*inputs, slack=slack, side=extra), inputs, extra
 
 
-def assert_holds(store, inputs, beside):
-    """Exactly the kept entries, and counted as what they are."""
-    assert_entries(store, inputs, beside)
+def assert_holds(store, inputs, extra):
+    """Every row holds exactly the kept entries and their side columns, in order, bit for bit, and counts them
+    as what they are."""
+    keys, values, positions, keep = inputs
+    assert torch.equal(store.lengths_BH, keep.sum(-1)) and store.num_heads == H
+    flat = (*(x[keep] for x in (keys, values, positions[:, None].expand_as(keep))), store.rows_N())
+    for actual, wanted in zip(store.flat(), flat, strict=True):
+        assert torch.equal(actual, wanted) and actual.dtype == wanted.dtype
+    assert store.side.keys() == extra.keys()
+    for name, column in extra.items():
+        assert torch.equal(store.side[name][store.index_N()], column[keep])
     assert_counts(store)
 
 
-def assert_entries(store, inputs, beside):
-    """Every row holds exactly the kept entries and their side columns, in order, bit for bit."""
-    keys, values, positions, keep = inputs
-    assert torch.equal(store.lengths_BH, keep.sum(-1))
-    assert store.num_heads == H
-    for b in range(B):
-        for h in range(H):
-            mine = keep[b, h]
-            for actual, wanted in zip(
-                Store(store).row(b, h),
-                (keys[b, h, mine], values[b, h, mine], positions[b, mine]),
-                strict=True,
-            ):
-                assert torch.equal(actual, wanted) and actual.dtype == wanted.dtype
-    index_N, rows_N = store.index_N(), store.rows_N()
-    flat = (*(x[keep] for x in (keys, values, positions[:, None].expand_as(keep))), rows_N)
-    for actual, wanted in zip(store.flat(), flat, strict=True):
-        assert torch.equal(actual, wanted) and actual.dtype == wanted.dtype
-    assert store.side.keys() == beside.keys()
-    for name, column in beside.items():
-        assert torch.equal(store.side[name][index_N], column[keep])
-
-
 def assert_counts(store):
-    """What is counted is what is there, and free slots hold zeros where zeros matter."""
+    """Counts are those of the entries held, and free slots hold zeros where zeros matter."""
     columns = (store.keys_CD, store.values_CD, store.positions_C, *store.side.values())
     tables = (store.offsets_R1, store.lengths_R, store.pages.row_pages, store.pages.first_pages)
     assert bytes_of(store.storages()) == sum(x.untyped_storage().nbytes() for x in (*columns, *tables))
@@ -97,9 +82,9 @@ def test_appending_is_amortised():
 @pytest.mark.parametrize("evicted", ["first", "last", "all", "none", "a row", "middle"])
 def test_compacting_in_place_in_pieces(monkeypatch, evicted, piece):
     monkeypatch.setattr("retain.cache.layout.PIECE", piece)
-    store, (keys, values, positions, keep), beside = make()
+    store, (keys, values, positions, keep), extra = make()
     place = keep.cumsum(-1) - 1
-    gone = {
+    removed = {
         "first": place == 0,
         "last": place == keep.sum(-1, keepdim=True) - 1,
         "all": keep,
@@ -107,8 +92,8 @@ def test_compacting_in_place_in_pieces(monkeypatch, evicted, piece):
         "a row": keep & (torch.arange(B * H).view(B, H, 1) == 3),
         "middle": (place > 7) & (place % 3 == 0),
     }[evicted]
-    store.compact_(~gone[keep])
-    assert_holds(store, (keys, values, positions, keep & ~gone), beside)
+    store.compact_(~removed[keep])
+    assert_holds(store, (keys, values, positions, keep & ~removed), extra)
 
 
 @pytest.mark.parametrize("how", ["compact_", "filter_"])

@@ -38,7 +38,7 @@ REFUSED = {
 
 
 def asked(model: torch.nn.Module, method: str) -> dict[str, Any]:
-    """What `Cache` is asked for, to have this method."""
+    """Arguments of `Cache` for this method."""
     kind, _, name = method.partition(" ")
     budget = {"byte_ratio": 0.15} if method == "bits bytes" else {"keep_ratio": 0.4}
     if kind == "score":
@@ -72,12 +72,12 @@ def test_what_the_table_says_is_refused_before_anything_is_read(use: str) -> Non
     for method in REFUSED[use]:
         made: list[Cache] = []
 
-        def noted(*given: Any, made: list[Cache] = made, **how: Any) -> Cache:
+        def recorded(*given: Any, made: list[Cache] = made, **how: Any) -> Cache:
             made.append(Cache(*given, **how))
             return made[-1]
 
         with pytest.raises(ValueError, match="^policy 'one' cannot: .* and .*: .*(take|state|read)"):
-            read(method, use, noted)
+            read(method, use, recorded)
         assert all(cache.num_seen == 0 for cache in made), (method, use)
 
 
@@ -102,7 +102,7 @@ def test_rows_name_uses_that_there_are_and_say_what_to_do_instead() -> None:
 
 
 def test_presets_that_vllm_can_serve() -> None:
-    refused = {own.name for own in policies() if problems(load_policy(own.name), ("vllm",))}
+    refused = {each.name for each in policies() if problems(load_policy(each.name), ("vllm",))}
     assert refused == {
         *("expected_attention", "h2o", "keyformer", "kivi", "lazy_eviction", "lru", "merge", "triattention"),
     }

@@ -48,18 +48,18 @@ def counts_of(decisions):
     return torch.stack([one.keep_BHT.sum((1, 2)) for one in decisions], dim=1)
 
 
-@pytest.mark.parametrize("announced", [None, (30, 60, 60)], ids=["prompt", "first chunk"])
+@pytest.mark.parametrize("declared", [None, (30, 60, 60)], ids=["prompt", "first chunk"])
 @pytest.mark.parametrize("name", KINDS)
 @settings(deadline=None, max_examples=6)
 @given(st.integers(0, 10**6), st.sampled_from([0.3, 0.5, 0.9, 1.0]), st.booleans())
-def test_a_cascade_ends_with_the_one_shot_sets(heads_file, name, announced, seed, ratio, ties):
-    """Of a whole prompt; and of a chunk of one that was announced, where one sequence has less than its
+def test_a_cascade_ends_with_the_one_shot_sets(heads_file, name, declared, seed, ratio, ties):
+    """Also for a chunk of a declared prompt, where one sequence has less than its
     budget, one more, and one nothing."""
     policy, budget = kind(name, heads_file), Budget(keep_ratio=ratio)
-    pads = (0, 9, 4) if announced is None else (0, 12, 24)
+    pads = (0, 9, 4) if declared is None else (0, 12, 24)
     layers = make_evidence(seed, 1, 24, pads, num_layers=3)
     scores = made_scores(layers, seed, ties=ties)
-    stock = None if announced is None else stock_of(layers, announced)
+    stock = None if declared is None else stock_of(layers, declared)
     once = [one.keep_BHT for one in decide_layers(policy, layers, budget, scores=scores, stock=stock)]
     plan = plan_for(policy, layers, budget, stock)
     keeps, held, cuts = run_cascade(plan, scores)
@@ -111,7 +111,7 @@ def test_a_share_that_a_light_layer_hardly_changes_is_not_rounded_down_before(he
         layers, scores = many_layers(4, asks=0)
         weights = torch.rand(4, 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         weights[-1] = 1e-3
-        scores = [replace(own, layer_weight_B=w) for own, w in zip(scores, weights, strict=True)]
+        scores = [replace(each, layer_weight_B=w) for each, w in zip(scores, weights, strict=True)]
         once = [one.keep_BHT for one in decide_layers(policy, layers, budget, scores=scores)]
         keeps, _, _ = run_cascade(plan_for(policy, layers, budget, None), scores)
         assert all(map(torch.equal, keeps, once))
@@ -122,11 +122,11 @@ def test_more_weight_is_more_memory_up_to_what_exists(heads_file):
     scores, policy = made_scores(layers, 1, ties=False), kind("cake", heads_file)
 
     def counts(*weights):
-        own = [
+        each = [
             replace(score, layer_weight_B=torch.tensor([weight], dtype=torch.float64))
             for score, weight in zip(scores, weights, strict=True)
         ]
-        return counts_of(decide_layers(policy, layers, Budget(keep_ratio=0.5), scores=own))[0].tolist()
+        return counts_of(decide_layers(policy, layers, Budget(keep_ratio=0.5), scores=each))[0].tolist()
 
     assert counts(1, 1, 1, 1) == counts(0, 0, 0, 0) == [40, 40, 40, 40]
     # 136 free entries: a tenth, two, three and four tenths, above 6 protected ones each.
@@ -159,7 +159,7 @@ def test_what_cannot_be_is_refused(heads_file):
     scores = made_scores(layers, 0, ties=False)
     plain, ranks = ([Score(score.values_BHT, unit) for score in scores] for unit in ("risk", "rank"))
     broken = [replace(score, layer_weight_B=score.layer_weight_B * float("nan")) for score in scores]
-    for name, own, tokens, message in (
+    for name, each, tokens, message in (
         ("cake", plain, 9, "measures none: take observed 'cake'"),
         ("cake", broken, 9, "share of the budget comes out as"),
         ("model, by mass", plain, 9, "two stages, and its score says nothing for the first"),
@@ -167,4 +167,4 @@ def test_what_cannot_be_is_refused(heads_file):
         ("model", scores, 2, f"{FIXED.sinks + FIXED.recent} protected"),
     ):
         how = Budget(tokens_per_head=tokens)
-        refused(message, decide_layers, kind(name, heads_file), layers, how, scores=own)
+        refused(message, decide_layers, kind(name, heads_file), layers, how, scores=each)

@@ -31,7 +31,7 @@ class Store:
         )
 
     def put(self, dense_BHT: Tensor, held_BHT: Tensor) -> Tensor:
-        """What entries have, where they lie; NaN in the rooms between."""
+        """Columns of entries, where they lie; NaN in the rooms between."""
         store = torch.full((len(self.positions_C), *dense_BHT.shape[3:]), float("nan"), dtype=dense_BHT.dtype)
         store[self.index_N] = dense_BHT.flatten(0, 1)[self.rows_N, held_BHT.flatten(0, 1).nonzero()[:, 1]]
         return store
@@ -70,7 +70,7 @@ def test_columns_are_the_union_of_what_heads_hold_and_what_is_asked(seed, B, H, 
     queries_from = [seed % (seen + 2)] * B
     if seed % 2:  # so many queries of each sequence
         queries_from = last_tokens(valid_BT, seed % 5).tolist()
-        numbers = [min(seed % 5, own) for own in valid_BT.sum(-1).tolist()]
+        numbers = [min(seed % 5, each) for each in valid_BT.sum(-1).tolist()]
     store = make_store(positions_BT, held_BHT, seed)
     first = torch.tensor(queries_from)
     columns = store.columns(positions_BT, valid_BT, first)
@@ -81,20 +81,20 @@ def test_columns_are_the_union_of_what_heads_hold_and_what_is_asked(seed, B, H, 
             assert torch.equal(getattr(small.columns(positions_BT.int(), valid_BT, first), name), field), name
     tokens = []
     for b in range(B):
-        own = [t for t in range(seen) if valid_BT[b, t]]
-        tokens.append([t for t in own if t >= queries_from[b] or held_BHT[b, :, t].any()])
-    T = max(len(own) for own in tokens)
+        each = [t for t in range(seen) if valid_BT[b, t]]
+        tokens.append([t for t in each if t >= queries_from[b] or held_BHT[b, :, t].any()])
+    T = max(len(each) for each in tokens)
     assert columns.held_BHT.shape == (B, H, T)
     entries = {}
     for n, (row, index) in enumerate(zip(store.rows_N.tolist(), store.index_N.tolist(), strict=True)):
         t = held_BHT.flatten(0, 1)[row].nonzero().flatten()[store.rows_N[:n].eq(row).sum()]
         entries[row, int(t)] = (n, index)
-    for b, own in enumerate(tokens):
-        pad = T - len(own)
-        assert columns.valid_BT[b].tolist() == [False] * pad + [True] * len(own)
-        assert columns.token_BT[b].tolist() == [0] * pad + own
-        assert columns.queried_BT[b].tolist() == [False] * pad + [t >= queries_from[b] for t in own]
-        for i, t in enumerate(own, pad):
+    for b, each in enumerate(tokens):
+        pad = T - len(each)
+        assert columns.valid_BT[b].tolist() == [False] * pad + [True] * len(each)
+        assert columns.token_BT[b].tolist() == [0] * pad + each
+        assert columns.queried_BT[b].tolist() == [False] * pad + [t >= queries_from[b] for t in each]
+        for i, t in enumerate(each, pad):
             assert columns.positions_BT[b, i] == positions_BT[b, t]
             assert columns.place_BT[b, i] == valid_BT[b, :t].sum()
             for h in range(H):
@@ -145,11 +145,11 @@ def test_the_last_tokens_are_brought_to_the_right(seed, B, n, num):
     x_BQnD = torch.randn(B, 2, n, 3, generator=draw)
     x_BQnD[~valid_BT[:, None].expand(B, 2, n)] = float("nan")  # padding does not show through
     got = align_last(x_BQnD, valid_BT)
-    own = [[t for t in range(n) if valid_BT[b, t]] for b in range(B)]
-    S = max(map(len, own))
+    each = [[t for t in range(n) if valid_BT[b, t]] for b in range(B)]
+    S = max(map(len, each))
     assert got.shape == (B, 2, S, 3)
     for b in range(B):
-        assert (got[b, :, : S - len(own[b])] == 0).all()
-        assert torch.equal(got[b, :, S - len(own[b]) :], x_BQnD[b, :, own[b]])
-    first = [own[b][max(0, len(own[b]) - num)] if own[b] and num else n for b in range(B)]
+        assert (got[b, :, : S - len(each[b])] == 0).all()
+        assert torch.equal(got[b, :, S - len(each[b]) :], x_BQnD[b, :, each[b]])
+    first = [each[b][max(0, len(each[b]) - num)] if each[b] and num else n for b in range(B)]
     assert last_tokens(valid_BT, num).tolist() == first

@@ -1,4 +1,4 @@
-"""What README.md and the pages of `docs/` show runs, block by block, and the text is right."""
+"""README.md and the pages of `docs/` run, block by block, and the text is right."""
 
 import ast
 import functools
@@ -98,7 +98,7 @@ def caches_of(name: str, scope: dict) -> list[Cache]:
     for block in blocks(name):
         for statement in ast.parse(block).body:
             exec(compile(ast.Module([statement], []), f"{name}.md", "exec"), scope)
-            made |= {id(own): own for own in scope.values() if isinstance(own, Cache)}
+            made |= {id(each): each for each in scope.values() if isinstance(each, Cache)}
     return list(made.values())
 
 

@@ -52,15 +52,15 @@ def test_queries_that_learn_get_a_gradient_and_are_left_alone():
 
 
 @pytest.mark.parametrize("layer", [None, *LAYERS])
-@pytest.mark.parametrize("recent", [True, False])
+@pytest.mark.parametrize("latest", [True, False])
 @pytest.mark.parametrize(("start", "stop"), [(0, ASKED), (2, 5), (ASKED - 1, ASKED)])
-def test_a_query_pays_only_what_its_head_holds(layer, recent, start, stop):
+def test_a_query_pays_only_what_its_head_holds(layer, latest, start, stop):
     """Windows reach as many places back as before; a query whose own entry is gone still pays."""
-    evidence = special_layer(held_evidence(recent=recent), layer)
+    evidence = special_layer(held_evidence(latest=latest), layer)
     want = naive_held_attention(evidence)[:, :, start:stop]
     for poison in (0.0, float("nan"), float("inf")):
         assert_close(attention_probs(filled(evidence, poison), start, stop), want)
-    if not recent:
+    if not latest:
         lost = ~evidence.held_BHT[:, :, -ASKED:].repeat_interleave(2, dim=1)[:, :, start:stop]
         sees = want.sum(-1) > 0
         assert (lost & sees).any() and (want[0, :2] == 0).all()

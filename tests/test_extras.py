@@ -1,4 +1,4 @@
-"""What the core lacks is named together with the extra that brings it, and `--help` needs none of them.
+"""A missing package is named together with the extra that brings it, and `--help` needs none of them.
 
 The core alone is made by hiding, in a process of its own, every package of this environment that the core's
 dependencies do not bring.

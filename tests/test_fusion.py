@@ -66,7 +66,7 @@ def test_a_fusion_reads_what_the_head_holds_and_nothing_else(how):
         for h in range(3):
             there = held[b, h]
             one, other = (
-                Score(own.values_BHT[b, h, there][None, None], "risk") for own in (observed, learned)
+                Score(each.values_BHT[b, h, there][None, None], "risk") for each in (observed, learned)
             )
             assert_close(fused[b, h, there], fuse(one, other, how).values_BHT[0, 0].double())
     assert torch.equal(observed.values_BHT, given[0]) and torch.equal(learned.values_BHT, given[1])

@@ -53,11 +53,11 @@ def _naive_use(document, branches, sources, aggregate, weight, horizon):
                         continue
                     count += 1
                     for q in range(h * G, h * G + G):
-                        own = float(attentions[number][b, q, s, i])
-                        own *= 1.0 if weight == "none" else naive_norm(document, b, q, i)
+                        each = float(attentions[number][b, q, s, i])
+                        each *= 1.0 if weight == "none" else naive_norm(document, b, q, i)
                         if weight == "value_norm_over_hidden":
-                            own /= float(evidence.hidden_BTE[b, j].double().abs().sum())
-                        paid.append(own)
+                            each /= float(evidence.hidden_BTE[b, j].double().abs().sum())
+                        paid.append(each)
             if count and document.valid_BT[b, i]:
                 by_source[source] = factor * (max(paid) if aggregate == "max" else sum(paid) / G / count)
         reached[b, h, i] = bool(by_source)
@@ -133,9 +133,9 @@ def test_future_use_is_its_definition(aggregate, weight, sources, chunk, setting
 
 def test_branches_and_sources_without_the_other_change_nothing():
     document, branches = _parts()
-    own, _ = future_use(document, branches, sources={"own": 1.0}, horizon=4)
+    each, _ = future_use(document, branches, sources={"own": 1.0}, horizon=4)
     alone, _ = future_use(document, (), sources={"own": 1.0, "continuation": 3.0}, horizon=4)
-    assert torch.equal(own, alone)
+    assert torch.equal(each, alone)
     use, reached = future_use(document, branches, sources={"continuation": 1.0})
     assert not reached.any() and not use.any()
 

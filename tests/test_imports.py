@@ -40,7 +40,7 @@ def sources() -> dict[str, Path]:
 
 @cache
 def imports(module: str) -> frozenset[tuple[str, str | None]]:
-    """What a module imports, as (module, name taken from it), wherever in the file it does so."""
+    """Imports of a module, as (module, name taken from it), wherever in the file it does so."""
     found: set[tuple[str, str | None]] = set()
     for node in ast.walk(ast.parse(sources()[module].read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -129,8 +129,8 @@ def test_kernels_import_nothing_else_of_retain() -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_stages_do_not_import_one_another(stage: str) -> None:
-    own = f"retain.{stage}"
-    modules = [module for module in sources() if within(module, own)]
+    each = f"retain.{stage}"
+    modules = [module for module in sources() if within(module, each)]
     assert modules, f"no module of stage {stage}"
     forbidden = [f"retain.{other}" for other in (*STAGES, *COMPOSED) if other != stage]
     foreign = sorted(

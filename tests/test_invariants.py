@@ -1,4 +1,4 @@
-"""What every eviction owes, the first and those after it, on every preset and every way to spread a budget;
+"""Checks every eviction, the first and those after it, on every preset and every way to spread a budget;
 and where kept sets nest."""
 
 from dataclasses import replace
@@ -21,10 +21,10 @@ from tests.evictions import (
     learned_scores,
     made_scores,
     make_evidence,
-    own_part,
     plan_for,
     ragged,
     scored,
+    sequence_part,
     small,
     stock_of,
 )
@@ -66,9 +66,9 @@ def test_a_sequence_alone_keeps_what_it_keeps_in_a_padded_batch(heads_file, name
     learned, budget = learned_scores(layers, seed), Budget(keep_ratio=0.5)
     together = decide_layers(policy, layers, budget, learned=learned, seeds_B=[3, 4, 5])
     for b, pad in enumerate((0, 5, 2)):
-        gates = [Score(own.values_BHT[b : b + 1, :, pad:], "risk") for own in learned]
-        own = [own_part(layer, b) for layer in layers]
-        alone = decide_layers(policy, own, budget, learned=gates, seeds_B=[3 + b])
+        gates = [Score(each.values_BHT[b : b + 1, :, pad:], "risk") for each in learned]
+        each = [sequence_part(layer, b) for layer in layers]
+        alone = decide_layers(policy, each, budget, learned=gates, seeds_B=[3 + b])
         for batch, one in zip(together, alone, strict=True):
             assert torch.equal(batch.keep_BHT[b, :, pad:], one.keep_BHT[0])
             assert torch.equal(batch.protected_BT[b, pad:], one.protected_BT[0])
@@ -79,7 +79,7 @@ def test_a_sequence_alone_keeps_what_it_keeps_in_a_padded_batch(heads_file, name
 @settings(deadline=None, max_examples=2, derandomize=True)
 @given(st.integers(0, 10**6), st.booleans(), st.sampled_from(BUDGETS), st.integers(0, 9), st.integers(1, 4))
 def test_every_way_to_spread_a_budget_keeps_it(name, again, seed, ties, budget, ahead, pad):
-    """What is stated, or all that there is; and the same alone, and of columns that some head still holds,
+    """The stated budget, or all that there is; and the same alone, and of columns that some head still holds,
     right-aligned, with whatever padding before them."""
     policy = replace(VARIANTS[name], protection=SMALL)
     layers = make_evidence(seed, 1, 21, (0, 21, 3), num_layers=2)
@@ -96,7 +96,7 @@ def test_every_way_to_spread_a_budget_keeps_it(name, again, seed, ties, budget, 
     assert all(map(torch.equal, together, shown))
     for b in range(3):
         alone = keeps_of_columns(plan, layers, scores, [b])
-        assert all(torch.equal(batch[b], own[0]) for batch, own in zip(together, alone, strict=True))
+        assert all(torch.equal(batch[b], each[0]) for batch, each in zip(together, alone, strict=True))
 
 
 # Where kept sets nest as the budget grows, and where they do not. Protection is the same at all budgets.

@@ -29,11 +29,11 @@ SMALL, NOTHING = Protection(2, 0.1, 0.1, 2, 4), Protection(0, 0.0, 0.0, 0, 0)
 
 
 def test_equal_bids_of_layers_go_to_the_later_place_whatever_columns_they_have():
-    """One layer holds every token, the other only three: of equal scores the last two tokens win, of both."""
+    """The first layer holds every token, the other three: of equal scores the last two tokens win."""
     layers = make_evidence(0, 1, 8, (0,), num_layers=2)
     tokens_T = torch.arange(8)
-    own = ((tokens_T >= 0), (tokens_T % 3 == 1))
-    layers = [replace(one, held_BHT=held.expand(1, 2, 8)) for one, held in zip(layers, own, strict=True)]
+    each = ((tokens_T >= 0), (tokens_T % 3 == 1))
+    layers = [replace(one, held_BHT=held.expand(1, 2, 8)) for one, held in zip(layers, each, strict=True)]
     ones = torch.ones(1, 2, 8)
     extra = {"first_BHT": ones, "layer_weight_B": torch.ones(1).double()}
     scores = [masked_score(ones, one.exists_BHT, "risk", **extra) for one in layers]
@@ -48,7 +48,7 @@ def test_equal_bids_of_layers_go_to_the_later_place_whatever_columns_they_have()
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_who_is_covered_keeps_everything_beside_others_who_are_not(heads_file, name):
+def test_covered_sequences_keep_everything_in_a_batch_with_others(heads_file, name):
     policy = kind(name, heads_file, SMALL)
     # The first holds all of 40 tokens, the second has 6 in all, and the third nothing.
     layers = make_evidence(4, 1, 40, (0, 34, 40), num_layers=3)
@@ -62,7 +62,7 @@ def test_who_is_covered_keeps_everything_beside_others_who_are_not(heads_file, n
         assert torch.equal(keep[1:], one.exists_BHT[1:])
     # Without them, the first keeps the same: nobody else is scored.
     alone = keeps_of_columns(plan, layers, scores, [0])
-    assert all(torch.equal(own[0], keep[0]) for own, keep in zip(alone, keeps, strict=True))
+    assert all(torch.equal(each[0], keep[0]) for each, keep in zip(alone, keeps, strict=True))
     few = plan.select_batch([1, 2])
     assert few.covers_all and few.totals.held_BL == ((12,) * 3, (0,) * 3)
     assert torch.equal(few.protected_BT, plan.protected_BT[1:])
@@ -75,7 +75,7 @@ def _plan(budget: Budget, layers, protection: Protection, **changes):
     return plan_for(made(protection=protection), layers, budget, replace(stock_of(layers), **changes))
 
 
-def test_the_first_chunk_of_an_announced_prompt_has_the_budget_of_the_prompt():
+def test_the_first_chunk_of_a_declared_prompt_has_the_budget_of_the_prompt():
     """A window of 32 protects all of a chunk of 20 tokens: too much for a fifth of 20, and not of 400."""
     layers, protection = make_evidence(0, 1, 20, (0, 20)), Protection(recent=32)
     said = "budget of 4 entries per head, 16 fewer than the 20 protected"

@@ -1,4 +1,4 @@
-"""What is installed is what is here: the wheel, the package map, and the name `kernels`, which two share."""
+"""The installed package is the checkout: the wheel, the package map, the shared name `kernels`."""
 
 import re
 import shutil

@@ -28,7 +28,7 @@ def test_the_old_name_of_a_preset_is_read_with_a_warning():
 def test_presets_protect_alike_so_that_a_comparison_compares_scores():
     """But for StreamingLLM, whose protection is the method, and for `learned` and `merge`, whose protection
     was chosen with them: comparisons measure their rivals under it too (`configs/compare/smollm2.yaml`)."""
-    own = {
+    each = {
         "streaming_llm": (Protection(4, 0.0, 0.0, 4, 32), "not that of the other presets"),
         **dict.fromkeys(
             ("learned", "merge"), (Protection(4, 0.0, 0.0, 0, 8), "the least that structure needs")
@@ -37,7 +37,7 @@ def test_presets_protect_alike_so_that_a_comparison_compares_scores():
     for name in PRESETS:
         if name not in ("full", "kivi"):  # which keep everything
             same = Protection(4, 0.1, 0.1, 4, 32), "the same in every preset but learned and merge"
-            protection, said = own.get(name, same)
+            protection, said = each.get(name, same)
             assert load_policy(name).protection == protection, name
             text = (FOLDER / f"{name}.yaml").read_text()
             assert f"protection:           # {said}" in text
@@ -45,7 +45,7 @@ def test_presets_protect_alike_so_that_a_comparison_compares_scores():
 
 def test_presets_share_as_published():
     table = {preset.name: (preset.scope, preset.layers) for preset in policies()}
-    assert {name: own for name, own in table.items() if own != ("head", "uniform")} == SHARED
+    assert {name: each for name, each in table.items() if each != ("head", "uniform")} == SHARED
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -74,8 +74,8 @@ def test_presets_print_as_a_table():
     lava = lines[1 + PRESETS.index("lava")]
     cells = [lava[a:b].strip() for a, b in zip(starts, [*starts[1:], None], strict=True)]
     assert cells == ["lava", "mass", "layer", "entropy", "question known", "window"]
-    own = policies()[PRESETS.index("lava")]
-    assert [*own.variants] == ["paper"] and own.paper.endswith("arXiv 2509.09754")
+    each = policies()[PRESETS.index("lava")]
+    assert [*each.variants] == ["paper"] and each.paper.endswith("arXiv 2509.09754")
 
 
 @pytest.mark.parametrize("name", ["adakv", "ada_criticalkv"])
@@ -87,8 +87,8 @@ def test_the_safeguard_of_a_preset_guards(name):
     budget = Budget(keep_ratio=0.4)
     free = replace(policy, allocation=replace(policy.allocation, safeguard=None))
     held = [
-        decide_layers(own, layers, budget, scores=scores)[0].keep_BHT.sum(-1).tolist()
-        for own in (policy, free)
+        decide_layers(each, layers, budget, scores=scores)[0].keep_BHT.sum(-1).tolist()
+        for each in (policy, free)
     ]
     # 160 a head in the mean: 16 first and 32 last are protected, and 32 are guaranteed beside them.
     assert held == [[[320 - 80, 80]], [[320 - 48, 48]]]

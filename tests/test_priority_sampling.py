@@ -57,8 +57,8 @@ def test_sums_over_what_was_drawn_are_right_in_the_mean():
     weight = masked_score(w_HT.expand(num, -1, -1), layer.valid_BT, "mass")
     estimates = []
     for layer_idx in (0, 1):
-        own = replace(layer, layer_idx=layer_idx)
-        keys = draw_keys(weight, own, list(range(num)))
+        each = replace(layer, layer_idx=layer_idx)
+        keys = draw_keys(weight, each, list(range(num)))
         flat_BHT = torch.zeros_like(keys)
         bids, _ = make_bids(
             flat_BHT, layer.exists_BHT, torch.zeros_like(layer.exists_BHT), [0] * num, None, keys
@@ -96,13 +96,13 @@ def test_weights_of_which_no_share_can_be_drawn_are_refused():
 def test_it_is_drawn_by_what_was_observed_and_by_the_gate_where_nothing_was():
     layers = make_evidence(0, 2, 12, (0, 2))
     seen, learned = learned_scores(layers, 0), learned_scores(layers, 1)
-    for layer, own, gate in zip(layers, seen, learned, strict=True):
+    for layer, each, gate in zip(layers, seen, learned, strict=True):
         for fusion in ("max", "sum", "learned", "rank_blend"):
             policy = drawn(learned=True, fusion=fusion)
-            score = score_entries(policy, layer, observed=own, learned=gate, seeds_B=[7, 8])
-            assert torch.equal(score.draw_BHT, draw_keys(own, layer, [7, 8]))
+            score = score_entries(policy, layer, observed=each, learned=gate, seeds_B=[7, 8])
+            assert torch.equal(score.draw_BHT, draw_keys(each, layer, [7, 8]))
             plain = made(scope="model", learned=True, fusion=fusion)
-            plain_score = score_entries(plain, layer, observed=own, learned=gate)
+            plain_score = score_entries(plain, layer, observed=each, learned=gate)
             assert torch.equal(score.values_BHT, plain_score.values_BHT) and plain_score.draw_BHT is None
         alone = drawn(observed=None, learned=True, observed_settings={})
         assert torch.equal(score_entries(alone, layer, learned=gate).draw_BHT, draw_keys(gate, layer))

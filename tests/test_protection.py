@@ -54,13 +54,13 @@ def test_the_mask_is_its_formula_with_every_field(data):
         first = max(p.sinks, _count(p.prefix_fraction, p.minimum, budget))
         suffix = _count(p.suffix_fraction, p.minimum, budget)
         start = valid.shape[1] - length
-        own = []
+        each = []
         for i in range(valid.shape[1]):
             place = i - start
             ends = place < first or place >= length - p.recent or place >= length - suffix
-            own.append(place >= 0 and (ends or (pinned is not None and bool(pinned[row, i]))))
-        wanted.append(own)
-    over = [sum(own) - budget for own, budget in zip(wanted, budgets, strict=True)]
+            each.append(place >= 0 and (ends or (pinned is not None and bool(pinned[row, i]))))
+        wanted.append(each)
+    over = [sum(each) - budget for each, budget in zip(wanted, budgets, strict=True)]
     if max(over) > 0:
         said = "fewer than the .* protected"
         refused(said, protected_mask, protection, valid, budgets, pinned_BT=pinned)
@@ -91,7 +91,7 @@ def test_what_some_head_has_lost_is_not_protected_and_takes_nothing_of_the_budge
 
 @settings(deadline=None, max_examples=80)
 @given(st.data())
-def test_pinned_spans_are_counted_in_a_sequences_own_tokens(data):
+def test_pinned_spans_are_counted_in_the_tokens_of_a_sequence(data):
     lengths = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=3))
     shared = data.draw(st.booleans())
     tops = [min(lengths)] if shared else lengths

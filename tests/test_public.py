@@ -1,4 +1,4 @@
-"""What a public repository has: citation, a workflow, one version."""
+"""The citation and the version of the repository."""
 
 import tomllib
 from pathlib import Path

@@ -48,8 +48,10 @@ def test_selection_is_its_formula_and_nests_as_the_budget_grows(seed, ties, data
         assert not (before & ~keep).any()
         before = keep
         for b, h, i in exists.nonzero().tolist():
-            own, safe = score[b, h].tolist(), protected[b, h].tolist()
-            better = sum(not safe[k] and (own[k] > own[i] or (own[k] == own[i] and k > i)) for k in range(11))
+            each, safe = score[b, h].tolist(), protected[b, h].tolist()
+            better = sum(
+                not safe[k] and (each[k] > each[i] or (each[k] == each[i] and k > i)) for k in range(11)
+            )
             assert bool(keep[b, h, i]) is (safe[i] or better < int(budget[b, h]) - sum(safe))
     assert torch.equal(before, exists)
 
@@ -69,10 +71,10 @@ def test_admission_is_its_formula_and_nests_as_the_threshold_rises(seed, ties):
     for threshold in (-9.0, -1.0, -0.5, 0.0, 0.3, 1.0, 9.0):
         keep = admit(score, protected, threshold)
         for b, h in ((b, h) for b in range(3) for h in range(2)):
-            own = exists[b, h].nonzero().flatten().tolist()
-            wanted = {i for i in own if protected[b, h, i] or float(score[b, h, i]) >= threshold}
-            if not wanted and own:
-                wanted = {max(own, key=lambda i, b=b, h=h: (float(score[b, h, i]), i))}
+            each = exists[b, h].nonzero().flatten().tolist()
+            wanted = {i for i in each if protected[b, h, i] or float(score[b, h, i]) >= threshold}
+            if not wanted and each:
+                wanted = {max(each, key=lambda i, b=b, h=h: (float(score[b, h, i]), i))}
             assert set(keep[b, h].nonzero().flatten().tolist()) == wanted
         assert not (keep & ~before).any()
         # A second decision by the same threshold loses nothing more.

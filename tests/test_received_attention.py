@@ -25,10 +25,10 @@ FEWER = torch.arange(ASKED) >= torch.tensor([[0], [5], [8]])
 
 
 def evidences(layer: str | None) -> list[Evidence]:
-    """Of everything, padded; of what heads hold; of that with fewer queries in some sequences."""
+    """All entries, padded; those that heads hold; the same with fewer queries in some sequences."""
     shown = [
         random_evidence((0, 3, 5), num_queries=ASKED),
-        filled(held_evidence(recent=False), float("nan")),
+        filled(held_evidence(latest=False), float("nan")),
         replace(filled(held_evidence(seed=4), float("inf")), queried_BS=FEWER),
     ]
     return [single(special_layer(one, layer)) for one in shown]
@@ -115,11 +115,11 @@ def naive_running(evidence, share):
 
 
 @pytest.mark.parametrize("layer", [None, *LAYERS])
-@pytest.mark.parametrize("recent", [True, False])
+@pytest.mark.parametrize("latest", [True, False])
 @pytest.mark.parametrize("share", [0.0, 1.0, 2.5])
-def test_statistics_are_their_formula(layer, recent, share):
+def test_statistics_are_their_formula(layer, latest, share):
     """Own entries not held, and heads that hold nothing, among them."""
-    evidence = special_layer(held_evidence(recent=recent), layer)
+    evidence = special_layer(held_evidence(latest=latest), layer)
     mass, last = naive_running(evidence, share)
     exists, before = evidence.exists_BHT, [x.clone() for x in vars(evidence.running).values()]
     for chunk in (1, 3, 128):
@@ -147,10 +147,10 @@ def naive_gaps(evidence, alpha, before):
 
 
 @pytest.mark.parametrize("layer", [None, *LAYERS])
-@pytest.mark.parametrize("recent", [True, False])
+@pytest.mark.parametrize("latest", [True, False])
 @pytest.mark.parametrize("alpha", [1e-4, 0.1, 0.4])
-def test_gaps_are_their_formula(layer, recent, alpha):
-    evidence = special_layer(held_evidence(recent=recent), layer)
+def test_gaps_are_their_formula(layer, latest, alpha):
+    evidence = special_layer(held_evidence(latest=latest), layer)
     # A cache has never seen an access that is later than the queries before these.
     first_B11 = evidence.places_BT[:, None, -evidence.num_queries, None]
     past = replace(evidence.running, last_access_BHT=evidence.running.last_access_BHT.minimum(first_B11 - 1))

@@ -21,7 +21,7 @@ pytestmark = [
 
 @pytest.fixture(scope="session")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `make docs` builds, in another folder, by a process of its own: mkdocs sets up logging."""
+    """The site of `make docs`, in another folder, by a process of its own: mkdocs sets up logging."""
     out = tmp_path_factory.mktemp("site")
     # Without `--quiet`, which hides warnings from `--strict`.
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(out)]
@@ -40,19 +40,5 @@ def test_it_builds_without_a_warning_and_holds_every_page(site: Path) -> None:
         folder = folder.parent if folder.name == "README" else folder
         assert (site / folder / "index.html").is_file(), page
     text = {path.relative_to(site).as_posix(): path.read_text() for path in site.rglob("*.html")}
-    # Fonts, scripts, styles and pictures come along.
-    fetched = (
-        r"<(?:script|img|iframe)[^>]*\bsrc=\"(?:https?:)?//[^\"]*\""
-        r"|<link[^>]*\brel=\"(?:stylesheet|preconnect)\"[^>]*//[^>]*>"
-    )
-    assert not any(re.findall(fetched, html) for html in text.values())
-    pictures = [
-        (site / name).parent / to
-        for name, html in text.items()
-        for to in re.findall(r"<img[^>]*\bsrc=\"([^\"]+)\"", html)
-    ]
-    assert pictures and all(map(Path.is_file, pictures))
     reference = text["docs/reference/index.html"]
     assert all(re.search(rf'<h3 id="retain\.[\w.]+\.{name}"', reference) for name in PUBLIC)
-    # A docstring's sections are tables, and the whole of an argument's annotation is there.
-    assert reference.count("Parameters:") > 8 and "keep_ratio" in reference

@@ -27,7 +27,7 @@ def carries(value: Any, depth: int = 2) -> bool:
         )
     if isinstance(value, dict):
         value = list(value.values())
-    return depth > 0 and isinstance(value, list | tuple) and any(carries(own, depth - 1) for own in value)
+    return depth > 0 and isinstance(value, list | tuple) and any(carries(each, depth - 1) for each in value)
 
 
 def test_a_prefill_takes_the_tensor_through_fifteen_files() -> None:

@@ -33,8 +33,8 @@ def case(seed: int, pads=(0, 21, 3)):
 
 @settings(deadline=None, max_examples=10, derandomize=True)
 @given(st.integers(0, 10**6), st.sampled_from([0.0, 0.1, 0.4, 2.0]), st.sampled_from(["head", "model"]))
-def test_the_pipeline_admits_at_every_moment_layer_by_layer_and_alone(seed, threshold, scope):
-    """Whoever shares a budget: here none is stated."""
+def test_the_pipeline_admits_at_every_eviction_layer_by_layer_and_alone(seed, threshold, scope):
+    """No budget is stated."""
     layers, scores = case(seed)
     policy, budget = made(protection=LITTLE, scope=scope), Budget(threshold=threshold)
     stock = stock_of(layers)
@@ -49,7 +49,7 @@ def test_the_pipeline_admits_at_every_moment_layer_by_layer_and_alone(seed, thre
         keep_BHT, lower = cascade.add(candidates_of(plan, score))
         assert torch.equal(keep_BHT, one.keep_BHT) and lower == [None] * idx
         assert torch.equal(columns[idx], one.keep_BHT)
-        assert torch.equal(torch.cat([own[idx] for own in alone]), one.keep_BHT)
+        assert torch.equal(torch.cat([each[idx] for each in alone]), one.keep_BHT)
 
 
 def test_entries_that_one_head_has_lost_are_judged_though_their_place_is_protected():

@@ -84,7 +84,7 @@ class View:
 class _Named(Sequence[tuple[str, Evidence]]):
     """Branches and their sources, as lazy as the branches."""
 
-    def __init__(self, sources: Sequence[str], branches: Sequence[Evidence]):
+    def __init__(self, sources: Sequence[str], branches: Sequence[Callable[[], Evidence]]):
         self.sources, self.branches = sources, branches
 
     def __len__(self) -> int:
@@ -93,7 +93,7 @@ class _Named(Sequence[tuple[str, Evidence]]):
     def __getitem__(self, idx: Any) -> Any:
         if isinstance(idx, slice):
             return _Named(self.sources[idx], self.branches[idx])
-        return self.sources[idx], self.branches[idx]
+        return self.sources[idx], self.branches[idx]()
 
 
 def walk(

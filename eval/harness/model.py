@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 import retain
+from retain.config import leaves
 from retain.eval.config import gates_identity, policy_settings
 from retain.eval.run.table import digest
 from retain.hf.cache.cache import Cache
@@ -316,7 +317,7 @@ def sorted_out(others: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
         section, dot, rest = name.partition(".")
         near = get_close_matches(section, ours, n=1, cutoff=0.75)
         if section in FIELDS:
-            changes.append(f"{name}={json.dumps(value)}")
+            changes += [f"{path}={json.dumps(leaf)}" for path, leaf in leaves({name: value}).items()]
         elif near or dot:
             problems.append(f"{name!r}" + (f" (did you mean {near[0] + dot + rest!r}?)" if near else ""))
         else:

@@ -3,15 +3,13 @@
 from pathlib import Path
 from typing import Any
 
+from matplotlib import colormaps
+from matplotlib.figure import Figure
+from pandas import DataFrame
+
 from retain.eval.config import FULL
 from retain.eval.report.table import line_words, where_words
 from retain.eval.stats.scores import WHERE
-from retain.process.extras import deferred
-
-with deferred("eval", "pandas", "matplotlib", "matplotlib.figure", what="the picture of a comparison"):
-    from matplotlib import colormaps
-    from matplotlib.figure import Figure
-    from pandas import DataFrame
 
 # So many policies have colours that differ clearly; more take a map of twenty.
 CLEAR = 8

@@ -10,11 +10,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from retain.eval.report.page import page_of
-from retain.eval.report.picture import draw
-from retain.eval.report.table import read
-from retain.eval.report.text import PICTURE, answer_of, rest_of
-from retain.eval.stats.scores import checked, comparisons, scores
 from retain.process.command import command
+from retain.process.extras import require
 from retain.process.provenance import write_text
 
 REPORT, PAGE = "report.md", "report.html"
@@ -35,6 +32,12 @@ def write_report(folder: Path) -> Report:
     Raises:
         ValueError: The folder holds no finished run, or `baseline` was not measured.
     """
+    require("eval", "matplotlib", "pandas", "scipy", what="a report")
+    from retain.eval.report.picture import draw
+    from retain.eval.report.table import read
+    from retain.eval.report.text import PICTURE, answer_of, rest_of
+    from retain.eval.stats.scores import checked, comparisons, scores
+
     table = read(folder)
     config, frame = table.config, checked(table.frame)
     summary = scores(frame)

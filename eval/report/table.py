@@ -5,12 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pandas import DataFrame, Series
+
 from retain.eval.config import FULL, PRESET
 from retain.eval.run.table import read_manifest, read_table
-from retain.process.extras import deferred
-
-with deferred("eval", "pandas", what="the table of a comparison"):
-    from pandas import DataFrame, Series
 
 WHEN = {
     "prefill": "Eviction once, behind the prompt",
@@ -43,11 +41,7 @@ class Table:
 
 
 def read(folder: Path) -> Table:
-    """Read the folder of a run.
-
-    Raises:
-        ValueError: The folder holds no run, or a damaged one.
-    """
+    """Reads the folder of a run; a ValueError if it holds none, or a damaged one."""
     manifest = read_manifest(folder)
     frame = asked_for(DataFrame(list(read_table(folder).values())), manifest)
     return Table(with_lines(frame, manifest["identity"]), manifest)

@@ -4,16 +4,14 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import pandas
+from pandas import DataFrame, Series
+
 from retain.eval.config import CONTROLS, FULL
 from retain.eval.report.page import plain
 from retain.eval.report.table import Table, budget_words, line_words, where_words
 from retain.eval.stats.paired import ALPHA
 from retain.eval.stats.scores import KEY, SETTING, WHERE, Compared
-from retain.process.extras import deferred
-
-with deferred("eval", "pandas", what="the report of a comparison"):
-    import pandas
-    from pandas import DataFrame, Series
 
 PICTURE = "![Score against the share of the cache held](scores.png)"
 _NUMBER = re.compile(r"[-+]?\d+(\.\d+)?( ± \d+\.\d+| of \d+\.\d+)?$")

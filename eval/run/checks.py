@@ -44,14 +44,8 @@ REPEATABLE = ("seeds", "tasks", "when", "question", "keep_ratios", "tokens_per_h
 
 
 def load_checked(config: CompareConfig, local_rank: int = 0) -> tuple[Loaded, dict[str, list[Context]]]:
-    """Loads everything that a comparison needs, and checks it.
-
-    Returns:
-        The model with what scores it; and by task its contexts.
-
-    Raises:
-        ValueError: All problems in one message.
-    """
+    """Loads a model with everything that scores it, and the contexts of each task; a ValueError with all
+    problems in one message."""
     _refuse(stated_problems(config))
     model, tokenizer = load_model(config, local_rank)
     problems: list[str] = []

@@ -64,8 +64,8 @@ def _group(reader: Reader, caches: Caches, budget: Budget, candidates: Sequence[
         else:
             cache = made[0].fork()
         ids_NT = ids_BT.repeat(len(candidates), 1)
-        how = {"new_tokens": row.max_new_tokens, "end_ids": encoded.end_ids}
-        answers = respond(loaded.model, cache, ids_NT, **how)
+        most, ends = row.max_new_tokens, encoded.end_ids
+        answers = respond(loaded.model, cache, ids_NT, new_tokens=most, end_ids=ends)
         if not caches.single:
             held = [held_of(cache, candidates[0], budget, loaded.policies)]
         seconds = round((time.perf_counter() - began) / len(answers), 4)

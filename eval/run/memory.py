@@ -24,7 +24,7 @@ PACKED = 0.1
 
 def held_of(
     cache: Cache, candidate: Candidate, budget: Budget, policies: Mapping[Candidate, Policy]
-) -> dict[str, int]:
+) -> dict[str, Any]:
     """Counts entries and bytes that the cache of one sequence holds and has seen, over all layers that evict
     and their KV heads.
 
@@ -61,17 +61,11 @@ def held_of(
     }
 
 
-def check_equal_bytes(
-    lines: Sequence[Mapping[str, Any]], policies: Mapping[tuple[str, str], Policy | None]
-) -> None:
+def check_equal_bytes(lines: Sequence[Mapping[str, Any]], policies: Mapping[Candidate, Policy]) -> None:
     """Checks that lines of one budget which have seen equally much of an item hold equally much of it: as
     many entries and bytes, or if something stands with the entries of one, as many bytes but for rounding. A
     policy that holds entries in fewer bytes holds no more bytes than the budget states, and no less but for
     rounding, unless it holds everything.
-
-    Args:
-        lines: Of the table.
-        policies: By policy and protection of a line.
 
     Raises:
         RuntimeError: They do not.
@@ -79,7 +73,7 @@ def check_equal_bytes(
     first: dict[tuple[Any, ...], Mapping[str, Any]] = {}
     exact: dict[tuple[Any, ...], Mapping[str, Any]] = {}
     for line in lines:
-        policy = policies.get((line["policy"], line["protection"]))
+        policy = policies.get(Candidate(line["policy"], line["protection"]))
         entries, held = line["entries_held"], line["bytes_held"]
         if policy is not None and policy.precision is not None:
             stated = line["keep_ratio"] * line["bytes_seen"]

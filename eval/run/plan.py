@@ -6,7 +6,6 @@ on the config alone, so that units run in any order, in any process, and again.
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -108,11 +107,7 @@ class Unit:
 
 
 def load_model(config: CompareConfig, local_rank: int = 0) -> tuple[Any, Any]:
-    """Loads the model, attached and on its device, and its tokenizer.
-
-    Raises:
-        ValueError: It cannot be loaded, or has no tokenizer.
-    """
+    """Loads the model, attached and on its device, and its tokenizer; a ValueError if it cannot be loaded."""
     origin: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
     tokenizer = load_named_tokenizer(config.model, **origin)
     if tokenizer is None:
@@ -132,11 +127,7 @@ def task_settings(config: CompareConfig, task: str) -> dict[str, Any]:
 
 def load_contexts(config: CompareConfig, task: str, model: Any, tokenizer: Any) -> list[Context]:
     """Makes and encodes the rows of a task, of all seeds, and joins those of one context. A data set has the
-    same rows for every seed; they are asked once.
-
-    Raises:
-        ValueError: Rows that cannot be made or encoded, or that the task lacks.
-    """
+    same rows for every seed; they are asked once. ValueError: rows that cannot be made or encoded."""
     rows: dict[tuple[int, int], Row] = {}
     for seed in config.seeds:
         how = {"context_tokens": config.context_tokens, "seed": seed, "first_item": config.first_item}
@@ -187,22 +178,3 @@ def units_of(
                         key = line_key(row, candidate, budget, when, question)
                         identities[key] = digest([of_policy[which], read])
             yield Unit(when, context, identities)
-
-
-@contextmanager
-def naming(unit: Unit) -> Iterator[None]:
-    """Says in which unit something went wrong. Nothing of the unit is written then: a crash is neither an
-    answer nor a score; the same command goes on here once it is mended.
-
-    Raises:
-        ValueError: Out of memory, or a refusal of a policy.
-    """
-    try:
-        yield
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        raise ValueError(
-            f"out of memory in {unit.name}: nothing of it was scored. Lower max_sequences, and start the run "
-            f"again: it goes on here ({str(error).partition('.')[0]})."
-        ) from error
-    except ValueError as error:
-        raise ValueError(f"in {unit.name}: {error}") from error

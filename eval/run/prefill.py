@@ -14,6 +14,7 @@ with a sliding window or a recurrent state cannot be cropped: a model that has t
 Elsewhere entries go while the model reads or decodes, so each candidate has a `retain.Cache` of its policy.
 """
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,10 +29,10 @@ from retain.attention.chunked import truncate
 from retain.budget.statement import Budget
 from retain.eval.config import FULL, Candidate, CompareConfig, budget_for, candidates_of
 from retain.eval.run.plan import Loaded, Unit
-from retain.eval.run.scores import first_entries, gate_scores, oracle, score_candidates
+from retain.eval.run.scores import first_entries, gate_scores, oracle
 from retain.hf.cache.cache import Cache
 from retain.hf.model.decoder import layout_of
-from retain.policy import Policy, decide_layers
+from retain.policy import Policy, decide_layers, score_entries
 from retain.scores import Score
 
 
@@ -118,7 +119,9 @@ def single_eviction(reader: Reader, whole: Cache, number: int, *, known: bool) -
 def scores_of(
     reader: Reader, whole: Cache, number: int, count: int, *, known: bool
 ) -> dict[Candidate, list[Score]]:
-    """Scores the first `count` entries of every layer for all candidates.
+    """Scores the first `count` entries of every layer for all candidates, once for those that agree in what a
+    score depends on: they may differ in protection, budget and scope. The oracle's score stands in the gate's
+    place.
 
     Args:
         reader: Of the unit.
@@ -127,10 +130,10 @@ def scores_of(
         count: Entries that compete.
         known: Whether scores observe the question, whose last token does not compete.
     """
-    loaded, teacher, seen = reader.loaded, whole.evidence or [], count + (1 if known else 0)
-    observed = [truncate(layer, seen) for layer in teacher]
+    loaded, teacher, upto = reader.loaded, whole.evidence or [], count + (1 if known else 0)
+    observed = [truncate(layer, upto) for layer in teacher]
     of_set = {
-        place: gate_scores(loaded.model, gates, observed, lambda: _upto(reader, whole, number, seen))
+        place: gate_scores(loaded.model, gates, observed, lambda: _upto(reader, whole, number, upto))
         for place, gates in loaded.sets_of(reader.candidates).items()
     }
     learned = {name: of_set[place] for name, place in loaded.users.items() if place in of_set}
@@ -138,9 +141,20 @@ def scores_of(
         others = [] if known else [one for one in range(len(reader.unit.context.rows)) if one != number]
         read = (reader.read(reader.ids(one, answered=True), evidence=True).evidence or [] for one in others)
         learned["oracle"] = oracle(chain([teacher], read), count)
-    seeds = [reader.unit.context.random_seed]
-    scores = score_candidates(loaded.policies, reader.candidates, observed, learned, seeds)
-    return {one: [first_entries(score, count) for score in layers] for one, layers in scores.items()}
+    made: dict[str, list[Score]] = {}
+    scores = {}
+    for one in reader.candidates:
+        policy, by_gates = loaded.policies[one], learned.get(one.policy)
+        how = (policy.observed, policy.learned, policy.fusion, policy.fusion_weight, policy.draw is not None)
+        key = json.dumps([id(by_gates), *how, policy.observed_settings], sort_keys=True, default=str)
+        if key not in made:
+            handed: Sequence[Score | None] = by_gates or [None] * len(observed)
+            pairs = zip(observed, handed, strict=True)
+            seeds = [reader.unit.context.random_seed]
+            layers = [score_entries(policy, seen, learned=score, seeds_B=seeds) for seen, score in pairs]
+            made[key] = [first_entries(score, count) for score in layers]
+        scores[one] = made[key]
+    return scores
 
 
 def _upto(reader: Reader, whole: Cache, number: int, count: int) -> Cache:

@@ -1,23 +1,16 @@
-"""Scores the entries of a context for all candidates of a comparison, each distinct score once.
+"""Scores the entries of a context by gates, and by the oracle: the largest true risk under any question that
+is asked of what is left, and its right answer."""
 
-Candidates that differ in protection, budget or scope alone share a score. Gates score once for each set, and
-a set with lookahead tokens reads them behind the same prompt. The oracle hands its score to the gate's
-pipeline: the largest true risk under any question that is asked of what is left, and its right answer.
-"""
-
-import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from retain.eval.config import Candidate
 from retain.evidence import Evidence
 from retain.future import future_risk
 from retain.hf.cache.cache import Cache
 from retain.hf.intercept.lookahead_pass import look_ahead
-from retain.policy import Policy, score_entries
 from retain.scores import Score
 
 
@@ -28,38 +21,6 @@ def gate_scores(
     if gates.extension is not None:
         observed = look_ahead(model, gates, prompt().engine.read_only(), list(observed))
     return [gates.score(layer) for layer in observed]
-
-
-def score_candidates(
-    policies: Mapping[Candidate, Policy],
-    candidates: Iterable[Candidate],
-    observed: Sequence[Evidence],
-    learned: Mapping[str, Sequence[Score]],
-    seeds: Sequence[int],
-) -> dict[Candidate, list[Score]]:
-    """Scores every layer for each candidate, once for all that agree in what a score depends on.
-
-    Args:
-        policies: Of the candidates.
-        candidates: To be scored.
-        observed: Evidence of every layer.
-        learned: By name of a policy, the scores that are handed to its pipeline.
-        seeds: Of each sequence, for policies that draw.
-    """
-    made: dict[str, list[Score]] = {}
-    scores = {}
-    for candidate in candidates:
-        policy, handed = policies[candidate], learned.get(candidate.policy)
-        how = (policy.observed, policy.learned, policy.fusion, policy.fusion_weight, policy.draw is not None)
-        key = json.dumps([id(handed), *how, policy.observed_settings], sort_keys=True, default=str)
-        if key not in made:
-            by_gates: Sequence[Score | None] = handed or [None] * len(observed)
-            made[key] = [
-                score_entries(policy, layer, learned=score, seeds_B=seeds)
-                for layer, score in zip(observed, by_gates, strict=True)
-            ]
-        scores[candidate] = made[key]
-    return scores
 
 
 def first_entries(score: Score, count: int) -> Score:

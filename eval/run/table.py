@@ -94,7 +94,7 @@ def read_table(folder: Path) -> dict[Key, dict[str, Any]]:
             try:
                 line: Any = json.loads(text) if text.endswith("\n") else None
                 found[key_of(line)] = line
-            except (ValueError, TypeError, KeyError, RecursionError):
+            except (ValueError, TypeError, KeyError):
                 continue
     return found
 
@@ -112,21 +112,15 @@ def digest(value: Any) -> str:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Reads the manifest of a run.
-
-    Raises:
-        ValueError: There is none, or it is damaged.
-    """
+    """Reads the manifest of a run; a ValueError if there is none, or it is damaged."""
     path = folder / MANIFEST
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(found["identity"], dict):
-            raise ValueError("its identity is none")
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return {**found, "identity": {**found["identity"]}}
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist: {folder} holds no run of retain compare.") from None
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path} cannot be read: {error}. Restore it from a copy, or {OTHER_RUN}.") from None
-    return dict(found)
 
 
 def open_run(folder: Path, manifest: Mapping[str, Any], expected: Mapping[Key, str]) -> bool:
@@ -135,8 +129,7 @@ def open_run(folder: Path, manifest: Mapping[str, Any], expected: Mapping[Key, s
 
     Args:
         folder: Of the run.
-        manifest: Of this run; `identity` holds what decides a value, `rows` what is asked (task -> seed ->
-            items).
+        manifest: Of this run; `identity` holds what decides a value.
         expected: Key -> identity of every line of this run.
 
     Returns:
@@ -160,7 +153,7 @@ def open_run(folder: Path, manifest: Mapping[str, Any], expected: Mapping[Key, s
                 f"{folder} holds lines of another identity; these differ: {', '.join(what)}. Lines of two "
                 f"identities are never mixed: {OTHER_RUN}."
             )
-        here["identity"] = {**new, **{name: {**old.get(name, {}), **new[name]} for name in GROWING}}
+        here["identity"] = {**new, **{name: {**old[name], **new[name]} for name in GROWING}}
         if complete:
             here = {**before, "config": manifest["config"], "rows": manifest["rows"]}
     folder.mkdir(parents=True, exist_ok=True)
@@ -177,16 +170,15 @@ def finish_run(folder: Path, **more: Any) -> None:
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """Names fields of two identities that differ. Policies and tasks of one alone do not count."""
-    plain: list[Any] = [json.loads(json.dumps(identity)) for identity in (before, after)]
+    old, new = ({**json.loads(json.dumps(identity))} for identity in (before, after))
     for part in GROWING:
-        both = plain[0].get(part, {}).keys() & plain[1][part].keys()
-        for identity in plain:
-            identity[part] = {name: identity[part][name] for name in both}
-    old, new = map(leaves, plain)
+        both = old[part].keys() & new[part].keys()
+        old[part], new[part] = ({name: one[part][name] for name in both} for one in (old, new))
+    there, now = leaves(old), leaves(new)
     return [
-        f"{name} ({old.get(name)!r} there, {new.get(name)!r} now)"
-        for name in sorted(old.keys() | new.keys())
-        if old.get(name) != new.get(name)
+        f"{name} ({there.get(name)!r} there, {now.get(name)!r} now)"
+        for name in sorted(there.keys() | now.keys())
+        if there.get(name) != now.get(name)
     ]
 
 

@@ -15,12 +15,9 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+from scipy import optimize
 
 from retain.eval.stats.interval import checked_strata
-from retain.process.extras import deferred
-
-with deferred("eval", "scipy", what="a comparison's statistics"):
-    from scipy import optimize
 
 # The most that one item can lose, in points.
 WORST = 100.0

@@ -12,11 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-
-from retain.process.extras import deferred
-
-with deferred("eval", "scipy", what="a comparison's statistics"):
-    from scipy import special
+from scipy import special
 
 Method = Literal["t", "constant", "undefined"]
 

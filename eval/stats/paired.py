@@ -18,13 +18,10 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 import numpy as np
+from scipy import stats
 
 from retain.eval.stats.bound import p_within
 from retain.eval.stats.interval import Interval, checked_strata, paired_interval
-from retain.process.extras import deferred
-
-with deferred("eval", "scipy", what="a comparison's statistics"):
-    from scipy import stats
 
 Name = TypeVar("Name", bound=Hashable)
 Verdict = Literal["better", "worse", "equivalent", "inconclusive"]

@@ -15,16 +15,13 @@ over its budgets, are one Holm family.
 from dataclasses import dataclass
 from typing import Any
 
+import pandas
 from numpy import ndarray
+from pandas import DataFrame
 
 from retain.eval.config import CONTROLS, FULL
 from retain.eval.stats.interval import macro_mean, standard_error
 from retain.eval.stats.paired import Comparison, judge
-from retain.process.extras import deferred
-
-with deferred("eval", "pandas", what="the table of a comparison"):
-    import pandas
-    from pandas import DataFrame
 
 WHERE = ["when", "question"]
 SETTING = [*WHERE, "budget"]

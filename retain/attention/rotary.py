@@ -1,4 +1,4 @@
-"""Applies rotary position embeddings to queries and keys, and inverts them.
+"""Inverts rotary position embeddings of queries and keys.
 
 Half convention of Llama and its relatives: dimension `d` turns with `d + R/2`, over the first `R` dimensions;
 the others are not turned. Nothing here imports transformers.
@@ -30,17 +30,6 @@ class Rotary:
         angles = positions[..., None].float() * self.inverse_frequencies_F.float().to(positions.device)
         angles = torch.cat([angles, angles], dim=-1)
         return angles.cos() * self.scaling, angles.sin() * self.scaling
-
-    def rotate(
-        self, plain_BQSD: Float[Tensor, "B Q S D"], positions_BS: Int[Tensor, "B S"]
-    ) -> Float[Tensor, "B Q S D"]:
-        """Queries or keys turned by their positions, in float32 (float64 stays).
-
-        `y = x cos + rotate_half(x) sin`
-        """
-        dtype = torch.promote_types(plain_BQSD.dtype, torch.float32)
-        cos, sin = (table[:, None].to(dtype) for table in self.tables(positions_BS))
-        return turn(plain_BQSD.to(dtype), cos, sin)
 
     def unrotate(
         self, turned_BQSD: Float[Tensor, "B Q S D"], positions_BS: Int[Tensor, "B S"]

@@ -48,17 +48,17 @@ class Shares:
 
     @property
     def crosses_layers(self) -> bool:
-        """Whether the keep set of a layer depends on other layers."""
+        """True where the keep set of a layer depends on other layers."""
         return self.threshold is None and self.policy.crosses_layers
 
     @cached_property
     def least_B(self) -> list[int]:
         """Entries that every head keeps whatever the scores: protected, of a safeguard, and at least one."""
-        own, least = self.policy.guard, []
+        guard, least = self.policy.guard, []
         for protected, mean in zip(self.protected_B, self.totals.per_head_B, strict=True):
             guarded = protected
-            if own.safeguard == "guaranteed":
-                guarded = min(math.floor(mean), protected + math.floor(exact(own.safeguard_share) * mean))
+            if guard.safeguard == "guaranteed":
+                guarded = min(math.floor(mean), protected + math.floor(exact(guard.safeguard_share) * mean))
             least.append(max(1, protected, guarded))
         return least
 
@@ -71,16 +71,16 @@ class Shares:
         if isinstance(self.policy.allocation, Pyramid):
             rows = tuple(map(self._pyramid, range(len(rows))))
         held = self.totals.held_BL
-        rows_BL = [map(min, own, most) for own, most in zip(rows, held, strict=True)]
+        rows_BL = [map(min, stated, most) for stated, most in zip(rows, held, strict=True)]
         return [list(column) for column in zip(*rows_BL, strict=True)]
 
     def _pyramid(self, row: int) -> tuple[int, ...]:
-        """One sequence's entries of each layer: a line over depth, in entries a head."""
-        heads_L, protected, own = self.totals.heads_L, self.protected_B[row], self.policy.allocation
-        assert isinstance(own, Pyramid)
+        """Entries of each layer of a sequence: a line over depth, in entries a head."""
+        heads_L, protected, allocation = self.totals.heads_L, self.protected_B[row], self.policy.allocation
+        assert isinstance(allocation, Pyramid)
         length, total = self.totals.lengths_B[row], self.totals.stated_B[row]
         mean = Fraction(total, sum(heads_L)) - protected
-        line = pyramid(mean, Fraction(length - protected), len(heads_L), own.beta)
+        line = pyramid(mean, Fraction(length - protected), len(heads_L), allocation.beta)
         inside, least, most = (
             [bound * heads for heads in heads_L]
             for bound in (protected, min(length, max(protected, self.least_B[row])), length)
@@ -100,14 +100,15 @@ class Shares:
         """Entries of each head by its weight, of heads that hold so many."""
         path, heads_L = self.policy.weights, self.totals.heads_L
         assert path is not None
-        weights = [exact(own) for row in check_weights(path, heads_L) for own in row]
+        weights = [exact(weight) for row in check_weights(path, heads_L) for weight in row]
         flat_B = []
         for row, stated in enumerate(self.totals.stated_B):
-            held = [own for rows_BH in capacity_LBH for own in rows_BH[row]]
+            held = [count for rows_BH in capacity_LBH for count in rows_BH[row]]
             if stated < sum(held):
                 # A head that holds less than is protected (few tokens) has nothing that competes.
                 inside, least = (
-                    [min(bound, own) for own in held] for bound in (self.protected_B[row], self.least_B[row])
+                    [min(bound, count) for count in held]
+                    for bound in (self.protected_B[row], self.least_B[row])
                 )
                 held = largest_remainder(stated, weights, held, protected=inside, least=least)
             flat_B.append(iter(held))
@@ -129,13 +130,13 @@ class Shares:
 
     @property
     def covers_all(self) -> bool:
-        """Whether all sequences keep everything, so that nothing needs a score."""
+        """True where all sequences keep everything, so that nothing needs a score."""
         return all(self.covers_B)
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """One layer's entries with scores and guaranteed entries, before any budget.
+    """Entries of a layer with scores and guaranteed entries, before any budget.
 
     Args:
         score_BHT: orders each head; -inf where the head holds no entry.

@@ -57,20 +57,20 @@ def head_budgets(shares: Shares, layers: Sequence[Candidates], *, first: int = 0
     if split.weights is not None:
         whole = first == 0 and final  # all have come: the entries of each head are known
         budgets_LBH = shares.static_of(_capacities(layers)) if whole else shares.static_LBH[here]
-        return [Won(_tensor(own, layer)) for own, layer in zip(budgets_LBH, layers, strict=True)]
+        return [Won(_tensor(counts, layer)) for counts, layer in zip(budgets_LBH, layers, strict=True)]
     totals_LB = _by_weight(shares, layers, final) if shares.fixed_LB is None else shares.fixed_LB[here]
     pairs = zip(layers, totals_LB, strict=True)
     if split.scope == "head":
-        return [Won(allocate_uniform(_tensor(own, layer), layer.capacity_BH)) for layer, own in pairs]
-    return [allocate_joint([_bids(layer)], own, split.drawn_share)[0] for layer, own in pairs]
+        return [Won(allocate_uniform(_tensor(total_B, layer), layer.capacity_BH)) for layer, total_B in pairs]
+    return [allocate_joint([_bids(layer)], total_B, split.drawn_share)[0] for layer, total_B in pairs]
 
 
 def _capacities(layers: Sequence[Candidates]) -> list[list[list[int]]]:
     """Entries that each head holds, `[L][B][H]`, in one transfer."""
     counts = [layer.capacity_BH for layer in layers]
-    flat = torch.cat([own_BH.flatten().to(counts[0].device) for own_BH in counts]).cpu()
-    parts = zip(flat.split([own_BH.numel() for own_BH in counts]), counts, strict=True)
-    return [part.view_as(own_BH).tolist() for part, own_BH in parts]
+    flat = torch.cat([held_BH.flatten().to(counts[0].device) for held_BH in counts]).cpu()
+    parts = zip(flat.split([held_BH.numel() for held_BH in counts]), counts, strict=True)
+    return [part.view_as(held_BH).tolist() for part, held_BH in parts]
 
 
 def _bids(layer: Candidates) -> Bids:
@@ -150,7 +150,7 @@ class Cascade:
         counts_LB = torch.stack([won.budget_BH.sum(-1).to(device) for won in budgets]).tolist()
         last = self.num_added == len(self.shares.totals.heads_L)
         # Budgets only shrink: the same sum is the same budgets.
-        lost = [sum(own.held_B) - sum(count_B) for own, count_B in zip(self.held, counts_LB, strict=False)]
+        lost = [sum(held.held_B) - sum(count_B) for held, count_B in zip(self.held, counts_LB, strict=False)]
         left_over, spare = sum(lost), 0 if last else LEFT_OVER * sum(layer.held_B)
         lower: list[Bool[Tensor, " N"] | None] = [None] * len(self.held)
         for idx in sorted(range(len(lost)), key=lost.__getitem__, reverse=True):

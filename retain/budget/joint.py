@@ -45,7 +45,7 @@ class Bids(NamedTuple):
 
     def to(self, device: torch.device) -> "Bids":
         """Move the bids to another device."""
-        value_N, place_N, row_N = (own.to(device) for own in self[1:4])
+        value_N, place_N, row_N = (field.to(device) for field in self[1:4])
         draw_N = None if self.draw_N is None else self.draw_N.to(device)
         return Bids(self.guaranteed_BH.to(device), value_N, place_N, row_N, draw_N)
 
@@ -149,10 +149,10 @@ def allocate_joint(
         drawn_N = _first_of_each(keys_N, later_N, sequence_N, drawn_B) & ~scored_N
     sizes, answer = [len(bids.value_N) for bids in here], []
     parts = zip(layers, here, (scored_N | drawn_N).split(sizes), drawn_N.split(sizes), strict=True)
-    for own, bids, won_N, lot_N in parts:
+    for layer, bids, won_N, lot_N in parts:
         extra_R = torch.zeros_like(bids.guaranteed_BH).flatten()
         extra_R.scatter_add_(0, bids.row_N.long(), won_N.long())
-        budget_BH, home = bids.guaranteed_BH + extra_R.view_as(bids.guaranteed_BH), own.value_N.device
+        budget_BH, home = bids.guaranteed_BH + extra_R.view_as(bids.guaranteed_BH), layer.value_N.device
         lots_N = None if drawn_share is None else lot_N.to(home)
         answer.append(Won(budget_BH.to(home), won_N.to(home), lots_N))
     return answer

@@ -104,9 +104,11 @@ def largest_remainder(
         ValueError: if the total does not fit.
     """
     inside = [0] * len(weights) if protected is None else protected
-    limit = [total + own for own in inside] if capacity is None else capacity
-    low = [max(0, own - safe) for own, safe in zip(inside if least is None else least, inside, strict=True)]
-    high = [own - safe for own, safe in zip(limit, inside, strict=True)]
+    limit = [total + safe for safe in inside] if capacity is None else capacity
+    low = [
+        max(0, bound - safe) for bound, safe in zip(inside if least is None else least, inside, strict=True)
+    ]
+    high = [bound - safe for bound, safe in zip(limit, inside, strict=True)]
     filled = fill(total - sum(inside), weights, low, high)
     rounded = map(math.ceil, filled) if round_up else round_shares(filled)
     return [share + safe for share, safe in zip(rounded, inside, strict=True)]

@@ -142,10 +142,10 @@ class Split:
 
     @property
     def crosses_layers(self) -> bool:
-        """Whether the keep set of a layer depends on other layers."""
+        """True where the keep set of a layer depends on other layers."""
         return self.scope == "model" or isinstance(self.allocation, ByScore)
 
     @property
     def two_stages(self) -> bool:
-        """Whether a head's first stage depends on its budget."""
+        """True where a head's first stage depends on its budget."""
         return self.first_stage is not None and self.first_stage.by == "budget"

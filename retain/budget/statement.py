@@ -129,8 +129,6 @@ class Totals:
         equal_BL: entries of each layer under equal budgets, as stated: at most `length * H`, whether or not
             they are still there.
         held_BL: entries that are still there.
-        per_head_B: stated entries of a head in the mean over the layers, exact, to which
-            fractions of a budget refer.
         whole_B: which sequences are short and held whole, since the stated budget is too little for them.
     """
 
@@ -138,8 +136,12 @@ class Totals:
     heads_L: tuple[int, ...]
     equal_BL: tuple[tuple[int, ...], ...]
     held_BL: tuple[tuple[int, ...], ...]
-    per_head_B: tuple[Fraction, ...]
     whole_B: tuple[bool, ...]
+
+    @property
+    def per_head_B(self) -> tuple[Fraction, ...]:
+        """Stated entries of a head in the mean over the layers, exact; fractions of a budget refer to it."""
+        return tuple(Fraction(stated, sum(self.heads_L)) for stated in self.stated_B)
 
     @property
     def stated_B(self) -> list[int]:
@@ -158,13 +160,11 @@ class Totals:
 
     def hold_whole(self, rows: Sequence[int]) -> "Totals":
         """Hold these sequences whole too."""
-        equal_BL, per_head_B, whole_B = [*self.equal_BL], [*self.per_head_B], [*self.whole_B]
+        equal_BL, whole_B = [*self.equal_BL], [*self.whole_B]
         for row in rows:
-            length = self.lengths_B[row]
-            equal_BL[row] = tuple(length * heads for heads in self.heads_L)
-            per_head_B[row], whole_B[row] = Fraction(length), True
-        changed = tuple(equal_BL), tuple(per_head_B), tuple(whole_B)
-        return replace(self, equal_BL=changed[0], per_head_B=changed[1], whole_B=changed[2])
+            equal_BL[row] = tuple(self.lengths_B[row] * heads for heads in self.heads_L)
+            whole_B[row] = True
+        return replace(self, equal_BL=tuple(equal_BL), whole_B=tuple(whole_B))
 
 
 def select_rows(record: Record, rows: Sequence[int]) -> Record:
@@ -212,7 +212,7 @@ def spread(
     heads_L = tuple(layer.num_heads for layer in layers)
     all_BL = tuple(tuple(length * heads for heads in heads_L) for length in lengths_B)
     held_BL = all_BL if held_BL is None else tuple(map(tuple, held_BL))
-    equal_BL, per_head_B, short = [], [], []
+    equal_BL, short = [], []
     for row, (length, held) in enumerate(zip(lengths_B, held_BL, strict=True)):
         assert len(held) == len(layers), "one count for each layer that evicts, in order"
         equal = held if budget.threshold is not None else _stated(budget, length, layers)
@@ -230,9 +230,8 @@ def spread(
                     f"tokens_per_head {math.ceil(more)}, or {least} bytes a sequence)."
                 )
         equal_BL.append(equal)
-        per_head_B.append(Fraction(sum(equal), sum(heads_L)))
-    rows = tuple(lengths_B), heads_L, tuple(equal_BL), held_BL, tuple(per_head_B)
-    return Totals(*rows, (False,) * len(lengths_B)).hold_whole(short)
+    whole_B = (False,) * len(lengths_B)
+    return Totals(tuple(lengths_B), heads_L, tuple(equal_BL), held_BL, whole_B).hold_whole(short)
 
 
 def _stated(budget: Budget, length: int, layers: Sequence[LayerShape]) -> tuple[int, ...]:

@@ -77,5 +77,5 @@ def stage_by_mass(
     order = order_entries(before.masked_fill(~before_BHT, float("-inf")))
     below = before.gather(-1, order).cumsum(-1) < line_BH1
     inside_BHT = torch.zeros_like(below).scatter_(-1, order, below) & before_BHT & ~kept_BHT
-    limit = torch.tensor([max(0, own) for own in limit_B], device=first_BHT.device)[:, None, None]
+    limit = torch.tensor([max(0, limit) for limit in limit_B], device=first_BHT.device)[:, None, None]
     return inside_BHT & (rank_entries(before.masked_fill(~inside_BHT, float("-inf"))) < limit)

@@ -84,8 +84,8 @@ def find_runs(store: RaggedStore, seen_RS: Int[Tensor, "R S"], num_queries: int)
 
 
 def fits(store: RaggedStore, queries_BQSD: Tensor) -> bool:
-    """Whether dense calls can serve these queries over a plain store: on a CPU, in one precision, and without
-    gradients, which a store does not have."""
+    """True where dense calls can serve these queries over a plain store: on a CPU, in one precision, and
+    without gradients, which a store does not have."""
     (B, Q, _, D), R = queries_BQSD.shape, len(store.lengths_R)
     keys, values = store.keys_CD, store.values_CD
     if queries_BQSD.is_cuda or path_of(keys, values) != "reference" or not R or R % B or B * Q % R:

@@ -32,7 +32,7 @@ from retain.process.disk import save_new
 # Others are refused.
 SCHEMA_VERSION = 5
 FORMAT = "retain.cache"
-BESIDE = "beside."
+SIDE = "side."
 CORRUPT = "{} is truncated or corrupt ({}): copy it again, or read the context again."
 # Key of the header: how layers are packed.
 PRECISION = "precision"
@@ -125,11 +125,11 @@ def tensors_of(store: RaggedStore) -> dict[str, Tensor]:
     """Tensors of a store: exactly the entries held, row after row, and the rows' lengths.
 
     Returns:
-        "keys" and "values" `[N, ...]`, "positions" `[N]`, "lengths" `[R]`, "beside.NAME" `[N, ...]`, and of
+        "keys" and "values" `[N, ...]`, "positions" `[N]`, "lengths" `[R]`, "side.NAME" `[N, ...]`, and of
         codes "value_scales", "groups" and "key_scales".
     """
     index_N = store.index_N()
-    columns = {name if name in ENTRY else BESIDE + name: column for name, column in store.columns.items()}
+    columns = {name if name in ENTRY else SIDE + name: column for name, column in store.columns.items()}
     found = {name: column[index_N] for name, column in columns.items()}
     table = {} if store.key_scales_G2D is None else {KEY_SCALES: store.key_scales_G2D}
     return {**found, "lengths": store.lengths_R.clone(), **table}
@@ -151,7 +151,7 @@ def store_of(
         ValueError: lengths and entries do not fit together.
     """
     columns = {name: tensors[name] for name in ENTRY[: 3 if codec is None else 5]}
-    columns |= within(tensors, BESIDE)
+    columns |= within(tensors, SIDE)
     lengths_R, sizes = tensors["lengths"], {name: len(column) for name, column in columns.items()}
     R, N = len(lengths_R), int(lengths_R.sum())
     if {*sizes.values()} != {N} or R % num_heads:

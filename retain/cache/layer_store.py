@@ -202,11 +202,6 @@ class Store:
         before_N = before_B.to(self.device)[self.rows_N() // self.num_heads]
         self.evict_(self.positions_C[self.index_N()] < before_N)
 
-    def drop_(self, forgotten_BP: Bool[Tensor, "B P"]) -> None:
-        """Forget, in each sequence, the entries at these positions, and give their bytes back."""
-        positions_N = self.positions_C[self.index_N()].to(torch.int64)
-        self.evict_(~forgotten_BP.to(self.device)[self.rows_N() // self.num_heads, positions_N])
-
 
 @normal_tensors()
 def encoded(plain: RaggedStore, bits: int, which_N: Bool[Tensor, " N"]) -> RaggedStore:
@@ -248,7 +243,7 @@ def stacked(stores: Sequence[Store], slack: int | None = None) -> Store:
 
 
 def _stacked(parts: Sequence[RaggedStore | None], stores: Sequence[Store], slack: int) -> RaggedStore:
-    """One part of stores, stacked; None holds nothing."""
+    """Stack a part of each store; None holds nothing."""
     lengths = [
         torch.zeros_like(store.plain.lengths_R) if part is None else part.lengths_R
         for part, store in zip(parts, stores, strict=True)

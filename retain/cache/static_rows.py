@@ -36,7 +36,7 @@ def rounded(places: int) -> int:
 
 @dataclass(eq=False)
 class Pool:
-    """What layers of one device and one kind share.
+    """Places that layers of a device and a kind share.
 
     Args:
         keys_PD, values_PV, positions_P: their places.

@@ -194,7 +194,7 @@ class RaggedStore:
 
     @property
     def log_weight_C(self) -> Float[Tensor, " C"] | None:
-        """What is added to the logits of each entry; None: nothing is."""
+        """Log weights, added to the logits of each entry; None: nothing is."""
         return self.columns.get(LOG_WEIGHT)
 
     @property

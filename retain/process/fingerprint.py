@@ -1,4 +1,4 @@
-"""Who a model is: its dimensions, and a hash over them and a sample of every weight of its decoder.
+"""Identifies a model: its dimensions, and a hash over them and a sample of every weight of its decoder.
 
 `retain.hf.model.identity.fingerprint` takes it of a model of transformers, `retain.vllm.models` of a
 checkpoint while an engine loads it: weights go by the names that checkpoints have for them, without the
@@ -18,23 +18,16 @@ COVERS = {"covers": "every weight"}
 PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def every_so_many(tensor: Tensor) -> Tensor:
-    """About a thousand numbers, evenly spread."""
-    flat = tensor.detach().reshape(-1)
-    return flat[:: max(1, flat.numel() // 1024)][:1024]
-
-
-def sample_of_weight(weight: Tensor) -> bytes:
-    """A sample of a weight: of plain numbers rounded to bfloat16, so that a checkpoint loaded in float32
-    gives the same; of anything else (packed weights, codes) its bytes."""
-    sample = every_so_many(weight).cpu()
-    sample = sample.to(torch.bfloat16) if weight.dtype in PLAIN else sample
-    return sample.contiguous().view(torch.uint8).numpy().tobytes()
-
-
 def shape_and_sample(weight: Tensor) -> bytes:
-    """What a fingerprint hashes of a weight."""
-    return str(tuple(weight.shape)).encode() + sample_of_weight(weight)
+    """Bytes of a weight that a fingerprint hashes: its shape and about a thousand numbers, evenly spread.
+
+    Plain numbers are rounded to bfloat16, so that a checkpoint loaded in float32 gives the same; of anything
+    else (packed weights, codes) the bytes are taken.
+    """
+    flat = weight.detach().reshape(-1)
+    sample = flat[:: max(1, flat.numel() // 1024)][:1024].cpu()
+    sample = sample.to(torch.bfloat16) if weight.dtype in PLAIN else sample
+    return str(tuple(weight.shape)).encode() + sample.contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def fingerprint_of(dims: Mapping[str, str | int], samples: Mapping[str, bytes]) -> dict[str, str | int]:

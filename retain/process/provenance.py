@@ -7,7 +7,6 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -54,7 +53,7 @@ def code_state(place: str | Path) -> dict[str, Any]:
     return {"commit": commit, "clean": commit is not None and changes == ""}
 
 
-def environment(device: str, threads: int, packages: Sequence[str] = PACKAGES) -> dict[str, Any]:
+def environment(device: str, threads: int) -> dict[str, Any]:
     """Python, package versions, machine, device and threads of this process."""
     return {
         "python": platform.python_version(),
@@ -63,7 +62,7 @@ def environment(device: str, threads: int, packages: Sequence[str] = PACKAGES) -
         "cores": os.cpu_count(),
         "device": device,
         "threads_per_worker": threads,
-        "versions": {name: _version(name) for name in packages},
+        "versions": {name: _version(name) for name in PACKAGES},
     }
 
 

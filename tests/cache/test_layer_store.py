@@ -25,7 +25,7 @@ def precision_of(name):
     return None if PRECISIONS[name] is None else Precision(PRECISIONS[name], recent=3)
 
 
-class Beside:
+class Life:
     """A store, and for each row a list of [token, position, key, value], the last two once it was packed."""
 
     def __init__(self, name, seed, batch=2, num=60):
@@ -56,19 +56,19 @@ class Beside:
         positions = torch.tensor(self.seen)[:, None] + torch.arange(num)
         seen_RS = self.store.plain.append_(KEYS[tokens], VALUES[tokens], positions)
         self.store.set_side_("score", SCORE[tokens], torch.ones(batch, num, dtype=torch.bool))
-        for row, own in enumerate(self.rows):
+        for row, each in enumerate(self.rows):
             for s in range(num):
                 b, h = divmod(row, H)
-                own.append([int(tokens[b, h, s]), self.seen[b] + s, None, None])
-                plain = sum(entry[2] is None for entry in own)
+                each.append([int(tokens[b, h, s]), self.seen[b] + s, None, None])
+                plain = sum(entry[2] is None for entry in each)
                 assert int(seen_RS[row, s]) == plain
         self.seen = [seen + num for seen in self.seen]
 
     def pack(self):
         """Pack, and take down what became of each entry that loops have encoded alike."""
         self.store.pack_()
-        for own in self.rows if self.precision is not None else ():
-            plain = [entry for entry in own if entry[2] is None]
+        for each in self.rows if self.precision is not None else ():
+            plain = [entry for entry in each if entry[2] is None]
             packed = plain[: max(0, len(plain) - self.precision.recent)]
             if not packed:
                 continue
@@ -82,8 +82,8 @@ class Beside:
         return [
             (row, number)
             for plain in (False, True)
-            for row, own in enumerate(self.rows)
-            for number, entry in enumerate(own)
+            for row, each in enumerate(self.rows)
+            for number, entry in enumerate(each)
             if (entry[2] is None) == plain
         ]
 
@@ -91,15 +91,15 @@ class Beside:
         order = self.order()
         keep_N = torch.rand(len(order), generator=self.draw) < share
         self.store.evict_(keep_N, in_place=in_place)
-        gone = {pair for pair, keep in zip(order, keep_N.tolist(), strict=True) if not keep}
+        removed = {pair for pair, keep in zip(order, keep_N.tolist(), strict=True) if not keep}
         self.rows = [
-            [entry for number, entry in enumerate(own) if (row, number) not in gone]
-            for row, own in enumerate(self.rows)
+            [entry for number, entry in enumerate(each) if (row, number) not in removed]
+            for row, each in enumerate(self.rows)
         ]
 
     def only(self, wanted):
         """Entries of which a row and a position say so."""
-        self.rows = [[entry for entry in own if wanted(row, entry[1])] for row, own in enumerate(self.rows)]
+        self.rows = [[entry for entry in each if wanted(row, entry[1])] for row, each in enumerate(self.rows)]
 
     def check(self):
         order = self.order()
@@ -115,7 +115,7 @@ class Beside:
         assert torch.equal(keys[mask], wanted[0][mask])
         assert positions.tolist() == [entry[1] for entry in entries]
         assert rows.tolist() == [row for row, _ in order] == self.store.rows_N().tolist()
-        assert self.store.lengths_BH.flatten().tolist() == [len(own) for own in self.rows]
+        assert self.store.lengths_BH.flatten().tolist() == [len(each) for each in self.rows]
         score = self.store.side["score"][self.store.index_N()]
         assert torch.equal(score, SCORE[[entry[0] for entry in entries]])
         plain_bytes = sum(plain) * (D + V) * 4
@@ -132,7 +132,7 @@ def storages(store):
     for part in store.parts:
         held += [part.offsets_R1, part.lengths_R, *part.pages.tables()]
         held += part.columns.values()
-    return sum({own.data_ptr(): own.untyped_storage().nbytes() for own in held if own.numel()}.values())
+    return sum({each.data_ptr(): each.untyped_storage().nbytes() for each in held if each.numel()}.values())
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -140,12 +140,12 @@ def storages(store):
 def test_a_packed_store_is_what_plain_lists_say(name, seed):
     """Random lives: entries come, are packed, go; sequences are chosen, tokens forgotten. Plain entries never
     are packed."""
-    life = Beside(name, seed)
+    life = Life(name, seed)
     life.check()
     choice = torch.Generator().manual_seed(seed + 50)
-    actions = ["pack", "pack", "append", "evict", "select", "crop", "drop", "fork", "append", "pack"]
+    actions = ["pack", "pack", "append", "evict", "select", "crop", "fork", "append", "pack"]
     for number in range(14):
-        action = "pack" if number == 0 else actions[int(torch.randint(10, (1,), generator=choice))]
+        action = "pack" if number == 0 else actions[int(torch.randint(9, (1,), generator=choice))]
         aside = None
         if action == "pack":
             life.pack()
@@ -164,10 +164,6 @@ def test_a_packed_store_is_what_plain_lists_say(name, seed):
             life.store.crop_(torch.tensor(before))
             life.only(lambda row, position, before=before: position < before[row // H])
             life.seen = before
-        elif action == "drop":
-            gone = torch.rand(2, max(life.seen), generator=choice) < 0.2
-            life.store.drop_(gone)
-            life.only(lambda row, position, gone=gone: not gone[row // H, position])
         else:
             aside = life.store
             life.store = life.store.fork()
@@ -182,7 +178,7 @@ def test_a_packed_store_is_what_plain_lists_say(name, seed):
 @pytest.mark.parametrize("how", [{}, {"soft_cap": 2.0}, {"window": 9}, {"sinks": True}, {"log_weight": True}])
 @every_precision
 def test_attention_is_one_softmax_over_all_entries(name, how):
-    life = Beside(name, seed=5)
+    life = Life(name, seed=5)
     life.pack()
     life.append(6)
     life.pack()
@@ -210,34 +206,34 @@ def test_attention_is_one_softmax_over_all_entries(name, how):
     weight = store.log_weight_C
     added = torch.zeros(len(keys)) if weight is None else weight[store.index_N()]
     for b, q, s in [(b, q, s) for b in range(2) for q in range(H * G) for s in range(S)]:
-        own = (rows == b * H + q // G) & (positions <= at[b, s])
-        own &= positions > at[b, s] - how.get("window", 10_000)
+        each = (rows == b * H + q // G) & (positions <= at[b, s])
+        each &= positions > at[b, s] - how.get("window", 10_000)
         if int(seen_RS[b * H + q // G, s]) == 0:
-            own[:] = False
-        logits = keys[own].double() @ queries[b, q, s].double() * 0.6
+            each[:] = False
+        logits = keys[each].double() @ queries[b, q, s].double() * 0.6
         logits = how["soft_cap"] * torch.tanh(logits / how["soft_cap"]) if "soft_cap" in how else logits
-        weights = (logits + added[own].double()).exp()
+        weights = (logits + added[each].double()).exp()
         total = weights.sum() + (0 if sinks is None else sinks[q].double().exp())
-        wanted = (weights[:, None] * values[own].double()).sum(0) / total.clamp_min(1e-30)
+        wanted = (weights[:, None] * values[each].double()).sum(0) / total.clamp_min(1e-30)
         assert_close(out[b, q, s], wanted, ops=8)
 
 
 @every_precision
 def test_stores_packed_or_not_are_stacked(name):
     """Two packed stores, one with a precision and nothing packed, and a plain one."""
-    one, two, three = Beside(name, 1), Beside(name, 2, num=20), Beside("8 bits", 3)
+    one, two, three = Life(name, 1), Life(name, 2, num=20), Life("8 bits", 3)
     one.pack()
     two.pack()
-    four = Store(Beside("8 bits", 4).store.plain)
+    four = Store(Life("8 bits", 4).store.plain)
     stores = [one.store, two.store, three.store, four]
     parts = [store.flat() for store in stores]
     whole = stacked(stores)
     order = whole.flat()[3].argsort(stable=True)
     starts = [0, 2 * H, 4 * H, 6 * H]
-    own = [torch.cat(sides) for sides in zip(*((*part[:3], part[3] + start) for part, start in
+    each = [torch.cat(sides) for sides in zip(*((*part[:3], part[3] + start) for part, start in
                                                zip(parts, starts, strict=True)), strict=True)]  # fmt: skip
-    wanted = own[3].argsort(stable=True)
-    for got, want in zip(whole.flat(), own, strict=True):
+    wanted = each[3].argsort(stable=True)
+    for got, want in zip(whole.flat(), each, strict=True):
         assert torch.equal(got[order], want[wanted])
     assert torch.equal(whole.lengths_BH, torch.cat([store.lengths_BH for store in stores]))
     assert stacked([three.store, four]).packed is None
@@ -248,7 +244,7 @@ def test_stores_packed_or_not_are_stacked(name):
 
 
 def test_numbers_that_do_not_fit_leave_all_as_it_was():
-    life = Beside("4 bits", 1)
+    life = Life("4 bits", 1)
     life.pack()
     life.append(8)
     life.store.plain.values_CD[life.store.plain.index_N()[0], 2] = 1e5

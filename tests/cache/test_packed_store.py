@@ -31,22 +31,22 @@ def numbers(lengths, seed=0):
     return keys, values, torch.cat([torch.arange(length) for length in lengths] or [torch.zeros(0)])
 
 
-def encoded(codec, keys, values, positions, lengths, **beside):
+def encoded(codec, keys, values, positions, lengths, **extra):
     """A store of entries that come row after row."""
     lengths = torch.tensor(lengths)
     columns, table = codec.encode(keys, values, lengths)
-    columns |= {"positions": positions.int(), **beside}
+    columns |= {"positions": positions.int(), **extra}
     return RaggedStore.from_rows(columns, lengths, H, 0, codec, table)
 
 
-def made(name, lengths=LENGTHS, seed=0, **beside):
+def made(name, lengths=LENGTHS, seed=0, **extra):
     """A store, and what it was made of."""
     keys, values, positions = numbers(lengths, seed)
-    return encoded(form_of(name), keys, values, positions, lengths, **beside), (keys, values)
+    return encoded(form_of(name), keys, values, positions, lengths, **extra), (keys, values)
 
 
 def naive_codes(xs, bits):
-    """One group: what its numbers become, and its step."""
+    """Numbers of a group after coding, and its step."""
     most, least = max(xs), min(xs)
     least16 = float(torch.tensor(least, dtype=torch.float64).half())
     step16 = float(torch.tensor((most - least16) / (2**bits - 1), dtype=torch.float64).half())

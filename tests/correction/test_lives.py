@@ -114,17 +114,17 @@ def test_weights_go_where_their_entries_go(tmp_path):
     model = attached("qwen3")
     cache = run(model, "snapkv", correction=MERGE, regime="prefill+decode", every=3)
     weights = [store.log_weight_C[store.index_N()].exp() for store in cache.state.stores]
-    assert sum(int((own_N - 1).sum()) for own_N in weights) > 10
+    assert sum(int((before_N - 1).sum()) for before_N in weights) > 10
     cache.save(tmp_path / "cache.safetensors")
     others = [cache.fork(), Cache.load(tmp_path / "cache.safetensors", model), cache.fork()]
     others[2].batch_select_indices(torch.tensor([1, 0]))
     others[2].batch_select_indices(torch.tensor([1, 0]))
     mask = torch.cat([tiny_batch((0, 7), 60)[1], torch.ones(2, 9, dtype=torch.long)], dim=1)
 
-    def go_on(own):
+    def go_on(each):
         logits = []
         for step in range(8):
-            given = {"attention_mask": mask[:, : 61 + step], CACHE: own}
+            given = {"attention_mask": mask[:, : 61 + step], CACHE: each}
             where = positions_of(mask[:, : 61 + step])[:, -1:]
             out = model(input_ids=torch.tensor([[5 + step], [9 + step]]), position_ids=where, **given)
             logits.append(out.logits)
@@ -144,15 +144,17 @@ def test_counts_last_while_a_cache_is_decoded_from_and_stacked():
     plain, counted = run(model, "snapkv"), run(model, "snapkv", correction=MERGE)
     before = [store.log_weight_C[store.index_N()] for store in counted.state.stores]
     both = Cache.concat([plain.fork(), counted.fork()])
-    for store, own_N in zip(both.state.stores, before, strict=True):
+    for store, before_N in zip(both.state.stores, before, strict=True):
         weight_N = store.log_weight_C[store.index_N()]
-        assert not bool(weight_N[: -len(own_N)].any()) and torch.equal(weight_N[-len(own_N) :], own_N)
+        assert not bool(weight_N[: -len(before_N)].any()) and torch.equal(
+            weight_N[-len(before_N) :], before_N
+        )
     mask = torch.cat([tiny_batch((0, 7), 60)[1], torch.ones(2, 3, dtype=torch.long)], dim=1)
     ids = torch.randint(5, 90, (2, 3), generator=torch.Generator().manual_seed(1))
 
-    def asked(own, times):
+    def asked(each, times):
         where = positions_of(mask)[:, -3:].repeat(times, 1)
-        given = {"attention_mask": mask.repeat(times, 1), CACHE: own, "position_ids": where}
+        given = {"attention_mask": mask.repeat(times, 1), CACHE: each, "position_ids": where}
         with torch.no_grad():
             return model(input_ids=ids.repeat(times, 1), **given).logits
 
@@ -160,5 +162,5 @@ def test_counts_last_while_a_cache_is_decoded_from_and_stacked():
     assert_close(asked(both, 2), apart, dtype=torch.float32, ops=8)
     assert float((apart[:2] - apart[2:]).abs().max()) > 1e-3
     counted.crop(60)
-    for store, own_N in zip(counted.state.stores, before, strict=True):
-        assert torch.equal(store.log_weight_C[store.index_N()], own_N)
+    for store, before_N in zip(counted.state.stores, before, strict=True):
+        assert torch.equal(store.log_weight_C[store.index_N()], before_N)

@@ -13,7 +13,7 @@ from tests.close import assert_close
 def target_of(keys, kept, e):
     """Largest cosine of an entry with a kept one that it may go to, and which; None where there is none."""
     found = [(float(torch.cosine_similarity(keys[e].double(), keys[i].double(), dim=0)), i) for i in kept]
-    return max(found, key=lambda own: own[0], default=None)
+    return max(found, key=lambda each: each[0], default=None)
 
 
 def naive(keys, values, exists, keep, how, weight):
@@ -21,11 +21,11 @@ def naive(keys, values, exists, keep, how, weight):
     new_values, weights = [], []
     for row in range(len(keys)):
         kept = [i for i in range(keys.shape[1]) if keep[row, i] and exists[row, i]]
-        gone = [e for e in range(keys.shape[1]) if exists[row, e] and e not in kept]
-        own = [i for i in range(keys.shape[1]) if exists[row, i]]
-        taking = [i for i in kept if i in own[: max(0, len(own) - how.recent)]]
-        found = {e: target_of(keys[row], taking, e) for e in gone}
-        found = {e: own[1] for e, own in found.items() if own is not None and own[0] >= how.threshold}
+        removed = [e for e in range(keys.shape[1]) if exists[row, e] and e not in kept]
+        each = [i for i in range(keys.shape[1]) if exists[row, i]]
+        taking = [i for i in kept if i in each[: max(0, len(each) - how.recent)]]
+        found = {e: target_of(keys[row], taking, e) for e in removed}
+        found = {e: each[1] for e, each in found.items() if each is not None and each[0] >= how.threshold}
         for i in kept:
             mine = [i, *(e for e, to in found.items() if to == i)]
             counts = {e: float(weight[row, e]) for e in mine}

@@ -2,12 +2,11 @@
 
 from dataclasses import replace
 
-import pytest
 import torch
 from transformers import GenerationConfig
 
 from retain.eval.run.answers import cut, respond
-from retain.eval.run.plan import Context, Unit, naming
+from retain.eval.run.plan import Context
 from retain.eval.tasks.encode import Encoded
 from retain.eval.tasks.row import Row
 from retain.hf.cache.cache import Cache
@@ -49,15 +48,3 @@ def test_answers_are_greedy_whatever_the_checkpoint_says(monkeypatch):
     monkeypatch.setattr(model, "generation_config", stated)
     assert (answers(), answers(end_ids=range(0, VOCAB, 3))) == (plain, ending)
     assert model.generation_config is stated
-
-
-@pytest.mark.parametrize(
-    ("raised", "says"),
-    [
-        (torch.OutOfMemoryError("CUDA out of memory. Tried"), "out of memory in item 0 of t"),
-        (ValueError("too few"), r"in item 0 of t \(seed 0, decode\): too few"),
-    ],
-)
-def test_an_error_names_its_unit_and_is_no_score(raised, says):
-    with pytest.raises(ValueError, match=says), naming(Unit("decode", context(0), {})):
-        raise raised

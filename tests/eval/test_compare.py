@@ -154,7 +154,7 @@ def test_memory_that_runs_out_stops_the_run_and_it_goes_on(gated, monkeypatch):
         return measure(config, loaded, unit, done)
 
     monkeypatch.setattr(entry, "measure", run)
-    refused("out of memory in item 0 of reference/lists .*Lower max_sequences", compare, config)
+    refused("out of memory in item 0 of reference/lists.*lower max_sequences", compare, config)
     compare(replace(config, max_sequences=1))
     assert measured[2] == measured[3] and len({*measured}) == 4  # no line is measured twice
     assert len(read_table(config.folder)) == 2 * 2 * 3

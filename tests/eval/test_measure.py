@@ -192,7 +192,7 @@ def test_policies_of_one_budget_hold_equally_much(tmp_path, changes, name, equal
     }
     config = small(tmp_path, variants=variants)
     names = ("recency", "snapkv", *variants)
-    policies = {(one, "own"): find_policy(config, Candidate(one)) for one in names}
+    policies = {one: find_policy(config, one) for one in map(Candidate, names)}
     place = {"budget": "keep_ratio=0.5", "when": "prefill", "question": "known", "task": "t", "seed": 0}
     held = {"entries_held": 100, "entries_seen": 200, "bytes_held": 1000, "bytes_seen": 2000}
     line = {**place, **held, "protection": "own", "item": 0, "keep_ratio": 0.5, "policy": "recency"}

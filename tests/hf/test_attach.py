@@ -125,36 +125,28 @@ def test_gradient_checkpointing_in_training_mode_is_refused():
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next"])
 def test_our_cache_is_taken_by_either_name_and_by_its_place(family, caplog, monkeypatch):
-    """Whichever name this version of transformers has, without a warning: of a first prompt and of a second
-    on the used cache, in `generate`, in a forward of the model and in one of its decoder."""
+    """Without a warning: in `generate`, in a forward of the model and in one of its decoder."""
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     logging.Logger.warning_once.cache_clear()  # transformers' own, which says a thing once a process
     model, parts = tiny_model(family), tiny_batch()[0].split(30, dim=1)
 
-    def read(given):
-        tokens, outputs = parts[0][:, :0], []
-        cache = given()
-        for part in parts:
-            tokens = model.generate(torch.cat([tokens, part], dim=1), **cache, **HOW)
+    def forwards(given):
         for forward in (model, model.model):
-            cache = given()
-            outputs += [forward(part, **cache)[0] for part in parts]
-        return [tokens, *outputs]
+            how = given(forward, Cache(model, policy="snapkv", keep_ratio=0.5))
+            yield from (forward(part, *how[0], **how[1])[0] for part in parts)
 
-    def by_place():
-        for forward in (model, model.model):
-            cache = Cache(model, policy="snapkv", keep_ratio=0.5)
-            before = [None] * (list(inspect.signature(forward.forward).parameters).index(CACHE) - 1)
-            yield from (forward(part, *before, cache)[0] for part in parts)
-
-    def by_name(*names):
-        return lambda: dict.fromkeys(names, Cache(model, policy="snapkv", keep_ratio=0.5))
+    def by_place(forward, cache):
+        before = list(inspect.signature(forward.forward).parameters).index(CACHE) - 1
+        return (*[None] * before, cache), {}
 
     with attach(model):
-        want = read(by_name(CACHE))
-        for names in (NAMES[:1], NAMES[1:]):
-            assert all(map(torch.equal, read(by_name(*names)), want)), names
-        assert all(map(torch.equal, by_place(), want[1:]))
+        want, tokens = [*forwards(by_place)], generated(model)
+        for name in NAMES:
+            got = forwards(lambda _, cache, name=name: ((), {name: cache}))
+            assert all(map(torch.equal, got, want)), name
+            ids, mask = tiny_batch((0, 3))
+            cache = Cache(model, **SETTINGS)
+            assert torch.equal(model.generate(ids, attention_mask=mask, **{name: cache}, **HOW), tokens)
     assert "deprecated" not in caplog.text
 
 

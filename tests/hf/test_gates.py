@@ -25,24 +25,28 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_gates(build_gates("linear", layers), folder, fingerprint=fingerprint(model))
 
 
-def test_gates_given_loaded_are_checked_against_the_model(artifact: Path) -> None:
-    model, other = tiny_model("qwen3", seed=0), tiny_model("qwen3", seed=1)
+def test_gates_are_of_the_model_s_weights_and_sizes(artifact: Path) -> None:
+    model, other, third = (tiny_model("qwen3", seed=seed) for seed in range(3))
     assert list(retain.load_gates(artifact, model).layers) == [0, 1, 2]
-    gates = retain.load_gates(str(artifact))
-    assert gates.family == "linear"
-    assert Cache(model, "gate", keep_ratio=0.5, gates=gates).state.bound_policy.name == "gate"
-    said = "GateSet given were trained on another model .*sha256"
-    refused(said, Cache, other, "gate", keep_ratio=0.5, gates=gates)
-    Cache(model, "gate", keep_ratio=0.5, gates=retain.new_gates(model, "linear"))
+    how = {"keep_ratio": 0.5}
+    for refusing in (retain.load_gates, lambda path, model: Cache(model, "gate", gates=path, **how)):
+        refused("trained on another model .sha256 .*allow_other_weights=True", refusing, artifact, other)
+    allowed = retain.load_gates(artifact, other, allow_other_weights=True)
+    for one in (model, other):
+        assert Cache(one, "gate", gates=allowed, **how).state.bound_policy.name == "gate"
+    said = "the GateSet given were trained on another model .sha256"
+    refused(said, Cache, third, "gate", gates=allowed, **how)
+    refused(said, Cache, other, "gate", gates=retain.load_gates(str(artifact)), **how)
+    wide = tiny_model("qwen3", hidden_size=64)
+    refused("hidden_size 48 -> 64", retain.load_gates, artifact, wide, allow_other_weights=True)
+    Cache(model, "gate", gates=retain.new_gates(model, "linear"), **how)
     layers = {0: {"E": 48, "H": 2}, 1: {"E": 48, "H": 3}}
     said = "2 layers and it has 3. .*layer 1, .*'E': 48, 'H': 3. in the gates and .'E': 48, 'H': 2. in the"
-    refused(said, Cache, model, "gate", keep_ratio=0.5, gates=build_gates("linear", layers))
+    refused(said, Cache, model, "gate", gates=build_gates("linear", layers), **how)
     two = build_gates("linear", {layer: {"E": 48, "H": 2} for layer in (0, 1)})
     said = "2 layers and it has 3. .*layer 2, .* nothing in the gates and .*'E': 48, 'H': 2"
-    refused(said, Cache, model, "gate", keep_ratio=0.5, gates=two)
-    for nonsense in ({"linear": 1}, 3):
-        said = "gates are a folder, a hub id or a loaded GateSet; got"
-        refused(said, Cache, model, "gate", keep_ratio=0.5, gates=nonsense)
+    refused(said, Cache, model, "gate", gates=two, **how)
+    refused("gates are a folder, a hub id or a loaded GateSet; got", Cache, model, "gate", gates=3, **how)
 
 
 @pytest.mark.parametrize("family", sorted(GATES))

@@ -263,10 +263,11 @@ def test_a_cache_of_another_model_is_refused():
         model.generate(ids, **{CACHE: cache}, max_new_tokens=4)
 
 
-def test_a_prefix_that_brings_its_own_cache_is_no_silent_success():
+@pytest.mark.parametrize("kind", ["PrefixTuning", "PromptTuning"])
+def test_a_learned_prompt_is_no_silent_success(kind):
     peft = pytest.importorskip("peft")
     model, ids = tiny_model("llama"), tiny_batch((0,), 12)[0]
-    prefix = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)
+    prefix = getattr(peft, f"{kind}Config")(task_type="CAUSAL_LM", num_virtual_tokens=5)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # peft's own
         wrapped = peft.get_peft_model(model, prefix).eval()
@@ -276,6 +277,6 @@ def test_a_prefix_that_brings_its_own_cache_is_no_silent_success():
                 lambda: Cache(wrapped, policy=policy),
                 lambda: wrapped.generate(input_ids=ids, **{CACHE: cache}, max_new_tokens=3),
             ):
-                refused("PREFIX_TUNING.*another cache.*left unread", call)
+                refused("P.*_TUNING., of which a retain.Cache knows nothing", call)
             with wrapped.disable_adapter():
                 assert Cache(wrapped, policy=policy).prefill(ids).num_seen == 12

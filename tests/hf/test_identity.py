@@ -7,10 +7,8 @@ import pytest
 import torch
 
 import retain
-from retain.gates import build_gates
-from retain.gates.artifact import save_gates
 from retain.hf.cache.cache import Cache
-from retain.hf.model.decoder import base_model, describe
+from retain.hf.model.decoder import base_model
 from retain.hf.model.identity import fingerprint, identity_of
 from tests.hf.test_adapted_weights import merged, wrapped
 from tests.refused import refused
@@ -100,25 +98,3 @@ def test_names_of_adapters_are_free_and_merged_ones_are_weights():
             if "modules_to_save" in name:
                 weight.add_(1.0)
     assert fingerprint(saved) == base and identity_of(saved) != here
-
-
-@pytest.fixture
-def gates(tmp_path):
-    model = tiny_model("llama")
-    known = build_gates("linear", {spec.layer_idx: {"E": 32, "H": 2} for spec in describe(model)})
-    return save_gates(known, tmp_path / "gates", fingerprint=fingerprint(model))
-
-
-@pytest.mark.parametrize("part", ["q_proj", "v_proj", "mlp.down_proj", "input_layernorm", "norm"])
-def test_gates_are_refused_on_other_weights_unless_that_is_allowed(gates, part):
-    base = tiny_model("llama")
-    name = next(name for name, _ in reversed([*base.named_parameters()]) if f"{part}.weight" in name)
-    other, third = with_other(base, name), with_other(with_other(base, name), name)
-    for refusing in (retain.load_gates, lambda path, model: Cache(model, "gate", keep_ratio=0.5, gates=path)):
-        refused("trained on another model .sha256 .*allow_other_weights=True", refusing, gates, other)
-    allowed = retain.load_gates(gates, other, allow_other_weights=True)
-    how = {"keep_ratio": 0.5, "gates": allowed}
-    assert Cache(other, "gate", **how) and Cache(base, "gate", **how)
-    refused("the GateSet given were trained on another model .sha256", Cache, third, "gate", **how)
-    wide = tiny_model("llama", hidden_size=64)
-    refused("hidden_size 32 -> 64", retain.load_gates, gates, wide, allow_other_weights=True)

@@ -53,10 +53,10 @@ def write_gguf(path: Path) -> None:
         add(value)
     shapes = {"token_embd": (len(tokens), E), "output": (len(tokens), E), "output_norm": (E,)}
     for layer in range(2):
-        own = {"attn_norm": (E,), "ffn_norm": (E,), "attn_q": (Q * D, E), "attn_k": (H * D, E)}
-        own |= {"attn_v": (H * D, E), "attn_output": (E, Q * D)}
-        own |= {"ffn_gate": (F, E), "ffn_up": (F, E), "ffn_down": (E, F)}
-        shapes |= {f"blk.{layer}.{name}": shape for name, shape in own.items()}
+        each = {"attn_norm": (E,), "ffn_norm": (E,), "attn_q": (Q * D, E), "attn_k": (H * D, E)}
+        each |= {"attn_v": (H * D, E), "attn_output": (E, Q * D)}
+        each |= {"ffn_gate": (F, E), "ffn_up": (F, E), "ffn_down": (E, F)}
+        shapes |= {f"blk.{layer}.{name}": shape for name, shape in each.items()}
     for name, shape in shapes.items():
         out.add_tensor(f"{name}.weight", rng.standard_normal(shape).astype(np.float32))
     out.write_header_to_file()
@@ -106,7 +106,7 @@ def registry(wheels, tmp_path, monkeypatch):
 
 
 def left() -> list[str]:
-    """What a failure left behind, locks apart."""
+    """Files that a failure left, locks apart."""
     return sorted(path.name for path in packaged.home().glob("*") if path.suffix != ".lock")
 
 

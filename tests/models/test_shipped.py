@@ -4,7 +4,7 @@ import pytest
 
 import retain
 from retain.gates.artifact import save_gates
-from retain.hf.model import gates as own
+from retain.hf.model import gates as each
 from retain.hf.model.identity import fingerprint
 from retain.models import shipped
 from tests.refused import refusal, refused
@@ -15,7 +15,7 @@ from tests.tiny import tiny_batch, tiny_model
 def shipping(tmp_path, monkeypatch):
     """A function that ships untrained gates for a model, under a name."""
     monkeypatch.setattr(shipped, "FOLDER", tmp_path)
-    monkeypatch.setattr(own, "FOLDER", tmp_path)
+    monkeypatch.setattr(each, "FOLDER", tmp_path)
     shipped.records.cache_clear()
 
     def ship(model, name="tiny"):
@@ -65,7 +65,7 @@ def test_a_model_without_gates_is_told_every_choice():
         "--from Jang-Hyun/Fast-KVzip",
         "--from ngocbh/TrimKV-Qwen3-8B-Math",
         "retain train Qwen/Qwen3-8B FILE.jsonl output=gates",
-        f"policy={own.TRAINING_FREE_UNKNOWN!r} where the question comes after",
-        f"policy={own.TRAINING_FREE_KNOWN!r} where it is read before",
+        f"policy={each.TRAINING_FREE_UNKNOWN!r} where the question comes after",
+        f"policy={each.TRAINING_FREE_KNOWN!r} where it is read before",
     ):
         assert part in said, part

@@ -249,7 +249,7 @@ def test_knorm_whatever_the_positions(pads, dtype):
     naive = naive_scores(evidence, lambda b, h, i: -math.hypot(*evidence.keys_BHTD[b, h, i].tolist()))
     assert_heads_close(score, naive)
     if dtype == torch.float32:
-        turned = Rotary(torch.tensor([1.0, 0.1])).rotate(evidence.keys_BHTD, evidence.positions_BT)
+        turned = Rotary(torch.tensor([1.0, 0.1])).unrotate(evidence.keys_BHTD, evidence.positions_BT)
         assert_heads_close(knorm(replace(evidence, keys_BHTD=turned)).values_BHT, naive)
 
 

@@ -89,7 +89,7 @@ def assert_local(evidence, name, settings):
 @pytest.mark.parametrize("kept", [True, False])
 def test_poison_in_what_is_not_held_reaches_nothing(name, settings, layer, kept):
     """Keys, values, norms, masses; a head that holds nothing, and queries whose own entry was evicted."""
-    evidence = held_evidence(seed=5, recent=kept)
+    evidence = held_evidence(seed=5, latest=kept)
     evidence = special_layer(evidence, layer)
     clean = score_of(filled(evidence, 0.0), name, settings)
     exists = evidence.exists_BHT
@@ -106,7 +106,7 @@ def test_poison_in_what_is_not_held_reaches_nothing(name, settings, layer, kept)
 
 
 def test_tova_is_the_mean_over_the_heads_that_hold_the_entry():
-    evidence = held_evidence(recent=False)
+    evidence = held_evidence(latest=False)
     paid = naive_held_attention(evidence)[:, :, -1]
     score = tova(filled(evidence, float("nan"))).values_BHT
     for b, h, i in itertools.product(range(3), range(2), range(20)):

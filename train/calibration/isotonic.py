@@ -6,6 +6,7 @@ axis on which it is drawn.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,10 +14,7 @@ from jaxtyping import Float, Float64
 from torch import Tensor
 
 from retain.gates.calibrate import LEAST_RISE, SMALLEST_SLOPE, Calibrator, axis
-from retain.process.extras import deferred
-
-with deferred("train", "scipy.optimize", what="calibration"):
-    from scipy.optimize import isotonic_regression
+from retain.process.extras import require
 
 # Distance of neighbouring knots on the axis, at least: nothing that float32 would round away.
 SMALLEST_STEP = 1e-3
@@ -39,6 +37,14 @@ ROUNDS = 30
 Heads = Mapping[int, Sequence[Tensor]]
 
 
+def isotonic(values: np.ndarray, weights: np.ndarray | None = None) -> Any:
+    """Fit the nearest ascending numbers, as scipy returns them."""
+    require("train", "scipy", what="calibration")
+    from scipy.optimize import isotonic_regression
+
+    return isotonic_regression(values, weights=weights)
+
+
 def isotonic_log_means(
     x_N: Float64[Tensor, " N"],
     target_N: Float64[Tensor, " N"],
@@ -58,7 +64,7 @@ def isotonic_log_means(
     _, start, group = np.unique(x, return_index=True, return_inverse=True)
     bin_of = np.unique(start * bins // len(x), return_inverse=True)[1][group]
     count = np.bincount(bin_of)
-    fitted = isotonic_regression(np.bincount(bin_of, target) / count, weights=count)
+    fitted = isotonic(np.bincount(bin_of, target) / count, count)
     blocks = fitted.blocks[:-1]
     x_k = np.add.reduceat(np.bincount(bin_of, x), blocks) / np.add.reduceat(count, blocks)
     return torch.from_numpy(np.interp(x_K.numpy(), x_k, np.log(np.maximum(fitted.x[blocks], floor))))
@@ -88,7 +94,7 @@ def strictly(values_K: Float64[Tensor, " K"], knots_K: Float64[Tensor, " K"]) ->
     """
     least_k = (SMALLEST_SLOPE * knots_K.diff()).clamp_max(LEAST_RISE / (len(knots_K) - 1))
     offset_K = torch.cat([least_k.new_zeros(1), least_k.cumsum(0)])
-    return torch.from_numpy(isotonic_regression((values_K - offset_K).numpy()).x) + offset_K
+    return torch.from_numpy(isotonic((values_K - offset_K).numpy()).x) + offset_K
 
 
 def fit_shared(scores: Heads, targets: Heads, *, K: int, space: str, unit: str) -> dict[int, Calibrator]:

@@ -26,15 +26,13 @@ from typing import Any, Literal, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
+from accelerate import Accelerator as Accelerator  # other modules take both from here
+from accelerate.utils import DistributedType, patch_environment
+from accelerate.utils import gather_object as gather_object
 from torch import Tensor, nn
 
 from retain.hf.model.decoder import base_model
-from retain.process.extras import deferred, require
-
-with deferred("train", "accelerate", "accelerate.utils", what="training"):
-    from accelerate import Accelerator as Accelerator  # other modules take both from here
-    from accelerate.utils import DistributedType, patch_environment
-    from accelerate.utils import gather_object as gather_object
+from retain.process.extras import require
 
 X = TypeVar("X")
 # Placement of frozen weights: whole on each device (or where `device_map` put them), or in parts, two ways.

@@ -32,7 +32,7 @@ from retain.hf.cache.regime import Regime
 from retain.hf.cache.report import Report, held_BLH, report_of
 from retain.hf.cache.state import State, concat
 from retain.hf.intercept.interceptor import PREVIOUS, InterceptedCache
-from retain.hf.model.decoder import base_model, layout_of, learned_prompt, refuse_prefix
+from retain.hf.model.decoder import base_model, layout_of, refuse_learned_prompt
 from retain.hf.version_names import CACHE
 from retain.process.registry import lookup
 
@@ -99,7 +99,7 @@ class Cache(InterceptedCache):
         short: str = "keep",
         **overrides: Any,
     ):
-        refuse_prefix(model)
+        refuse_learned_prompt(model)
         layout = layout_of(model)
         names = ("keep_ratio", "tokens_per_head", "bytes", "byte_ratio", "threshold")
         amounts = plain_numbers((keep_ratio, tokens_per_head, bytes, byte_ratio, threshold))
@@ -223,11 +223,7 @@ class Cache(InterceptedCache):
                 f"evict=False leaves the eviction to you, and regime {self.state.regime.name!r} evicts by "
                 "itself later: make the cache with regime='prefill', or let it evict."
             )
-        if (kind := learned_prompt(self.model)) is not None:
-            raise ValueError(
-                f"this model carries a learned prompt of peft ({kind}), which prefill would leave out, since "
-                "it reads with the decoder alone: call model.generate(...), which puts the prompt first."
-            )
+        refuse_learned_prompt(self.model)
         if self.num_seen:
             raise ValueError(
                 f"the cache has already seen {self.num_seen} tokens: make a new one, or reset() it."

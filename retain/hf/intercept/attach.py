@@ -31,7 +31,7 @@ from retain.hf.intercept.interceptor import (
     outside_graphs,
     register,
 )
-from retain.hf.model.decoder import base_model, describe, refuse_prefix, rotary_of, windowed
+from retain.hf.model.decoder import base_model, describe, refuse_learned_prompt, rotary_of, windowed
 from retain.hf.model.layout import LayerSpec
 from retain.hf.version_names import CACHE, NAMES
 
@@ -212,7 +212,7 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
         "model.generation_config": model.generation_config,
     }
     # Of peft, which puts a method on the model for as long as it generates.
-    refuse_prefix(getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None))
+    refuse_learned_prompt(getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None))
     _refuse(given, configs, {**REFUSED, **OF_A_FORWARD})
     _refuse({}, {"model.config": base_model(model).config}, OF_A_FORWARD)  # no argument overrides it
     ids = given.get("inputs") if given.get("input_ids") is None else given["input_ids"]

@@ -19,7 +19,7 @@ PROBLEMS = (
     "attention_mask holds other values than 1 and 0 (NaN, or logits of an additive mask): pass 1 on tokens "
     "and 0 on padding.",
     "right padding: a row of the attention mask has 0 behind tokens of a prompt, or ends in 0: set "
-    "tokenizer.padding_side = 'left' (a learned prompt of peft takes no padding).",
+    "tokenizer.padding_side = 'left'.",
     "a sequence of this prompt is all padding: drop it from the batch.",
     "attention_mask calls tokens padding that were read as tokens (generate puts them behind a sequence that "
     "has ended): show them as tokens, or continue such sequences in separate caches (batch_select_indices).",

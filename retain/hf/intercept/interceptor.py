@@ -9,7 +9,7 @@ held changes from token to token, and a graph of it would be compiled for each.
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -77,15 +77,11 @@ def register(
             table.register(name, function)
 
 
-def configs_of(base: nn.Module) -> list[Any]:
-    """The configurations that modules of a model read their attention's name from, each once."""
-    return list({id(part.config): part.config for part in base.modules() if hasattr(part, "config")}.values())
-
-
 @contextmanager
-def pointed_to(configs: Iterable[Any], name: str) -> Iterator[None]:
-    """Inside, configurations point to a registered attention."""
-    before = [(config, config._attn_implementation) for config in configs]
+def pointed_to(base: nn.Module, name: str) -> Iterator[None]:
+    """Inside, the configurations that modules of a model read their attention's name from say this one."""
+    configs = {id(part.config): part.config for part in base.modules() if hasattr(part, "config")}
+    before = [(config, config._attn_implementation) for config in configs.values()]
     for config, _ in before:
         config._attn_implementation = name
     try:

@@ -38,26 +38,14 @@ def base_model(model: nn.Module) -> PreTrainedModel:
     return base
 
 
-def learned_prompt(model: Any) -> str | None:
-    """The kind of learned prompt (prompt tuning, prefix tuning, ...) that a wrapper of peft puts before what
-    is read; None: there is none, or it is disabled."""
+def refuse_learned_prompt(model: Any) -> None:
+    """Refuse (ValueError) a wrapper of peft with a learned prompt (prompt or prefix tuning) switched on."""
     config = getattr(model, "active_peft_config", None)
-    if not getattr(config, "is_prompt_learning", False) or getattr(model, "_adapters_disabled", False):
-        return None
-    return str(getattr(config.peft_type, "value", config.peft_type))
-
-
-def refuse_prefix(model: Any) -> None:
-    """Refuse a wrapper of peft that replaces the cache by another.
-
-    Raises:
-        ValueError: prefix tuning, and what goes like it.
-    """
-    kind = learned_prompt(model)
-    if kind in ("PREFIX_TUNING", "CARTRIDGE"):
+    if getattr(config, "is_prompt_learning", False) and not getattr(model, "_adapters_disabled", False):
+        kind = getattr(config.peft_type, "value", config.peft_type)
         raise ValueError(
-            f"this model carries a learned prefix ({kind}), for which peft brings another cache, so that a "
-            "retain.Cache would be left unread: use the model without it (model.get_base_model())."
+            f"this model carries a learned prompt ({kind}), of which a retain.Cache knows nothing: use the "
+            "model without it (model.get_base_model())."
         )
 
 

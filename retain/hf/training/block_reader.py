@@ -23,7 +23,6 @@ from retain.attention.rotary import Rotary
 from retain.evidence import Evidence
 from retain.hf.intercept.interceptor import (
     STEP,
-    configs_of,
     hidden_of,
     intercepted,
     pointed_to,
@@ -56,26 +55,13 @@ class Shown:
     Args:
         row: index of the text in what is read.
         document: over the document alone, with a query for each entry.
-        branches: over `[document | branch]`, with the branch's queries and without the residual stream; made
-            when asked for, since behind the first branch keys and values of the document are copied.
+        branches: functions that make the evidence over `[document | branch]`, with the branch's queries and
+            without the residual stream: behind the first branch keys and values of the document are copied.
     """
 
     row: int
     document: Evidence
-    branches: Sequence[Evidence]
-
-
-class _Lazy(Sequence[Evidence]):
-    """Evidence that is made whenever it is asked for, and not kept."""
-
-    def __init__(self, makers: Sequence[Callable[[], Evidence]]):
-        self.makers = makers
-
-    def __len__(self) -> int:
-        return len(self.makers)
-
-    def __getitem__(self, idx: Any) -> Any:
-        return _Lazy(self.makers[idx]) if isinstance(idx, slice) else self.makers[idx]()
+    branches: Sequence[Callable[[], Evidence]]
 
 
 def _by_token(evidence: Evidence) -> dict[str, Any]:
@@ -248,7 +234,7 @@ class _Reader:
                         before = partial(self._before_attention, idx)
                         hook = module.register_forward_pre_hook(before, with_kwargs=True)
                         undo.callback(hook.remove)
-            undo.enter_context(pointed_to(configs_of(self.base), NAME))
+            undo.enter_context(pointed_to(self.base, NAME))
             yield
 
     def _before_layer(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -307,7 +293,7 @@ class _Reader:
         shown = []
         for text, (document, *branches) in self.spans.items():
             makers = [partial(_branch, row, document, branch) for branch in branches]
-            shown.append(Shown(text, _cut(row, document, document), _Lazy(makers)))
+            shown.append(Shown(text, _cut(row, document, document), makers))
         self.visit(shown)
         if self.last == idx:
             raise _Enough

@@ -37,7 +37,6 @@ from retain.hf.intercept.forward_call import Call, read_call
 from retain.hf.intercept.interceptor import (
     PREVIOUS,
     STEP,
-    configs_of,
     hidden_of,
     intercepted,
     pointed_to,
@@ -222,7 +221,6 @@ class _Hooks:
         self.gates, self.protected, self.to_log_gate = gates, protected, to_log_gate
         before = not gates.inputs.isdisjoint(("queries_before", "keys_before"))
         self.rotary = rotary_of(model) if before else None
-        self.configs = configs_of(self.base)
         self.arguments = list(inspect.signature(self.base.forward).parameters)
         self.active: dict[int, Tensor] | None = None  # log-gates of the forward that is gated now
         self.ungated_BT: Tensor | None = None
@@ -256,7 +254,7 @@ class _Hooks:
     def _point(self, name: str) -> None:
         """Point the model to our attention, while a forward runs, or one of its layers again."""
         self.pointed = ExitStack()
-        self.pointed.enter_context(pointed_to(self.configs, name))
+        self.pointed.enter_context(pointed_to(self.base, name))
 
     def _point_back(self) -> None:
         if self.pointed is not None:

@@ -10,7 +10,6 @@ same sum. All of this is of one prompt that holds every entry: B = 1.
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from fractions import Fraction
 
 import torch
 from jaxtyping import Bool, Int64
@@ -41,7 +40,7 @@ def in_pages(plan: Plan, page: int) -> Plan:
     pages = min(full, max(math.ceil((mean - tail) / page), -(-inside // page), 0))
     equal_L = tuple((pages * page + tail) * heads for heads in totals.heads_L)
     protected_BT[:, length - tail :] = True
-    totals = replace(totals, equal_BL=(equal_L,), per_head_B=(Fraction(pages * page + tail),))
+    totals = replace(totals, equal_BL=(equal_L,))
     protected_B = (int(protected_BT.sum()),)
     return replace(plan, totals=totals, protected_B=protected_B, protected_BT=protected_BT)
 
