@@ -14,7 +14,7 @@ import torch
 
 from retain.config import Whole
 from retain.future import WEIGHTS
-from retain.gates import GATES, LookaheadGate, build_gates, dims_for
+from retain.gates import GATES, build_gates, dims_for
 from retain.hf.intercept.lookahead_pass import lookahead_gates
 from retain.models.unloaded import Precision
 from retain.process.registry import lookup, suggest
@@ -170,13 +170,11 @@ def _check_settings(gate: GateSettings) -> None:
                 raise ValueError(
                     f"there is no setting {name!r}{hint_of(f'settings.{name}') or suggest(name, known)}"
                 )
-            reduce = own.pop("reduce", "mean")
         with torch.device("meta"):
             if extension is None:
                 build_gates(gate.family, dims_for(gate.family, {0: SMALL}, own))
             else:
                 extension(E=SMALL["E"], modules={}, **own)
-                LookaheadGate(E=SMALL["E"], H=SMALL["H"], reduce=reduce)
     except (ValueError, TypeError, RuntimeError) as error:
         raise ValueError(f"gate.settings={gate.settings}: {str(error).splitlines()[0]}") from error
 

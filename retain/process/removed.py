@@ -64,6 +64,7 @@ calibration.window calibration.grid -> leave it out
 remap calibration.scale -> calibration.kind: shared, with which the command that trained the gates only
     calibrates again
 settings.targets -> leave it out: a lookahead gate adapts attention and MLP, as its paper does
+settings.reduce -> leave it out: the mean over a group's query heads, as the paper has it
 calibrated -> a number in 0..1
 mikv arkv think -> precision: {bits: 4, recent: 8} with any policy
 kvmerger d2o -> the preset merge, or correction: {threshold: 0.8} with any policy
