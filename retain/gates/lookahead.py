@@ -124,51 +124,37 @@ class LookaheadGate(Gate):
     extension = LookaheadExtension
 
     def forward(self, inputs: GateInputs) -> Float[Tensor, "B H T"]:
-        """Mean attention of the lookahead tokens to every entry, from their queries and all keys."""
-        assert inputs.keys_BHTD is not None
-        if inputs.lookahead_keys_BHSD is None or inputs.scaling is None:
-            raise ValueError(
-                "a lookahead gate also takes lookahead_keys_BHSD and scaling, which "
-                "retain.hf.intercept.lookahead_pass.look_ahead gives: pass both."
-            )
-        return lookahead_attention(inputs).unflatten(1, (inputs.keys_BHTD.shape[1], -1)).mean(2)
+        """Score by the queries and keys of the tokens, in float32 (float64 if the keys are); 0 on padding.
 
-
-def lookahead_attention(inputs: GateInputs) -> Float[Tensor, "B Q T"]:
-    """Mean attention of S tokens behind a prompt to each of its T entries; 0 on padding.
-
-    `mean_p softmax_{i or j <= p}(cap(scaling q_p . k))[i]`, in float32 (float64 if the keys are). Without a
-    gradient the one op for statistics of attention finds it, in memory linear in T; where one is asked for,
-    all rows are held.
-
-    Args:
-        inputs: queries and keys of the tokens, keys of the prompt, and how the layer attends.
-    """
-    queries, keys, behind = inputs.lookahead_BQSD, inputs.keys_BHTD, inputs.lookahead_keys_BHSD
-    assert queries is not None and keys is not None and behind is not None and inputs.scaling is not None
-    (B, Q, S, D), T = queries.shape, keys.shape[2]
-    exists_BA = torch.ones(B, T + S, dtype=torch.bool, device=keys.device)
-    if inputs.valid_BT is not None:
-        exists_BA[:, :T] = inputs.valid_BT
-    both_BHAD, place_BA = torch.cat([keys, behind], dim=2), exists_BA.cumsum(-1) - 1
-    layer = Evidence(
-        layer_idx=0,
-        queries_BQSD=queries,
-        keys_BHTD=both_BHAD,
-        values_BHTD=both_BHAD,
-        output_weight_QDE=keys.new_zeros(1).expand(Q, D, 1),
-        scaling=inputs.scaling,
-        positions_BT=place_BA,
-        valid_BT=exists_BA,
-        soft_cap=inputs.soft_cap,
-        window=inputs.window,
-        sinks_Q=inputs.sinks_Q,
-        place_BT=None if inputs.valid_BT is None else place_BA,
-    )
-    if torch.is_grad_enabled() and (queries.requires_grad or both_BHAD.requires_grad):
-        return attention_probs(layer, 0, S)[..., :T].sum(2) / S
-    (paid_BQT,) = received_attention(layer, "sum", entries=T)
-    return paid_BQT / S
+        Without a gradient the one op for statistics of attention finds it, in memory linear in T; where one
+        is asked for, all rows are held.
+        """
+        queries, keys, behind = inputs.lookahead_BQSD, inputs.keys_BHTD, inputs.lookahead_keys_BHSD
+        assert queries is not None and keys is not None and behind is not None and inputs.scaling is not None
+        (B, Q, S, D), T = queries.shape, keys.shape[2]
+        exists_BA = torch.ones(B, T + S, dtype=torch.bool, device=keys.device)
+        if inputs.valid_BT is not None:
+            exists_BA[:, :T] = inputs.valid_BT
+        both_BHAD, place_BA = torch.cat([keys, behind], dim=2), exists_BA.cumsum(-1) - 1
+        layer = Evidence(
+            layer_idx=0,
+            queries_BQSD=queries,
+            keys_BHTD=both_BHAD,
+            values_BHTD=both_BHAD,
+            output_weight_QDE=keys.new_zeros(1).expand(Q, D, 1),
+            scaling=inputs.scaling,
+            positions_BT=place_BA,
+            valid_BT=exists_BA,
+            soft_cap=inputs.soft_cap,
+            window=inputs.window,
+            sinks_Q=inputs.sinks_Q,
+            place_BT=None if inputs.valid_BT is None else place_BA,
+        )
+        if torch.is_grad_enabled() and (queries.requires_grad or both_BHAD.requires_grad):
+            paid_BQT = attention_probs(layer, 0, S)[..., :T].sum(2)
+        else:
+            (paid_BQT,) = received_attention(layer, "sum", entries=T)
+        return (paid_BQT / S).unflatten(1, (keys.shape[1], -1)).mean(2)
 
 
 def _key(name: str) -> str:
