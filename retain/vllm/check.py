@@ -29,14 +29,10 @@ MODULES = {
     "GemmaForCausalLM": "gemma",
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
-    "MixtralForCausalLM": "mixtral",
     "Phi3ForCausalLM": "phi3",
     "Qwen2ForCausalLM": "qwen2",
-    "Qwen2MoeForCausalLM": "qwen2_moe",
     "Qwen3ForCausalLM": "qwen3",
-    "Qwen3MoeForCausalLM": "qwen3_moe",
     "TransformersForCausalLM": "transformers",
-    "TransformersMoEForCausalLM": "transformers",
 }
 
 
