@@ -66,14 +66,14 @@ def value_norm(
     columns = max(1, min(E, most // (Q * max(D, B * entries))))
     weight_HDGE = output_weight_QDE.unflatten(0, (H, G)).transpose(1, 2)
     norm_BHGT = values_BHTD.new_zeros((B, H, G, T), dtype=wide)
-    dense = {"memory_format": torch.contiguous_format}
+    dense = torch.contiguous_format
     # One buffer for all blocks: fresh memory would cost more than the product.
     buffer = values_BHTD.new_empty(H * B * entries * G * columns, dtype=dtype)
     for left in range(0, E, columns):
-        weight_HDC = weight_HDGE[..., left : left + columns].to(dtype, **dense).flatten(2)
+        weight_HDC = weight_HDGE[..., left : left + columns].to(dtype, memory_format=dense).flatten(2)
         for start in range(0, T, entries):
             part_HBTD = values_BHTD[:, :, start : start + entries].transpose(0, 1)
-            part_HND = part_HBTD.to(dtype, **dense).flatten(1, 2)
+            part_HND = part_HBTD.to(dtype, memory_format=dense).flatten(1, 2)
             shape = H, part_HND.shape[1], weight_HDC.shape[2]
             product = torch.bmm(part_HND, weight_HDC, out=buffer[: math.prod(shape)].view(shape))
             sizes = product.unflatten(2, (G, -1)).unflatten(1, (B, -1)).to(wide)
