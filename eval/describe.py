@@ -31,8 +31,7 @@ from retain.hf.model.layout import Layout
 from retain.kernels.backend import why_reference
 from retain.kernels.build import OPS
 from retain.models.catalogue import CATALOGUE
-from retain.models.named import dtype_of, reference_seed
-from retain.models.unloaded import meta_model_of, named_config, named_precision
+from retain.models.named import dtype_of, meta_model_of, named_config, named_precision, reference_seed
 from retain.presets import load_policy
 from retain.process.command import command
 

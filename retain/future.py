@@ -17,7 +17,6 @@ from torch import Tensor
 from retain.attention.chunked import truncate
 from retain.attention.received import received_attention
 from retain.evidence import Evidence
-from retain.process.registry import lookup
 from retain.scores.value_norm import value_norms
 
 SOURCES = {
@@ -26,12 +25,9 @@ SOURCES = {
     "repeat": "the document once more, after a prompt that asks for it",
     "continuation": "what the model itself writes after the document",
 }
-AGGREGATES = {"max": "the largest", "mean": "the mean over queries"}
-WEIGHTS = {
-    "none": "attention alone",
-    "value_norm": "times the norm of the projected value",
-    "value_norm_over_hidden": "the same over the norm of the query's attention input",
-}
+AGGREGATES = ("max", "mean")
+# Attention alone; times the norm of the projected value; that over the norm of the query's attention input.
+WEIGHTS = ("none", "value_norm", "value_norm_over_hidden")
 
 
 @torch.no_grad()
@@ -87,11 +83,9 @@ def future_use(
         reach (padding, and without a branch the last `horizon` ones) belong in no loss.
 
     Raises:
-        ValueError: names that are not known, numbers that make no sense, or evidence that holds too little.
+        ValueError: evidence that holds too little.
     """
-    _check_names(sources, aggregate, weight)
-    if horizon < 0:
-        raise ValueError(f"horizon is 0 or more; got horizon {horizon}.")
+    assert aggregate in AGGREGATES and weight in WEIGHTS
     T, H = document.num_seen, document.num_heads
     if "own" in sources and document.num_queries < T:
         raise ValueError(
@@ -255,16 +249,3 @@ def _count(part: Evidence, distance: int, T: int) -> Int[Tensor, "B T"]:
     earliest = (entry + distance).clamp_max(seen)
     latest = torch.full_like(entry, seen) if part.window is None else (entry + part.window).clamp_max(seen)
     return counted_BT[:, torch.maximum(latest, earliest)] - counted_BT[:, earliest]
-
-
-def _check_names(sources: Mapping[str, float], aggregate: str, weight: str) -> None:
-    for source, factor in sources.items():
-        lookup(source, SOURCES, what="source of future queries")
-        if not 0 < factor < float("inf"):
-            raise ValueError(
-                f"the source {source!r} has weight {factor}: pass a positive one, or leave it out."
-            )
-    if not sources:
-        raise ValueError(f"the future needs a source of queries: pass some of {', '.join(SOURCES)}.")
-    lookup(aggregate, AGGREGATES, what="aggregate of the future")
-    lookup(weight, WEIGHTS, what="weight of attention")

@@ -7,7 +7,7 @@ from torch import nn
 from retain.gates import GateSet
 from retain.hf.model.decoder import describe
 from retain.hf.model.gates import load_gates, new_gates
-from retain.models.unloaded import Precision, named_config, precision_of
+from retain.models.named import Precision, named_config, precision_of
 from retain.process.half_precision import multiplies
 from retain.train.data.branches import row_tokens
 from retain.train.data.corpus import AnyCorpus, load_corpus

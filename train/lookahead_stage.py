@@ -62,14 +62,10 @@ class Lookahead(Stage):
         self, documents: Sequence[Document], step: int, scale: float | None, *, baselines: bool = False
     ) -> list[dict[str, Any]]:
         readings = readings_of(documents, self.target, self.frozen)
-        rows = [self._run(reading, scale, baselines) for reading in readings]
-        for parameter in self.parameters() if scale is not None else ():
-            if parameter.grad is None:  # alike on all processes, whatever each has read
-                parameter.grad = torch.zeros_like(parameter)
-        return rows
+        return [self._run(reading, scale, baselines) for reading in readings]
 
     def _run(self, reading: Reading, scale: float | None, baselines: bool = False) -> dict[str, Any]:
-        """One document: loss, overlap, and the gradient if there is a scale."""
+        """Reads one document: loss, overlap, and the gradient if there is a scale."""
         model = self.frozen.model
         with attach(model):
             with torch.no_grad():
@@ -99,8 +95,8 @@ class Lookahead(Stage):
         totals: dict[int, Tensor] = {}
         for branch in reading.branches:
             embeds = embedding(torch.tensor([branch.ids], device=embedding.weight.device))
-            for layer, own in self._behind(cache, embeds).items():
-                share_HT = self.target.sources[branch.source] * normalised(self._score(cache, layer, own))
+            for layer, asked in self._behind(cache, embeds).items():
+                share_HT = self.target.sources[branch.source] * normalised(self._score(cache, layer, asked))
                 totals[layer] = totals[layer] + share_HT if layer in totals else share_HT
         return {layer: normalised(total_HT) for layer, total_HT in totals.items()}
 

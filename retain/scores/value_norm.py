@@ -76,9 +76,12 @@ def value_norm(
             part_HND = part_HBTD.to(dtype, memory_format=dense).flatten(1, 2)
             shape = H, part_HND.shape[1], weight_HDC.shape[2]
             product = torch.bmm(part_HND, weight_HDC, out=buffer[: math.prod(shape)].view(shape))
-            sizes = product.unflatten(2, (G, -1)).unflatten(1, (B, -1)).to(wide)
-            sizes = sizes.abs_() if p == 1 else sizes.square_()
-            norm_BHGT[..., start : start + entries] += sizes.sum(-1).permute(1, 0, 3, 2)
+            sizes = product.unflatten(2, (G, -1)).unflatten(1, (B, -1))
+            if dtype == wide:
+                sums = (sizes.abs_() if p == 1 else sizes.square_()).sum(-1)
+            else:  # without a copy in float32
+                sums = torch.linalg.vector_norm(sizes, p, -1, dtype=wide) ** p
+            norm_BHGT[..., start : start + entries] += sums.permute(1, 0, 3, 2)
     return (norm_BHGT if p == 1 else norm_BHGT.sqrt_()).flatten(1, 2)
 
 

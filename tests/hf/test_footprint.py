@@ -7,8 +7,7 @@ from transformers import Gemma2ForCausalLM
 import retain
 from retain.eval.describe import ModelDescription, describe_model, main
 from retain.hf.model.decoder import layout_of
-from retain.models.named import load_named_model
-from retain.models.unloaded import meta_model_of, named_config
+from retain.models.named import load_named_model, meta_model_of, named_config
 from tests.refused import refused
 from tests.tiny import attached, tiny_batch, tiny_model
 
