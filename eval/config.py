@@ -6,13 +6,11 @@ can work is checked by `retain.eval.run.checks` before anything is measured.
 
 import argparse
 import hashlib
-import inspect
 import json
 import os
 import re
 import sys
-import textwrap
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -22,7 +20,7 @@ from pydantic import Field
 
 from retain.budget.head_weights import read_weights
 from retain.budget.statement import Budget
-from retain.config import Count, Many, ProperShare, Whole, load
+from retain.config import Count, Many, ProperShare, Whole, key_help, load, meanings_of
 from retain.presets import Policy, load_policy
 from retain.scores.trial import FILES
 
@@ -250,11 +248,11 @@ class _Parser(argparse.ArgumentParser):
 
 def compare_parser() -> argparse.ArgumentParser:
     """The command line of a comparison; its help lists every key with type, default and meaning."""
-    about = _meanings(CompareConfig)
+    about = meanings_of(CompareConfig)
     parser = _Parser(
         os.path.relpath(sys.argv[0]),
         description="Compare KV-cache eviction policies at equal achieved memory.",
-        epilog="Keys of a config:\n" + key_help(CompareConfig),
+        epilog="\n  ".join(["Keys of a config (type; default): meaning", *key_help(CompareConfig)]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("words", nargs="*", metavar="MODEL or key=value", help="model, and other keys")
@@ -285,22 +283,3 @@ def config_of(given: argparse.Namespace) -> CompareConfig:
     if path is not None and (CONFIGS / f"{path}.yaml").is_file():
         path = CONFIGS / f"{path}.yaml"
     return load(path, CompareConfig, changes)
-
-
-def key_help(config: type[Any]) -> str:
-    """Keys of a config with type, default and meaning, which the docstring's `Attributes` say."""
-    lines = []
-    for one in fields(config):
-        default = one.default_factory() if one.default_factory is not MISSING else one.default
-        shown = "required" if default is MISSING else f"default {json.dumps(default)}"
-        hint = one.type if "[" in str(one.type) else getattr(one.type, "__name__", one.type)
-        kind = re.sub(r"typing\.|Annotated\[|, FieldInfo\(.*?\]\)\]", "", str(hint))
-        lines.append(f"  {one.name} ({kind}; {shown})")
-        lines.append(textwrap.indent(textwrap.fill(_meanings(config)[one.name], 104), " " * 6))
-    return "\n".join(lines)
-
-
-def _meanings(config: type[Any]) -> dict[str, str]:
-    _, _, attributes = (inspect.getdoc(config) or "").partition("Attributes:\n")
-    pairs = re.findall(r"^    (\w+): ((?:.*\n?)(?:^        .*\n?)*)", attributes, re.MULTILINE)
-    return {name: " ".join(text.split()) for name, text in pairs}

@@ -269,16 +269,13 @@ def versions() -> Iterator[Finding]:
         yield Finding(NOTE, DISTRIBUTION, "used from a folder, not installed: versions are not checked")
         return
     yield Finding(OK, DISTRIBUTION, metadata.version(DISTRIBUTION))
-    extras = metadata.metadata(DISTRIBUTION).get_all("Provides-Extra") or []
     for one in stated:
-        found, wanted = _installed(one.name), str(one.specifier)
-        fits = found is not None and one.specifier.contains(found, prereleases=True)
-        of = [name for name in extras if one.marker and one.marker.evaluate({"extra": name})]
-        text = f"{found or 'not installed'} (wanted: {wanted or 'any'})"
-        if one.marker is None or one.marker.evaluate({"extra": ""}):
-            yield Finding(OK if fits else WRONG, one.name, text)
-        elif of and not fits:
-            yield Finding(NOTE, one.name, f"{text}: pip install '{DISTRIBUTION}[{of[0]}]'")
+        if one.marker is None or one.marker.evaluate(
+            {"extra": ""}
+        ):  # not of an extra, nor of another platform
+            found, wanted = _installed(one.name), str(one.specifier)
+            fits = found is not None and one.specifier.contains(found, prereleases=True)
+            yield Finding(OK if fits else WRONG, one.name, f"{found or 'not installed'} (wanted: {wanted})")
 
 
 def _installed(package: str) -> str | None:

@@ -32,7 +32,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--begins", help="how the answer begins: small models need it (left out: it is theirs)")
     made.add_argument("--model", default="smollm2-135m", help="name, folder or hub name of a model")
     made.add_argument("--gates", help="folder or hub id; left out: those that ship for the model")
-    made.add_argument("--policy", default="", help="preset that takes the gates; left out: the default one")
     made.add_argument("--keep-ratio", type=float, default=0.1, help="kept / seen")
     made.add_argument("--out", type=Path, default=Path("retain-try.html"), help="the page")
     made.add_argument("--dtype", default="auto", help="of the weights, as torch calls it")
@@ -75,7 +74,7 @@ def ask(given: argparse.Namespace) -> int:
     asked = encode(row, tokenizer, model)
     ids = asked.context_ids
     print(f"{len(ids):,} tokens are read and evicted from; then comes the question: {question}")
-    default = given.policy or signature(Cache).parameters["policy"].default
+    default = signature(Cache).parameters["policy"].default
     budget = {"keep_ratio": given.keep_ratio}
     gates = {} if given.gates is None else {"gates": given.gates}
     policies: dict[str, dict[str, Any]] = {"full cache": {"policy": None}}

@@ -5,11 +5,12 @@ a suggestion. Types are strict, as in JSON: a whole number is a float too, and t
 that is checked wherever it is made is a `pydantic.dataclasses.dataclass(frozen=True, config=STRICT)`.
 """
 
+import inspect
 import json
 import os
 import re
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from fractions import Fraction
 from functools import cache
@@ -125,6 +126,51 @@ def stated_of(config: Any) -> dict[str, Any]:
         if value != default:
             stated[field.name] = stated_of(value) if is_dataclass(value) else _plain(value)
     return stated
+
+
+def key_help(cls: type[Any], prefix: str = "") -> Iterator[str]:
+    """Yield a line for each key of a config, those of its sections included: name, type, default, meaning."""
+    meanings = meanings_of(cls)
+    hints, whole = get_type_hints(cls), get_type_hints(cls, include_extras=True)
+    for field in fields(cls):
+        if is_dataclass(hints[field.name]):
+            yield from key_help(hints[field.name], f"{prefix}{field.name}.")
+            continue
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        shown = "required" if default is MISSING else json.dumps(default, ensure_ascii=False)
+        kind = _typed(TypeAdapter(whole[field.name]).json_schema())
+        yield f"{prefix}{field.name} ({kind}; {shown}): {meanings[field.name]}"
+
+
+def meanings_of(cls: type[Any]) -> dict[str, str]:
+    """Return the meaning of each field: the text below it, or its line of `Attributes` in the docstring."""
+    if hasattr(cls, "__pydantic_fields__"):
+        texts = {name: field.description or "" for name, field in cls.__pydantic_fields__.items()}
+    else:
+        _, _, attributes = (inspect.getdoc(cls) or "").partition("Attributes:\n")
+        pattern = r"^    (\w+): ((?:.*\n?)(?:^        .*\n?)*)"
+        texts = dict(re.findall(pattern, attributes, re.MULTILINE))
+    return {name: " ".join(text.split()) for name, text in texts.items()}
+
+
+def _typed(schema: dict[str, Any]) -> str:
+    if options := schema.get("anyOf"):
+        return " or ".join(map(_typed, options))
+    if words := schema.get("enum", [schema["const"]] if "const" in schema else None):
+        return " | ".join(map(json.dumps, words))
+    name = {"integer": "int", "number": "float", "string": "text", "boolean": "true | false"}.get(
+        schema.get("type", ""), schema.get("type", "any")
+    )
+    if name == "array":
+        return f"list of {_typed(schema.get('items') or {})}" if "items" in schema else "list"
+    if name == "object":
+        inside = schema.get("additionalProperties")
+        return f"name: {_typed(inside)}" if isinstance(inside, dict) else "mapping"
+    signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+    bounds = [
+        f"{sign} {schema[key]:,}" for key, sign in signs.items() if key in schema and abs(schema[key]) < 1e18
+    ]
+    return " ".join([name, *bounds])
 
 
 def leaves(mapping: Mapping[Any, Any], separator: str = ".") -> dict[str, Any]:

@@ -5,7 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from retain.train.data.sources import ENDINGS, local_paths
+from retain.config import key_help
+from retain.train.data.sources import ENDINGS
 
 # The recipe of a run without a YAML; in a wheel the recipes lie in the package.
 _PACKAGED = Path(__file__).resolve().parent.parent / "recipes"
@@ -18,10 +19,9 @@ class _Help(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         from retain.train.recipe import DistillConfig  # takes seconds
-        from retain.train.settings import described
 
         print(f"{parser.format_help()}\nkeys (type; default): meaning")
-        for line in described(DistillConfig):
+        for line in key_help(DistillConfig):
             print(f"  {line}")
         parser.exit()
 
@@ -62,8 +62,7 @@ def recipe_of(parsed: argparse.Namespace) -> tuple[Path | None, list[str]]:
     """Returns the YAML of a request (None: defaults alone) and its `key=value` changes, in order.
 
     Raises:
-        ValueError: neither a YAML nor MODEL and DATA, or more than these.
-        FileNotFoundError: no documents of any kind are in the folder.
+        ValueError: neither a YAML nor MODEL and DATA, or more than these; a folder without documents.
     """
     named = [word for word in parsed.words if "=" not in word]
     changes = [word for word in parsed.words if "=" in word]
@@ -88,25 +87,15 @@ def recipe_of(parsed: argparse.Namespace) -> tuple[Path | None, list[str]]:
 
 def kind_of(data: str) -> str:
     """Returns the kind of documents by the ending of a file, of a pattern, or of the files in a folder; `hub`
-    where nothing is there.
-
-    Raises:
-        FileNotFoundError, ValueError: a folder without documents, or with several kinds of them.
-    """
-    for kind, endings in ENDINGS.items():
-        if data.lower().endswith(endings):
-            return kind
-    if not Path(data).exists():
+    where nothing is there. ValueError: a folder without documents, or with several kinds of them."""
+    place = Path(data)
+    names = [path.name for path in place.rglob("*")] if place.is_dir() else [data]
+    found = [kind for kind, ending in ENDINGS.items() if any(name.lower().endswith(ending) for name in names)]
+    if not found and not place.exists():
         return "hub"
-    found = []
-    for kind in ENDINGS:
-        try:
-            found += [kind] if local_paths(data, kind) else []
-        except FileNotFoundError:
-            continue
     if len(found) != 1:
         raise ValueError(
             f"{data} holds {' and '.join(found) or 'no'} documents: name a file or pattern of one kind, such "
-            f"as {Path(data) / '*.jsonl'}."
+            f"as {place / '*.jsonl'}."
         )
     return found[0]

@@ -36,7 +36,6 @@ from retain.train.run.checkpoint import (
     adopt_,
     begin_,
     check_inputs,
-    describe_inputs,
     disk_errors,
     finish_,
     inspect_run,
@@ -88,14 +87,16 @@ def try_step(config: DistillConfig, accelerator: Accelerator | None = None) -> s
 def _distill(config: DistillConfig, accelerator: Accelerator) -> Path:
     """The same, in a folder that is held."""
     folder, mapping = Path(config.output), to_mapping(config)
-    state = inspect_run(folder, mapping, overwrite=config.overwrite, resume=config.resume)
+    state = inspect_run(folder, mapping, overwrite=config.overwrite)
     # Before the weights, which may take long: most of what can be wrong now is wrong with the documents.
     corpus = corpus_of(config, accelerator)
     frozen = frozen_of(config, accelerator)
     gates = fresh_gates(config, frozen.model)
     score_unit = score_unit_of(config, gates)
     base = fingerprint(frozen.model)
-    inputs = describe_inputs(str(base["sha256"]), corpus, gates.metadata.get("initial_sha256"))
+    inputs = {"base model": str(base["sha256"]), "documents": corpus.describe()}
+    if config.initial is not None:
+        inputs["initial gates"] = gates.metadata["initial_sha256"]
     parallel.check_alike(inputs)
     if state != "fresh":
         check_inputs(folder, inputs)

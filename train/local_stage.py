@@ -15,7 +15,6 @@ from retain.gates import GateInputs, GateSet, inputs_of
 from retain.train.data.branches import readings_of
 from retain.train.data.document import Document
 from retain.train.objectives.case import LossSettings
-from retain.train.objectives.fit import check_fit, check_reach
 from retain.train.objectives.losses import local_losses, total_loss
 from retain.train.objectives.overlap import baselines_of
 from retain.train.objectives.targets import (
@@ -54,11 +53,7 @@ def teacher_examples(
 
 
 class LayerLocal(Stage):
-    """Objective of the layer-local stage: this target, by these terms, with pairs drawn from this seed.
-
-    Raises:
-        ValueError: terms that do not go with these gates, or a target of which some layer shows nothing.
-    """
+    """Objective of the layer-local stage: this target, by these terms, with pairs drawn from this seed."""
 
     def __init__(
         self, gates: GateSet, frozen: Frozen, target: TargetSettings, loss: LossSettings, *, seed: int
@@ -66,9 +61,6 @@ class LayerLocal(Stage):
         super().__init__(gates, ("loss", *loss.terms, "overlap"))
         self.target, self.loss, self.seed = target, loss, seed
         self.examples = partial(teacher_examples, gates, frozen, target)
-        for layer in gates.layers:
-            check_fit(loss, gates[layer])
-        check_reach(frozen, target)
 
     @torch.no_grad()
     def prepare_(self, documents: Sequence[Document]) -> None:
@@ -141,7 +133,8 @@ class LayerLocal(Stage):
                     loss = total_loss(terms, self.loss)
                     if scale is not None:
                         (loss * (scale / layers)).backward()
-                found: dict[str, Any] = {name: own.detach() for name, own in {"loss": loss, **terms}.items()}
+                terms = {"loss": loss, **terms}
+                found: dict[str, Any] = {name: value.detach() for name, value in terms.items()}
                 found |= baselines_of(example, self.seed) if baselines else {}
                 place, compared = (example.row, example.layer_idx), (example.target_HT, example.reached_HT)
                 tally.add_(*place, found, output_HT, *compared)

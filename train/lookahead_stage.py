@@ -36,15 +36,11 @@ class Lookahead(Stage):
     model's, `continuation`; the document again, `repeat`) `s` is the mean by their weights.
 
     Raises:
-        ValueError: gates of another family, or sources that come behind no document.
+        ValueError: sources that come behind no document.
     """
 
     def __init__(self, gates: GateSet, frozen: Frozen, target: TargetSettings, *, seed: int):
-        if not isinstance(gates.extension, LookaheadExtension):
-            raise ValueError(
-                f"stage `lookahead` trains lookahead tokens, and gates of family {gates.family!r} have none: "
-                "set gate.family=lookahead, or another stage."
-            )
+        assert isinstance(gates.extension, LookaheadExtension)
         if "own" in target.sources:
             raise ValueError(
                 f"target.sources={target.sources}: lookahead tokens learn what comes behind a whole document "
@@ -66,14 +62,10 @@ class Lookahead(Stage):
         self, documents: Sequence[Document], step: int, scale: float | None, *, baselines: bool = False
     ) -> list[dict[str, Any]]:
         readings = readings_of(documents, self.target, self.frozen)
-        rows = [self._run(reading, scale, baselines) for reading in readings]
-        for parameter in self.parameters() if scale is not None else ():
-            if parameter.grad is None:  # alike on all processes, whatever each has read
-                parameter.grad = torch.zeros_like(parameter)
-        return rows
+        return [self._run(reading, scale, baselines) for reading in readings]
 
     def _run(self, reading: Reading, scale: float | None, baselines: bool = False) -> dict[str, Any]:
-        """One document: loss, overlap, and the gradient if there is a scale."""
+        """Reads one document: loss, overlap, and the gradient if there is a scale."""
         model = self.frozen.model
         base: Any = base_model(model)
         embedding = base.get_input_embeddings()
@@ -103,8 +95,8 @@ class Lookahead(Stage):
         totals: dict[int, Tensor] = {}
         for branch in reading.branches:
             embeds = embedding(torch.tensor([branch.ids], device=embedding.weight.device))
-            for layer, own in self._behind(cache, embeds).items():
-                share_HT = self.target.sources[branch.source] * normalised(self._score(cache, layer, own))
+            for layer, asked in self._behind(cache, embeds).items():
+                share_HT = self.target.sources[branch.source] * normalised(self._score(cache, layer, asked))
                 totals[layer] = totals[layer] + share_HT if layer in totals else share_HT
         return {layer: normalised(total_HT) for layer, total_HT in totals.items()}
 

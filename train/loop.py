@@ -81,7 +81,6 @@ def train(lesson: Lesson, accelerator: Accelerator, folder: Path, *, resume: boo
     training, corpus = lesson.training, lesson.corpus
     start = 0
     held_out: dict[str, Any] = {}
-    missed = False
     so_far: dict[str, Any] = {"seconds": 0.0, "tokens": 0, "documents_of_process": {}}
     if not resume and lesson.ready is not None:
         lesson.ready(corpus.documents_of(0))
@@ -94,14 +93,14 @@ def train(lesson: Lesson, accelerator: Accelerator, folder: Path, *, resume: boo
         # Nothing may be left to do but to write the artifact, which says how the last look went.
         looks = gather_object([[record for record in read_log(folder) if "held_out" in record]])[0]
         held_out = looks[-1]["held_out"] if looks else {}
-        missed = bool(corpus.held_out) and _due(start, training.held_out_every)
-        missed = missed and not any(record["step"] == start for record in looks)
 
     def log(record: dict[str, Any]) -> None:
         if accelerator.is_main_process:
             append_log(folder, record)
         if accelerator.log_with:
-            numbers = {name: value for name, value in leaves(record, "/").items() if isinstance(value, float)}
+            numbers = {
+                name: value for name, value in leaves(record, "/").items() if isinstance(value, int | float)
+            }
             accelerator.log(numbers, step=record["step"])
 
     def look(step: int, *, baselines: bool = False) -> dict[str, Any]:
@@ -110,19 +109,12 @@ def train(lesson: Lesson, accelerator: Accelerator, folder: Path, *, resume: boo
         return found
 
     before = time.perf_counter() - so_far["seconds"]
-    bar = tqdm(
-        total=training.steps,
-        initial=start,
-        desc="distill",
-        unit="step",
-        disable=not accelerator.is_main_process,
-    )
+    shown = {"desc": "distill", "unit": "step", "disable": not accelerator.is_main_process}
+    bar = tqdm(total=training.steps, initial=start, **shown)
     with Signals(accelerator, folder) as signals, bar:
         if start == 0 and corpus.held_out:
             held_out = look(0, baselines=True)
             before = time.perf_counter() - so_far["seconds"]
-        if missed:
-            held_out = look(start)
         for step in range(start, training.steps):
             record = take_step_(lesson, synchroniser, accelerator, step, folder)
             so_far["tokens"] += record["tokens"]
@@ -130,15 +122,13 @@ def train(lesson: Lesson, accelerator: Accelerator, folder: Path, *, resume: boo
                 counts = so_far["documents_of_process"]
                 counts[str(process)] = counts.get(str(process), 0) + len(keys)
             log(record)
-            done, stop = step + 1, signals.requested
-            last = done == training.steps
-            # A request to stop does not wait for it: the resumed run begins with the look.
-            if corpus.held_out and (last or (_due(done, training.held_out_every) and not stop)):
+            done, last = step + 1, step + 1 == training.steps
+            if corpus.held_out and (last or _due(done, training.held_out_every)):
                 held_out = look(done)
             numbers = {"loss": record["loss"], "held-out": held_out.get("overlap", math.nan)}
-            shown = {"tokens": record["tokens"], **{name: f"{value:.3f}" for name, value in numbers.items()}}
-            bar.set_postfix(shown, refresh=False)
+            bar.set_postfix(**numbers, tokens=record["tokens"], refresh=False)
             bar.update()
+            stop = signals.requested
             if last or stop or _due(done, training.checkpoint_every):
                 so_far["seconds"] = time.perf_counter() - before
                 extra = {"corpus": corpus.state(), "so_far": so_far}
@@ -168,7 +158,7 @@ def _due(done: int, every: int) -> bool:
 def take_step_(
     lesson: Lesson, synchroniser: Synchroniser, accelerator: Accelerator, step: int, folder: Path
 ) -> dict[str, Any]:
-    """One optimiser step over this process's share; returns the record of all processes."""
+    """Takes an optimiser step over this process's share; returns the record of all processes."""
     batch = lesson.corpus.documents_of(step)
     mine = lesson.packs(batch, accelerator)
     documents = sum(len(pack) for pack, counts in mine if counts)
@@ -240,9 +230,8 @@ def held_out_record(lesson: Lesson, accelerator: Accelerator, *, baselines: bool
         if isinstance(value, int | float)
     }
     if "overlap_of" in everyone[0]:
-        record["overlap_of"] = {
-            layer: [math.fsum(heads) / len(everyone) for heads in zip(*own, strict=True)]
-            for layer in everyone[0]["overlap_of"]
-            for own in [[row["overlap_of"][layer] for row in everyone]]
-        }
+        record["overlap_of"] = {}
+        for layer in everyone[0]["overlap_of"]:
+            heads = zip(*(row["overlap_of"][layer] for row in everyone), strict=True)
+            record["overlap_of"][layer] = [math.fsum(values) / len(everyone) for values in heads]
     return record

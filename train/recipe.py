@@ -13,7 +13,6 @@ from typing import Any, Literal
 import torch
 
 from retain.config import Whole
-from retain.future import WEIGHTS
 from retain.gates import GATES, LookaheadGate, build_gates, dims_for
 from retain.hf.intercept.lookahead_pass import lookahead_gates
 from retain.models.unloaded import Precision
@@ -32,8 +31,6 @@ from retain.train.soft_stage import SoftSettings, check_soft
 from retain.train.stage import StageName
 from retain.train.teacher import Frozen
 
-# Widest of what a gate is made of.
-MOST_WIDE = 2**20
 # Of the layer that settings are tried on.
 SMALL = {"E": 64, "H": 2, "Q": 4, "D": 16}
 
@@ -93,21 +90,18 @@ class DistillConfig:
     """`none`, `wandb` or `tensorboard`."""
     overwrite: bool = False
     """Replace whatever run the folder holds."""
-    resume: bool = True
-    """Go on with an unfinished run of the same config, model and documents."""
 
 
 def check(config: DistillConfig, num_processes: int) -> None:
     """Raises ValueError with every problem that can be seen without loading anything."""
     problems: list[str] = []
     for part in (
-        lambda: lookup(config.gate.family, GATES, what="gate family"),
-        lambda: _check_stage(config),
+        lambda: _check_gate(config),
+        lambda: _check_start(config),
         lambda: check_data(config.data),
         lambda: check_lengths(config.data, config.target.horizon),
         lambda: check_targets(config.target),
         lambda: check_losses(config.loss),
-        lambda: _check_gate(config),
         lambda: check_soft(config.soft),
         lambda: check_training(config.training, num_processes),
     ):
@@ -119,66 +113,51 @@ def check(config: DistillConfig, num_processes: int) -> None:
         raise ValueError("\n".join(problems))
 
 
-def _check_stage(config: DistillConfig) -> None:
-    gate = lookup(config.gate.family, GATES, what="gate family")
+def _check_start(config: DistillConfig) -> None:
     refuse(
-        (
-            (config.stage == "lookahead") != (gate.extension is not None),
-            f"stage={config.stage} does not train gates of family {config.gate.family!r}: the stage "
-            "`lookahead` and the family `lookahead` go together, and with nothing else.",
-        ),
         (
             config.calibration.kind != "none" and config.data.held_out == 1,
             "data.held_out=1: calibration fits on one half of the held-out documents and reports on the "
-            "other. Hold out two at least, none (then nothing is calibrated), or set calibration.kind=none.",
+            "other. Hold out two at least, none (then nothing is calibrated), or set calibration.kind=none",
         ),
         (
             config.device_map is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1,
             f"device_map={config.device_map} spreads one model over the devices of one process, and several "
-            "processes were started: start one, or leave device_map out.",
+            "processes were started: start one, or leave device_map out",
         ),
-        separator="\n",
-        end="",
     )
 
 
 def _check_gate(config: DistillConfig) -> None:
-    """Of a family that is known: whether its gates can learn this target by these terms."""
-    gate = GATES.get(config.gate.family)
-    if gate is None:
-        return
-    _check_settings(config.gate)
-    if config.stage == "local" and gate.extension is None:
-        check_fit(config.loss, gate)
-        if config.target.weight in WEIGHTS:
-            check_unit(gate, config.target)
-
-
-def _check_settings(gate: GateSettings) -> None:
-    """Makes gates of a small model, without numbers; ValueError: settings that the family does not take."""
-    large = [name for name, value in gate.settings.items() if isinstance(value, int) and value > MOST_WIDE]
-    if large:
+    """Makes gates of a small model, without numbers, and checks that they can learn this target by these
+    terms."""
+    family, settings = config.gate.family, dict(config.gate.settings)
+    gate = lookup(family, GATES, what="gate family")
+    extension = gate.extension
+    if (config.stage == "lookahead") != (extension is not None):
         raise ValueError(
-            f"gate.settings.{large[0]}={gate.settings[large[0]]} is too wide for any gate: take at most "
-            f"{MOST_WIDE:,}."
+            f"stage={config.stage} does not train gates of family {family!r}: the stage `lookahead` and the "
+            "family `lookahead` go together, and with nothing else."
         )
-    extension, own = GATES[gate.family].extension, dict(gate.settings)
     try:
         if extension is not None:
             known = inspect.signature(lookahead_gates).parameters.keys() - {"model", "seed"}
-            for name in own.keys() - known:
+            for name in settings.keys() - known:
                 raise ValueError(
                     f"there is no setting {name!r}{hint_of(f'settings.{name}') or suggest(name, known)}"
                 )
-            reduce = own.pop("reduce", "mean")
+            reduce = settings.pop("reduce", "mean")
         with torch.device("meta"):
             if extension is None:
-                build_gates(gate.family, dims_for(gate.family, {0: SMALL}, own))
+                build_gates(family, dims_for(family, {0: SMALL}, settings))
             else:
-                extension(E=SMALL["E"], modules={}, **own)
+                extension(E=SMALL["E"], modules={}, **settings)
                 LookaheadGate(E=SMALL["E"], H=SMALL["H"], reduce=reduce)
     except (ValueError, TypeError, RuntimeError) as error:
-        raise ValueError(f"gate.settings={gate.settings}: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"gate.settings={config.gate.settings}: {str(error).splitlines()[0]}") from error
+    if config.stage == "local":
+        check_fit(config.loss, gate)
+        check_unit(gate, config.target)
 
 
 def check_reading(config: DistillConfig, frozen: Frozen, *, sharded: bool) -> None:
@@ -220,8 +199,7 @@ def document_check(config: DistillConfig, frozen: Frozen) -> Callable[[Document]
         if alone and not document.appendix_ids and config.stage != "end_to_end":
             raise ValueError(
                 f"target.sources={config.target.sources} needs a question and answer after every document, "
-                f"and {document.origin or 'one'} has none: add `own`, or give rows with context, question "
-                "and answer."
+                f"and {name} has none: add `own`, or give rows with context, question and answer."
             )
 
     return check_one

@@ -33,23 +33,13 @@ from retain.train.settings import refuse, section, unknown
 from retain.train.stage import Stage, Tally, joined
 from retain.train.teacher import Frozen, View, walk
 
-FIDELITY = {
-    "kl_forward": "KL(full || gated) of the next token",
-    "kl_reverse": "KL(gated || full) of the next token",
-    "next_token": "the language-model loss of the gated model",
-    "hidden": "mean squared error of the last hidden state",
-}
-COST = {
-    "capacity_head": "entries open to each head beyond its budget",
-    "capacity_global": "entries open to all layers and heads beyond their common budget",
-    "closed": "how much too little is closed (one-sided)",
-    "admitted": "entries admitted beyond the window",
-    "eviction_rate": "distance of the open share from the budget",
-}
+# Distances of the gated from the full model, and costs of what is open.
+FIDELITY = ("kl_forward", "kl_reverse", "next_token", "hidden")
+COST = ("capacity_head", "capacity_global", "closed", "admitted", "eviction_rate")
 # Costs that know a decay, whose openness changes with every token.
 AGEING = ("capacity_head", "capacity_global")
 # Costs that know a budget.
-BUDGETED = COST.keys() - {"admitted"}
+BUDGETED = {*COST} - {"admitted"}
 # Queries of each document at which the open entries of decays are counted.
 CAPACITY_ROWS = 256
 # Of the kind that asks for no gradient of the embeddings.
@@ -63,8 +53,9 @@ class SoftSettings:
     """Settings of the end-to-end stage."""
 
     terms: dict[str, NotNegative] = field(default_factory=lambda: {"kl_forward": 1.0, "capacity_global": 1.0})
-    """Name -> weight; of fidelity: `kl_forward`, `kl_reverse`, `next_token`, `hidden`; of cost:
-    `capacity_head`, `capacity_global`, `closed`, `admitted`, `eviction_rate`."""
+    """Name -> weight; of fidelity to the next token: `kl_forward` (KL(full || gated)), `kl_reverse`,
+    `next_token`; or to the last state: `hidden`; of cost: `capacity_head`, `capacity_global` (entries open
+    beyond a budget), `closed`, `eviction_rate` (distance of the open share from it), `admitted`."""
     protected: Whole = 32
     """Entries of the recent window that is not gated, in tokens."""
     sinks: Whole = 4
@@ -89,14 +80,14 @@ class SoftSettings:
 
 def check_soft(settings: SoftSettings) -> None:
     """Raises ValueError with all terms that there are none of."""
-    refuse(found=unknown(settings.terms, FIDELITY | COST, what="soft term", key="soft.terms"))
+    refuse(found=unknown(settings.terms, dict.fromkeys(FIDELITY + COST), what="soft term", key="soft.terms"))
 
 
 def check_loophole(settings: SoftSettings, gates: GateSet) -> None:
     """Raises ValueError with all settings under which gates can satisfy the loss without choosing anything
     (IndexMem calls it the no-op loophole), and all costs that do not know these gates."""
     wanted = {name for name, weight in settings.terms.items() if weight}
-    strange = sorted(settings.terms.keys() & (COST.keys() - set(AGEING)))
+    strange = sorted(settings.terms.keys() & ({*COST} - {*AGEING}))
     refuse(
         (
             not gates.ages and settings.protected == 0 and settings.sinks == 0,
@@ -105,12 +96,12 @@ def check_loophole(settings: SoftSettings, gates: GateSet) -> None:
             "sinks (4)",
         ),
         (
-            not wanted & COST.keys(),
+            not wanted & {*COST},
             f"soft.terms={settings.terms} never asks a gate to close, so that all would stay open: add "
             f"one of {', '.join(COST)}",
         ),
         (
-            not wanted & FIDELITY.keys(),
+            not wanted & {*FIDELITY},
             f"soft.terms={settings.terms} never asks for what the model says, so that all would close: "
             f"add one of {', '.join(FIDELITY)}",
         ),
@@ -278,7 +269,7 @@ class EndToEnd(Stage):
         counted_BT: Bool[Tensor, "B T"],
     ) -> dict[str, Float[Tensor, " B"]]:
         """Terms on what the model says, the mean of each document over its tokens that count."""
-        wanted, counted_BT = self.soft.terms.keys() & FIDELITY.keys(), counted_BT.to(gated_BTE.device)
+        wanted, counted_BT = self.soft.terms.keys() & {*FIDELITY}, counted_BT.to(gated_BTE.device)
         counts = counted_BT.sum(-1).tolist()
         gated_NE, full_NE = gated_BTE[counted_BT], full_BTE[counted_BT]
         next_BT = torch.full_like(batch.input_ids_BT, soft_losses.NO_TOKEN)

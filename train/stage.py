@@ -73,19 +73,19 @@ class Tally:
     ) -> None:
         """Counts one layer of one document (its place is `row`): a number per name, and how far the output
         finds the target (`head_overlaps`), of each head and in the mean."""
-        own, overlap_H = self._sums[row], head_overlaps(output_HT.detach(), target_HT, reached_HT)
+        sums, overlap_H = self._sums[row], head_overlaps(output_HT.detach(), target_HT, reached_HT)
         for name, value in (*found.items(), ("overlap", overlap_H.mean())):
-            if isinstance(value, Tensor) and name in own:
+            if isinstance(value, Tensor) and name in sums:
                 # Where the first layer is: layers may lie on several devices, and the host waits for none.
-                value = value.to(own[name].device, non_blocking=True)
-            own[name] = own[name] + value if name in own else value
+                value = value.to(sums[name].device, non_blocking=True)
+            sums[name] = sums[name] + value if name in sums else value
         self._heads[row][str(layer)] = overlap_H
 
     def means(self, layers: int, *, heads: bool) -> list[dict[str, Any]]:
         """Returns per document the means over so many layers, and `overlap_of` (layer -> overlap of each
         head) with `heads`."""
         rows: list[dict[str, Any]] = [
-            {name: float(value) / layers for name, value in own.items()} for own in self._sums
+            {name: float(value) / layers for name, value in sums.items()} for sums in self._sums
         ]
         for row, overlaps in zip(rows, self._heads if heads else (), strict=heads):
             row["overlap_of"] = {layer: overlap_H.tolist() for layer, overlap_H in overlaps.items()}

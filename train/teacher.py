@@ -4,7 +4,7 @@ A visitor looks at a layer while the model runs, and nothing is kept for it; so 
 of a batch and does not grow with the number of layers.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import SimpleNamespace
@@ -63,37 +63,29 @@ class Frozen:
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """One layer's evidence of one document and its branches. It holds parts of the running forward: look at
-    it, and keep nothing of it.
+    """A layer's evidence of one document and its branches. It holds parts of the running forward: look at it,
+    and keep nothing of it.
 
     Args:
         row: index of the reading in what is walked over.
         key: of its document, for keyed draws.
         document: over the document, a query for each entry.
-        branches: (source, evidence over `[document | branch]` with the branch's queries), made whenever they
-            are asked for: of all branches but the first, keys and values of the document are copied.
+        sources: of the branches.
+        behind: functions that make the evidence over `[document | branch]` with the branch's queries: of all
+            branches but the first, keys and values of the document are copied.
     """
 
     layer_idx: int
     row: int
     key: int
     document: Evidence
-    branches: Sequence[tuple[str, Evidence]]
+    sources: Sequence[str]
+    behind: Sequence[Callable[[], Evidence]]
 
-
-class _Named(Sequence[tuple[str, Evidence]]):
-    """Branches and their sources, as lazy as the branches."""
-
-    def __init__(self, sources: Sequence[str], branches: Sequence[Callable[[], Evidence]]):
-        self.sources, self.branches = sources, branches
-
-    def __len__(self) -> int:
-        return len(self.sources)
-
-    def __getitem__(self, idx: Any) -> Any:
-        if isinstance(idx, slice):
-            return _Named(self.sources[idx], self.branches[idx])
-        return self.sources[idx], self.branches[idx]()
+    @property
+    def branches(self) -> Iterator[tuple[str, Evidence]]:
+        """Sources and evidence of the branches, one at a time."""
+        return ((source, made()) for source, made in zip(self.sources, self.behind, strict=True))
 
 
 def walk(
@@ -126,9 +118,9 @@ def walk(
     def show(shown: list[Shown]) -> None:
         views = []
         for one in shown:
-            reading = readings[one.row]
-            named = _Named([branch.source for branch in reading.branches], one.branches)
-            views.append(View(one.document.layer_idx, one.row, reading.key, one.document, named))
+            reading, layer_idx = readings[one.row], one.document.layer_idx
+            sources = [branch.source for branch in reading.branches]
+            views.append(View(layer_idx, one.row, reading.key, one.document, sources, one.branches))
         visit(views)
 
     texts = [Text(one.document.context_ids, tuple(b.ids for b in one.branches)) for one in readings]
@@ -143,9 +135,8 @@ def walk(
 
 
 def load_frozen(name: str, **how: Any) -> Frozen:
-    """Loads a model by `retain.models.named.load`, which takes `how` (dtype, revision,
-    trust_remote_code, device_map, quantization); without a device_map the caller moves it from the CPU;
-    ValueError: the name cannot be resolved, or the model cannot be loaded like this; says why."""
+    """Loads a model by `retain.models.named.load`, which takes `how`, onto the CPU or where its `device_map`
+    says. ValueError: the name cannot be resolved, or the model cannot be loaded like this."""
     model, tokenizer = load(name, loading=loaded_whole(), **how)
     frozen = _frozen(model.eval().requires_grad_(False), tokenizer)
     # Looked at now, while every weight is whole: later the model may be in parts (FSDP, ZeRO-3).

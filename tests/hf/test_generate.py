@@ -141,7 +141,6 @@ CANNOT = {
     "prompt_lookup_num_tokens": (2, "assisted decoding"),
     "assistant_early_exit": (1, "assisted decoding"),
     "use_mtp": (True, "assisted decoding"),
-    "penalty_alpha": (0.6, "contrastive search.*top_k candidates"),
     "cache_implementation": ("static", "a cache of its own"),
     "use_cache": (False, "reads all tokens again"),
     "output_attentions": (True, "asks for attention weights"),
@@ -224,7 +223,7 @@ def test_a_config_that_asks_for_attention_weights_is_refused_and_one_without_cac
 def test_settings_that_are_off_are_no_reason(counted):
     model, _ = counted
     ids = tiny_batch((0,), 12)[0]
-    off = {"use_mtp": False, "penalty_alpha": 0.0, "use_cache": True, "output_attentions": False}
+    off = {"use_mtp": False, "use_cache": True, "output_attentions": False}
     # What checkpoints with sliding windows were published with; transformers takes it for nothing.
     model.generation_config.cache_implementation = "hybrid"
     cache = Cache(model, policy=policy)

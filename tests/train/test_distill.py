@@ -28,7 +28,7 @@ from retain.train.recipe import DistillConfig, check
 from retain.train.run.checkpoint import latest, read_log
 from retain.train.teacher import load_frozen
 from tests.tiny import tiny_model
-from tests.train.runs import LAUNCH, ROOT, killed_at, python, same_gates, written
+from tests.train.runs import ROOT, killed_at, same_gates, written
 
 Make = Callable[..., Any]
 
@@ -194,7 +194,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(
     ("overrides", "message"),
     [
         (["gate.family=mpl", "data.lengths=[9]"], "(?s)did you mean 'mlp'.*data.lengths has 9"),
-        (["target.horizon=0", "training.lr=.nan"], "(?s)training.lr: input .*target.horizon: input"),
+        (["target.horizon=0", "training.lr=.nan"], "(?s)target.horizon: input .*training.lr: input"),
         (["target.horizon=99"], "too short: .* more than 99 are needed"),
         (["target.horizon=500"], "data.max_tokens=100 and target.horizon=500: no context would be longer"),
         (["model=no/such-model"], "model='no/such-model' cannot be loaded"),
@@ -278,30 +278,6 @@ def test_the_gates_that_are_trained_are_those_that_are_compared() -> None:
     assert f"output={demo['gates']} overwrite=true" in (ROOT / "Makefile").read_text()
 
 
-def test_two_processes_train_together_and_equal_one(make_config: Make, tmp_path: Path) -> None:
-    changes = {"training.steps": 3, "training.micro_batch": 1}
-    alone = distill(make_config(output=str(tmp_path / "alone"), **changes))
-    path = written(make_config(output=str(tmp_path / "both"), **changes), tmp_path / "c.yaml")
-    together = ["--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no"]
-    together += ["--dynamo_backend", "no", "--main_process_port", "0"]
-    python(*LAUNCH, *together, "train/distill.py", "--config", path, ACCELERATE_USE_CPU="true")
-    both = tmp_path / "both"
-    made = json.loads((both / "gates.json").read_text())["training"]
-    assert made["num_processes"] == 2 and made["documents_of_process"] == [6, 6]
-    for one, two in zip(read_log(alone), read_log(both), strict=True):
-        if "held_out" in one:
-            assert two["held_out"]["loss"] == pytest.approx(one["held_out"]["loss"], rel=1e-4)
-            continue
-        first, second = two["documents"]
-        assert len(first) == len(second) == 2 and not set(first) & set(second), "each read its own documents"
-        assert sorted(first + second) == sorted(one["documents"][0])
-        assert two["loss"] == pytest.approx(one["loss"], rel=1e-4)
-    one, two = (retain.load_gates(folder).state_dict() for folder in (alone, both))
-    for name, tensor in one.items():
-        # The same sums in another order are 2e-7 apart at most (three runs); one step is about lr, 1e-2.
-        torch.testing.assert_close(two[name], tensor, rtol=1e-5, atol=1e-5)
-
-
 def test_processes_that_would_train_alone_are_refused(
     make_config: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -315,7 +291,11 @@ def test_processes_that_would_train_alone_are_refused(
 @pytest.mark.parametrize(
     ("words", "path", "changes"),
     [
-        (["m", "d.jsonl", "seed=3", "--dry-run", "resume=false"], "laptop.yaml", ["seed=3", "resume=false"]),
+        (
+            ["m", "d.jsonl", "seed=3", "--dry-run", "overwrite=true"],
+            "laptop.yaml",
+            ["seed=3", "overwrite=true"],
+        ),
         (["o/m", "o/data"], "laptop.yaml", ["data.source=hub"]),
         (["o/m", "folder"], "laptop.yaml", ["data.source=parquet", "data.streaming=false"]),
         (["reference:0", "reference"], None, ['model="reference:0"', 'output="runs/reference-0"']),
@@ -340,7 +320,7 @@ def test_help_lists_every_key_with_type_default_and_meaning(capsys: pytest.Captu
         main(["--help"])
     said = capsys.readouterr().out
     lines = [line for line in said.partition("keys (")[2].splitlines()[1:] if line]
-    assert len(lines) > 80 and all(re.match(r"  [\w.]+ \(.+; .+\): \S.*\.$", line) for line in lines)
+    assert len(lines) > 60 and all(re.match(r"  [\w.]+ \(.+; .+\): \S.*\.$", line) for line in lines)
     assert "  training.lr (float >= 1e-30; 0.005): Peak learning rate of AdamW." in lines
 
 

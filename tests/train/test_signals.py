@@ -2,7 +2,6 @@
 
 import os
 import signal
-import threading
 from pathlib import Path
 
 import pytest
@@ -55,17 +54,3 @@ def test_the_second_signal_ends_the_process(tmp_path: Path) -> None:
     )
     done = python("-c", code, str(tmp_path), fine=False)
     assert done.returncode == -signal.SIGTERM and done.stdout == "still here\n"
-
-
-def test_outside_the_main_thread_only_the_file_is_heard(tmp_path: Path, accelerator: Accelerator) -> None:
-    found = []
-
-    def run() -> None:
-        with Signals(accelerator, tmp_path) as signals:
-            (tmp_path / STOP_FILE).touch()
-            found.append((signals.requested, signals._before))
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    assert found == [(True, {})]

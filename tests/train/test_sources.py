@@ -1,7 +1,6 @@
 """Rows: read in order from files and the hub, from any position on; damage ends in an error that helps."""
 
 import json
-import sys
 import types
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -133,7 +132,9 @@ class Stream(list):
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
-    """Stands in for `datasets`; a revision is its own commit, and the newest is `newest`."""
+    """Stands in for the loader of `datasets`; a revision is its own commit, and the newest is `newest`."""
+    import datasets
+
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     info = types.SimpleNamespace
     monkeypatch.setattr(HfApi, "dataset_info", lambda api, path, *, revision: info(sha=revision or "newest"))
@@ -147,7 +148,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
                 raise rows[0]
             return Stream(rows)
 
-        monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+        monkeypatch.setattr(datasets, "load_dataset", load_dataset)
         return asked
 
     return begin

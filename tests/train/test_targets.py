@@ -57,19 +57,19 @@ def targets(family: str, settings: TargetSettings) -> Targets:
 def test_the_default_recipe_is_future_risk_of_context_and_appendix(
     family: str, sources: tuple[str, ...]
 ) -> None:
-    """Whatever else is in the row, and whatever other branches there are: today's numbers."""
+    """Equal numbers, whatever else is in the row."""
     settings = TargetSettings(sources=dict.fromkeys(sources, 1.0), horizon=16, chunk=13)
     found, model = targets(family, settings), tiny_model(family)
     for row, reading in enumerate(READINGS):
         document = reading.document
-        own = [source for source in sources if source == "own" or document.appendix_ids]
+        chosen = [source for source in sources if source == "own" or document.appendix_ids]
         for evidence in observe(model, torch.tensor([document.context_ids + document.appendix_ids])):
             target_HT, reached_HT = found[row, evidence.layer_idx]
-            if not own:
+            if not chosen:
                 assert not reached_HT.any() and not target_HT.any()
                 continue
             risk, reached = future_risk(
-                evidence, document_tokens=len(document.context_ids), horizon=16, sources=own
+                evidence, document_tokens=len(document.context_ids), horizon=16, sources=chosen
             )
             assert target_HT.dtype == torch.float32
             assert torch.equal(reached_HT, reached[0])

@@ -59,25 +59,25 @@ def test_documents_of_another_tokenizer_or_too_long(document: Document, message:
 
 @pytest.mark.parametrize("family", ["qwen3", "mixtral", "qwen3_next"])
 def test_a_walk_shows_every_reading_and_layer_once(family: str) -> None:
-    """What `observe` shows of `[document; branch]`, for every layer, branch and reading."""
+    """Views equal what `observe` shows of `[document; branch]`, for every layer, branch and reading."""
     model = tiny_model(family, dtype=torch.float64)
     readings = [reading(30, 5) if family == "qwen3_next" else reading(30, 5, 9), reading(12)]
     wanted = {
         (row, branch, evidence.layer_idx): evidence
-        for row, own in enumerate(readings)
-        for branch in own.branches
-        for evidence in observe(model, torch.tensor([own.document.context_ids + branch.ids]))
+        for row, one in enumerate(readings)
+        for branch in one.branches
+        for evidence in observe(model, torch.tensor([one.document.context_ids + branch.ids]))
     }
     seen: list[tuple[int, int]] = []
 
     def see(views: list[View]) -> None:
         for view in views:
             seen.append((view.row, view.layer_idx))
-            own = readings[view.row]
-            assert view.key == own.key and view.document.layer_idx == view.layer_idx
-            assert [source for source, _ in view.branches] == [branch.source for branch in own.branches]
-            assert len(view.branches) == len(own.branches) == len(view.branches[:5])
-            for (_, evidence), branch in zip(view.branches, own.branches, strict=True):
+            one = readings[view.row]
+            assert view.key == one.key and view.document.layer_idx == view.layer_idx
+            assert [source for source, _ in view.branches] == [branch.source for branch in one.branches]
+            assert len(view.behind) == len(view.sources) == len(one.branches)
+            for (_, evidence), branch in zip(view.branches, one.branches, strict=True):
                 keys_BHTD = wanted[view.row, branch, view.layer_idx].keys_BHTD
                 torch.testing.assert_close(evidence.keys_BHTD, keys_BHTD, rtol=1e-9, atol=1e-9)
                 assert evidence.num_queries == len(branch.ids)

@@ -7,7 +7,6 @@ Every process writes `JOB-<process>.pt` into the folder that the test prepared.
 
 import errno
 import os
-import signal
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -30,17 +29,14 @@ from retain.train.run.checkpoint import (
     begin_,
     latest,
     load_checkpoint,
-    rewind_log_,
     save_checkpoint,
 )
 from retain.train.run.parallel import (
     Synchroniser,
     check_alike,
     is_sharded,
-    on_main_process,
     shard_frozen_,
 )
-from retain.train.run.signals import Signals
 from retain.train.teacher import load_frozen
 from tests.tiny import tiny_model
 
@@ -150,15 +146,6 @@ def full_disk(accelerator: Accelerator, folder: Path) -> dict[str, Any]:
     return {"said": said, "latest": latest(run)}
 
 
-def told(accelerator: Accelerator, folder: Path) -> dict[str, Any]:
-    """The last process alone is told to stop."""
-    with Signals(accelerator, folder) as signals:
-        before = signals.requested
-        if accelerator.is_last_process:
-            os.kill(os.getpid(), signal.SIGUSR1)
-        return {"before": before, "mine": signals.received, "after": signals.requested}
-
-
 def loaded(accelerator: Accelerator, folder: Path) -> dict[str, Any]:
     """A saved model, in the environment that accelerate's launcher makes for FSDP by default."""
     os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
@@ -174,21 +161,6 @@ def loaded(accelerator: Accelerator, folder: Path) -> dict[str, Any]:
         "said": said,
         "left": os.environ.pop("FSDP_CPU_RAM_EFFICIENT_LOADING"),
     }
-
-
-def rewound(accelerator: Accelerator, folder: Path) -> dict[str, Any]:
-    """The first process alone cannot rewind the log; nobody waits for it."""
-
-    def full(path: Path, payload: bytes) -> Path:
-        assert accelerator.is_main_process
-        raise OSError(errno.ENOSPC, "no room")
-
-    write = checkpoint.write_new
-    vars(checkpoint)["write_new"] = full
-    rewind = partial(rewind_log_, folder / "full_disk", 1)
-    said = said_by(DiskError, lambda: on_main_process(accelerator, rewind))
-    vars(checkpoint)["write_new"] = write
-    return {"said": said}
 
 
 def frozen(accelerator: Accelerator, folder: Path, sharding: Any) -> dict[str, Any]:
@@ -255,12 +227,12 @@ def distil(accelerator: Accelerator, folder: Path, sharding: Any) -> dict[str, A
 
 
 JOBS: dict[str, Callable[[Accelerator, Path], dict[str, Any]]] = {
-    **{job.__name__: job for job in (plain, elastic, spoilt, full_disk, told)},
+    **{job.__name__: job for job in (plain, elastic, spoilt, full_disk)},
     "fsdp_frozen": partial(frozen, sharding="fsdp2"),
     "zero3_frozen": partial(frozen, sharding="zero3"),
     "distill_fsdp2": partial(distil, sharding="fsdp2"),
     "distill_zero3": partial(distil, sharding="zero3"),
-    **{job.__name__: job for job in (loaded, rewound)},
+    **{job.__name__: job for job in (loaded,)},
 }
 
 

@@ -6,7 +6,6 @@ a record for the artifact. At most `MOST_ENTRIES` entries of a document are used
 many stretches of equal length), so memory and time are those of `L H MOST_ENTRIES` numbers a document.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
@@ -16,9 +15,6 @@ from jaxtyping import Bool, Float, Float32, Int
 from pydantic import Field
 from torch import Tensor, nn
 
-from retain.budget.largest_remainder import exact
-from retain.budget.ranking import order_entries
-from retain.config import ProperShare
 from retain.evidence import Evidence
 from retain.gates import GateSet
 from retain.gates.base import UNITS
@@ -44,8 +40,6 @@ class CalibrationSettings:
     entries; `none`: scores stay as gates give them."""
     knots: Annotated[int, Field(ge=2, le=1024)] = 16
     """Of the curve."""
-    keep_ratios: Annotated[tuple[ProperShare, ...], Field(min_length=1)] = (0.05, 0.1, 0.2, 0.3, 0.5)
-    """At which the report is made."""
 
 
 @dataclass(frozen=True)
@@ -112,9 +106,8 @@ def calibrate_(
         unit: of the targets: `risk` or `mass`.
 
     Returns:
-        the record, plain JSON: `settings`, `documents`, `layers` (dimensions of the calibrators), `curve`
-        (keep_ratio -> threshold, and the share that the reported documents kept at it) and `report`; also at
-        `gates.metadata["calibration"]`.
+        the record, plain JSON: `settings`, `documents`, `unit`, `layers` (dimensions of the calibrators) and
+        `curve` (`threshold_curve`); also at `gates.metadata["calibration"]`.
 
     Raises:
         ValueError: fewer than two documents.
@@ -146,54 +139,14 @@ def calibrate_(
         {str(layer): calibrator.to(gates[layer].device) for layer, calibrator in calibrators.items()}
     )
     record: dict[str, Any] = {
-        "settings": {**asdict(settings), "keep_ratios": list(settings.keep_ratios)},
+        "settings": asdict(settings),
         "documents": {"fitted": len(looks[0::2]), "reported": len(looks[1::2])},
         "unit": {"before": raw_unit, "after": gates.unit},
         "layers": {str(layer): calibrator.dims() for layer, calibrator in calibrators.items()},
-        "report": {
-            name: {"keep": report(rows[1::2], targets[1::2], settings.keep_ratios)}
-            for name, rows in (("before", raw), ("after", made))
-        },
         "curve": threshold_curve(made[0::2], made[1::2]),
     }
     gates.metadata["calibration"] = record
     return record
-
-
-def report(
-    scores: Sequence[Rows], targets: Sequence[Rows], keep_ratios: Sequence[float]
-) -> dict[str, dict[str, dict[str, float]]]:
-    """Returns keep_ratio -> scope (`head`: each head by itself; `layer` and `model`: heads compete by score)
-    -> `kept`, the share of the target that is kept, mean over documents. Inside a head calibration changes no
-    order, so `head` is the same before and after."""
-    found: dict[str, dict[str, dict[str, float]]] = {f"{ratio:g}": {} for ratio in keep_ratios}
-    for scope in ("head", "layer", "model"):
-        shares = []
-        for score, target in zip(scores, targets, strict=True):
-            rows = zip(_rows(score, scope), _rows(target, scope), strict=True)
-            shares.append(torch.cat([kept_shares(*pair, keep_ratios) for pair in rows]).mean(0))
-        for of_ratio, kept in zip(found.values(), torch.stack(shares).mean(0).tolist(), strict=True):
-            of_ratio[scope] = {"kept": kept}
-    return found
-
-
-def kept_shares(
-    score_RT: Float[Tensor, "R T"], target_RT: Float[Tensor, "R T"], keep_ratios: Sequence[float]
-) -> Float[Tensor, "R ratios"]:
-    """Share of each row's target that its first `ceil(keep_ratio T)` entries by score have; 1 where there is
-    none."""
-    so_far_RT = target_RT.double().gather(-1, order_entries(score_RT)).cumsum(-1)
-    counts = [max(1, math.ceil(exact(ratio) * score_RT.shape[-1])) for ratio in keep_ratios]
-    kept_RK, total_R1 = so_far_RT[:, torch.tensor(counts) - 1], so_far_RT[:, -1:]
-    return torch.where(total_R1 > 0, kept_RK / total_R1.clamp_min(1e-300), 1.0)
-
-
-def _rows(values: Rows, scope: str) -> list[Tensor]:
-    """The rows that share a budget: heads, a layer, or the whole model."""
-    if scope == "head":
-        return list(values.values())
-    flat = [values_HT.flatten()[None] for values_HT in values.values()]
-    return flat if scope == "layer" else [torch.cat(flat, dim=1)]
 
 
 def threshold_curve(fitted: Sequence[Rows], reported: Sequence[Rows]) -> dict[str, list[float]]:
@@ -207,7 +160,10 @@ def threshold_curve(fitted: Sequence[Rows], reported: Sequence[Rows]) -> dict[st
         deviation) of the share that they keep at it.
     """
     ratios = [number / 50 for number in range(1, 50)]
-    pooled, others = ([_rows(score, "model")[0][0] for score in part] for part in (fitted, reported))
+    pooled, others = (
+        [torch.cat([score_HN.flatten() for score_HN in rows.values()]) for rows in part]
+        for part in (fitted, reported)
+    )
     value_N = torch.cat(pooled)
     weight_N = torch.cat([torch.full_like(one, 1 / (len(one) * len(pooled))).double() for one in pooled])
     order_N = value_N.sort(descending=True).indices

@@ -6,7 +6,6 @@ from retain.train.objectives.case import LossSettings
 from retain.train.objectives.losses import TERMS
 from retain.train.objectives.targets import TargetSettings, target_unit
 from retain.train.settings import refuse, unknown
-from retain.train.teacher import Frozen
 
 BUDGETED = {"pairwise", "layer_output"}
 # Terms that fit some units only.
@@ -64,17 +63,3 @@ def check_unit(gate: Gate | type[Gate], target: TargetSettings) -> str:
             f"makes a target in {unit}: set target.weight=none, or choose gate.family=mlp."
         )
     return UNITS[gate.unit]
-
-
-def check_reach(frozen: Frozen, target: TargetSettings) -> None:
-    """Raises ValueError for a layer with a window no longer than the horizon, and no source but the document:
-    no query can reach an entry."""
-    if {*target.sources} != {"own"}:
-        return
-    for spec in frozen.layout.evicting:
-        if spec.window is not None and spec.window <= target.horizon:
-            raise ValueError(
-                f"layer {spec.layer_idx} sees a window of {spec.window} tokens, and target.horizon="
-                f"{target.horizon} leaves out all queries that are nearer: no entry is ever reached. Lower "
-                "target.horizon below the window, or add a source (appendix, repeat, continuation)."
-            )

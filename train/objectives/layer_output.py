@@ -118,31 +118,26 @@ def budget_threshold(
 
 
 def _parts(case: Case) -> Iterator[tuple[Evidence, int]]:
-    """The document with its own queries, and each branch, made when it is asked for; with the distance from
-    which entries are masked."""
-    assert case.view is not None
-    branches = case.view.branches
-    for number in range(1 + len(branches)):
-        evidence = branches[number - 1][1] if number else case.view.document
-        key = (*case.key, QUERIES, number)
-        part = _stretch(evidence, 0 if number else case.horizon, case.settings.output_queries, key)
-        del evidence
-        if part is not None:
+    """The document with its queries, and each branch, made when it is asked for; with the distance from which
+    entries are masked."""
+    if part := _stretch(case.view.document, case.horizon, case, 0):
+        yield part
+    for number, (_, evidence) in enumerate(case.view.branches, start=1):
+        if part := _stretch(evidence, 0, case, number):
+            del evidence
             yield part
         del part
 
 
-def _stretch(
-    evidence: Evidence, horizon: int, count: int, key: tuple[int, ...]
-) -> tuple[Evidence, int] | None:
-    """The same layer up to some keyed query, with that query and the ones before it only: `count` of them
-    (0: all), none of them so early that it sees no masked entry."""
+def _stretch(evidence: Evidence, horizon: int, case: Case, number: int) -> tuple[Evidence, int] | None:
+    """The same layer up to some keyed query, with that query and the ones before it only: `output_queries` of
+    them, none of them so early that it sees no masked entry."""
     T, S = evidence.num_seen, evidence.num_queries
     first = max(0, horizon - (T - S))  # the query at entry `horizon` is the first that sees a masked entry
     if first >= S:
         return None
-    count = min(count or S, S - first)
-    draw = float(torch.rand((), generator=keyed_generator(key)))
+    count = min(case.settings.output_queries or S, S - first)
+    draw = float(torch.rand((), generator=keyed_generator((*case.key, QUERIES, number))))
     start = first + int(draw * (S - first - count + 1))
     part = truncate(evidence, T - S + start + count)
     queried_BS = None if part.queried_BS is None else part.queried_BS[:, start:]

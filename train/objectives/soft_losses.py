@@ -35,18 +35,14 @@ Valid = Bool[Tensor, "B T"]
 
 @dataclass(frozen=True)
 class Head:
-    """A model's language-model head: hidden states behind the last norm -> logits `cap tanh(x / cap)` of `x =
-    factor W h`, with what the model's configuration says (Gemma caps, Granite and Cohere scale); `soft_cap`
-    None: `x` itself."""
+    """A model's language-model head: hidden states behind the last norm -> logits `x = W h`, or `cap tanh(x /
+    cap)` where the model's configuration says so (Gemma)."""
 
     projection: nn.Module
-    factor: float = 1.0
     soft_cap: float | None = None
 
     def __call__(self, hidden_NE: Float[Tensor, "N E"]) -> Float[Tensor, "N V"]:
         logits_NV = self.projection(hidden_NE)
-        if self.factor != 1.0:
-            logits_NV = logits_NV * self.factor
         if self.soft_cap is not None:
             logits_NV = torch.tanh(logits_NV / self.soft_cap) * self.soft_cap
         return logits_NV
@@ -54,12 +50,10 @@ class Head:
 
 @torch.no_grad()
 def head_of(model: Any) -> Head:
-    """Returns the head of a causal language model, compared with the model's own logits on two tokens;
+    """Returns the head of a causal language model, compared with the model's logits on two tokens;
     ValueError: they differ: the architecture does something to its logits that is not known here."""
     config = model.config.get_text_config()
-    factor = float(getattr(config, "logit_scale", None) or 1.0)
-    factor /= float(getattr(config, "logits_scaling", None) or 1.0)
-    head = Head(model.get_output_embeddings(), factor, getattr(config, "final_logit_softcapping", None))
+    head = Head(model.get_output_embeddings(), getattr(config, "final_logit_softcapping", None))
     device = next(model.parameters()).device
     input_ids = torch.arange(2, device=device)[None] + min(2, config.vocab_size - 2)
     hidden_TE = base_model(model)(input_ids=input_ids, use_cache=False).last_hidden_state[0]
@@ -69,9 +63,8 @@ def head_of(model: Any) -> Head:
     if not off <= tolerance * max(1.0, float(wanted_TV.abs().max())):
         raise ValueError(
             f"the logits of {type(model).__name__} are not what its output embeddings give (they differ by "
-            f"{off:.3g}): it does something to them beside logit_scale, logits_scaling and "
-            "final_logit_softcapping, which is not known here. Train these gates with stage `local`, or with "
-            "soft.terms of `hidden` and a capacity alone."
+            f"{off:.3g}). Train these gates with stage `local`, or with soft.terms of `hidden` and a "
+            "capacity alone."
         )
     return head
 
@@ -261,21 +254,15 @@ def capacity_term(
 def closed_term(log_gates: LogGates, valid_BT: Valid, keep: float) -> Float[Tensor, " B"]:
     """`max(0, (1 - keep) - closed)`, with `closed` the share of all entries of all layers and heads that is:
     one-sided, so that more may be closed (DMS, arXiv 2506.05345).
-
-    A choice of ours: the share is each document's own, so that every document has to close as much. DMS takes
-    it over the whole batch, where one document may stay open at the cost of another; but then a document's
-    loss would depend on those beside it, and not be the same in any batch and on any number of processes.
-    """
+    DMS takes the share over the whole batch; here it is each document's, so that a document's loss is the
+    same in any batch and on any number of processes."""
     return ((1.0 - keep) - (1.0 - open_share(log_gates, valid_BT))).relu()
 
 
 def eviction_rate_term(log_gates: LogGates, valid_BT: Valid, keep: float) -> Float[Tensor, " B"]:
     """`|open - keep|`, with `open` the share of all entries that is: two-sided (Attention-Gate, arXiv
-    2410.12876).
-
-    As in `closed_term`, the share is each document's own: documents that open by more or less than the budget
-    are penalised though their mean is right.
-    """
+    2410.12876). The share is
+    each document's, as in `closed_term`."""
     return (open_share(log_gates, valid_BT) - keep).abs()
 
 

@@ -54,10 +54,10 @@ class TargetSettings:
 
 def check_targets(settings: TargetSettings) -> None:
     """Raises ValueError with all sources that there are none of."""
-    nothing = (not settings.sources, f"target.sources is empty: name some of {', '.join(SOURCES)}.")
-    found = unknown([settings.kind], TARGETS, what="target.kind")
-    found += unknown(settings.sources, SOURCES, what="target.sources")
-    refuse(nothing, found=found, separator=" ", end="")
+    nothing = (not settings.sources, f"target.sources is empty: name some of {', '.join(SOURCES)}")
+    found = unknown([settings.kind], TARGETS, what="target", key="target.kind")
+    found += unknown(settings.sources, SOURCES, what="source", key="target.sources")
+    refuse(nothing, found=found)
 
 
 def target_unit(settings: TargetSettings) -> str:

@@ -35,14 +35,14 @@ from retain.gates.artifact import METADATA_FILE
 from retain.process import disk
 from retain.process.disk import save_new, write_new
 from retain.process.lock import take_lock
-from retain.train.data.corpus import AnyCorpus
 from retain.train.run.parallel import Accelerator, Synchroniser, check_alike, on_main_process
 
 CONFIG_FILE = "config.yaml"
 RUN_FILE = "run.json"
 LOG_FILE = "log.jsonl"
 CHECKPOINT_FILE = "checkpoint.safetensors"
-# Keys and sections that say how to start and where to write, not what is trained (`plan`: of earlier runs).
+# Keys and sections that say how to start and where to write, not what is trained (`plan` and `resume`: of
+# earlier runs).
 START_KEYS = ("overwrite", "resume", "plan", "output", "tracker", "training.checkpoint_every")
 # Fitted after the last step: free to change until then.
 AFTER_KEYS = ("calibration",)
@@ -52,7 +52,7 @@ OTHERWISE = "another `output` (a file STOP in the folder stops the other run)"
 State = Literal["fresh", "resume", "finished"]
 
 
-def inspect_run(folder: Path, config: Mapping[str, Any], *, overwrite: bool, resume: bool) -> State:
+def inspect_run(folder: Path, config: Mapping[str, Any], *, overwrite: bool) -> State:
     """Decides how a run of this config would start in this folder; changes nothing. Model and documents are
     for `check_inputs`, once they are loaded.
 
@@ -61,8 +61,7 @@ def inspect_run(folder: Path, config: Mapping[str, Any], *, overwrite: bool, res
     goes on with.
 
     Raises:
-        ValueError: the folder holds a run of another config, or an unfinished one that `resume=false` forbids
-            to go on.
+        ValueError: the folder holds a run of another config.
     """
     if overwrite or not folder.exists():
         return "fresh"
@@ -82,14 +81,7 @@ def inspect_run(folder: Path, config: Mapping[str, Any], *, overwrite: bool, res
         )
     if finished:
         return "finished"
-    if latest(folder) is None:
-        return "fresh"
-    if not resume:
-        raise ValueError(
-            f"{folder} holds an unfinished run of this config: drop resume=false to go on, or pass "
-            "overwrite=true to start anew."
-        )
-    return "resume"
+    return "resume" if latest(folder) else "fresh"
 
 
 def _record(path: Path) -> dict[str, Any]:
@@ -125,20 +117,9 @@ def locked(folder: Path, accelerator: Accelerator) -> Iterator[None]:
             release()
 
 
-def describe_inputs(
-    model_sha256: str, corpus: AnyCorpus, initial_sha256: str | None = None
-) -> dict[str, str]:
-    """Returns `{"base model": sha256, "documents": sha256}` of what a run is trained on, and the sha256 of
-    its `initial gates` where it begins with those of an artifact. A corpus in memory counts token by token,
-    in its order, which decides what each step reads; a stream by its files, its settings and its first
-    documents."""
-    inputs = {"base model": model_sha256, "documents": corpus.describe()}
-    return inputs if initial_sha256 is None else {**inputs, "initial gates": initial_sha256}
-
-
 def check_inputs(folder: Path, inputs: Mapping[str, str]) -> None:
     """Raises ValueError if the folder's run began with another model, other documents or other gates
-    than `inputs` (`describe_inputs` of now), or did not write down with which."""
+    than `inputs` (the sha256 of each, by its name), or did not write down with which."""
     earlier = _record(folder / RUN_FILE)
     differ = [
         f"{name}: sha256 {earlier.get(name, 'not recorded')} -> {now}"

@@ -5,7 +5,6 @@ the longest that there are (of a stream, the first step's), so that no later ste
 take longer.
 """
 
-import os
 import resource
 import sys
 import time
@@ -40,10 +39,10 @@ def dry_run(lesson: Lesson, accelerator: Accelerator) -> str:
     everyone = gather_object([(time.perf_counter() - began, peak_bytes(accelerator.device))])
     seconds, peak = (max(found) for found in zip(*everyone, strict=True))
     longest, steps = max(map(lesson.size_of, documents)), lesson.training.steps
-    held = f"{peak / GIB:.2f} of {room_bytes(accelerator.device) / GIB:.1f} GiB on {accelerator.device.type}"
     return (
         f"dry run: one step of {len(documents)} documents, {record['tokens']:,} tokens, what is read after "
-        f"them included (the longest {longest:,}): {seconds:.1f} s, peak {held}. {steps} such steps take "
+        f"them included (the longest {longest:,}): {seconds:.1f} s, peak {peak / GIB:.2f} "
+        f"GiB on {accelerator.device.type}. {steps} such steps take "
         f"{steps * seconds / 3600:.2g} hours; held-out documents and calibration come on top."
     )
 
@@ -63,10 +62,3 @@ def peak_bytes(device: torch.device) -> int:
         return max(map(torch.cuda.max_memory_reserved, range(torch.cuda.device_count())))
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def room_bytes(device: torch.device) -> int:
-    """The memory of the device, or of this machine."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

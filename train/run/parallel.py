@@ -158,8 +158,8 @@ def loaded_whole() -> Iterator[None]:
 
 
 def on_main_process(accelerator: Accelerator, act: Callable[[], X]) -> X:
-    """Returns on every process what the first one makes; an error is raised on all of them, so that none
-    waits for one that has gone."""
+    """Returns on every process the result of the first one; an error is raised on all of them, so that none
+    waits for it."""
     made: Any = None
     error: Exception | None = None
     if accelerator.is_main_process:
@@ -167,12 +167,7 @@ def on_main_process(accelerator: Accelerator, act: Callable[[], X]) -> X:
             made = act()
         except Exception as raised:
             error = raised
-    known = error is None or isinstance(error, OSError | ValueError)  # others may not be picklable
-    sent = error if known else ValueError(f"the first process failed: {type(error).__name__}: {error}")
-    everyone = gather_object([(made, sent)])
-    if error is not None:
-        raise error
-    made, error = everyone[0]
+    made, error = gather_object([(made, error)])[0]
     if error is not None:
         raise error
     return made
@@ -222,20 +217,17 @@ def shard_frozen_(
     """Brings a frozen model to its devices: whole, or in parts that are put together layer by layer.
 
     - `replicated`: `model.to(device)`; what is quantised, or spread by `device_map`, stays where it is.
-    - `fsdp2`: every decoder layer is `fully_shard`-ed over all processes, and is whole on each of them while
-      it runs. Embeddings, the last norm and the head stay whole everywhere: they are called from outside
-      of layers, and the head is asked for its weight.
+    - `fsdp2`: every decoder layer is `fully_shard`-ed over all processes. Embeddings, the last norm and the
+      head stay whole everywhere: they are called from outside of layers.
     - `zero3`: every parameter is partitioned, one after another, so that no device ever holds all of them,
-      and is whole while the very module that owns it runs; who reads a weight without running its module
-      asks for it (`retain.hf.model.projection.dense_weight` does). Buffers are whole everywhere.
+      and is whole while its module runs; `retain.hf.model.projection.dense_weight` reads it outside.
 
     A sharded model is read in lockstep: every process must run the same number of forwards, and read as many
     weights, or all of them wait for ever. Hash it (`fingerprint`) before it is sharded.
 
     Args:
         model: a `PreTrainedModel`, loaded on the CPU by every process; changed in place.
-        sharding: None: that which accelerate was launched with.
-        deepspeed_config: None: that of accelerate.
+        sharding, deepspeed_config: None: that which accelerate was launched with.
 
     Raises:
         ValueError: a model that cannot be sharded.
@@ -286,9 +278,8 @@ def _fully_shard_(model: nn.Module, accelerator: Accelerator) -> None:
 
 
 def _partition_(model: nn.Module, accelerator: Accelerator, config: Mapping[str, Any]) -> None:
-    """By `zero.Init` and not by the engine, which would first bring the whole model to the device. Only where
-    things lie is the user's config to say: a batch size, precision or optimiser of its own means nothing to a
-    frozen model."""
+    """Partitions by `zero.Init`: the engine would first bring the whole model to the device. Of the user's
+    config only `zero_optimization` means something to a frozen model."""
     require("deepspeed", "deepspeed", what="this accelerate config")
     import deepspeed
 

@@ -145,8 +145,6 @@ REFUSED = {
     **dict.fromkeys(
         ("assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens", "use_mtp"), _ASSISTED
     ),
-    "penalty_alpha": "asks for contrastive search, which does not work with retain.Cache: it reads top_k "
-    "candidates and forgets all but one of them, and an eviction cannot be undone. Leave it out.",
     "cache_implementation": f"asks transformers for a cache of its own, and {CACHE} is a retain.Cache, which "
     "grows and shrinks: pass one of the two.",
     "prefill_chunk_size": "reads a prompt in chunks, whose end the cache would not know: read the context "

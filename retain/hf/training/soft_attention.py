@@ -101,13 +101,42 @@ class SoftGated(nn.Module):
         self, model: nn.Module, gates: GateSet, *, protected: int, to_log_gate: ToLogGate | None = None
     ):
         super().__init__()
-        self.gates = gates_for(model, gates)
-        self._hooks = _Hooks(model, self.gates, protected, to_log_gate or published_log_gate)
+        self.gates: GateSet = gates_for(model, gates)
+        self.protected, self.to_log_gate = protected, to_log_gate or published_log_gate
+        base = base_model(model)
+        self._frozen: tuple[Any, Any] = model, base  # a tuple, so that neither is a part of this module
+        before = not self.gates.inputs.isdisjoint(("queries_before", "keys_before"))
+        self.rotary = rotary_of(model) if before else None
+        self._active: dict[int, Tensor] | None = None  # log-gates of the forward that is gated now
+        self._ungated_BT: Tensor | None = None
+        self._pointed: ExitStack | None = None  # while the configurations say our name
+        self._again = False  # whether one layer is computed again, for the backward
+        trained = {id(parameter) for parameter in self.gates.parameters()}
+        wants = [name for name, x in model.named_parameters() if x.requires_grad and id(x) not in trained]
+        if wants:
+            raise ValueError(
+                f"{len(wants)} parameters of the model want a gradient (the first is {wants[0]}), and soft "
+                "gates are trained on a frozen one: call model.requires_grad_(False)."
+            )
+        names = list(inspect.signature(base.forward).parameters)
+        self._handles: list[RemovableHandle] = [
+            base.register_forward_pre_hook(partial(self._before_model, names), with_kwargs=True),
+            base.register_forward_hook(self._after_model, always_call=True),
+        ]
+        layers: Any = base.layers
+        for spec in layout_of(model).evicting:
+            before_attention = partial(self._before_attention, spec)
+            self._handles += [
+                layers[spec.layer_idx].register_forward_pre_hook(self._before_layer, with_kwargs=True),
+                spec.module.register_forward_pre_hook(before_attention, with_kwargs=True),
+                spec.module.register_forward_hook(self._after_attention, always_call=True),
+            ]
 
     def close(self) -> None:
         """Take the hooks out of the model; layers of gradient checkpointing that were not yet differentiated
         cannot be any more, and forwards are not gated."""
-        self._hooks.undo()
+        for handle in self._handles:
+            handle.remove()
 
     def __enter__(self) -> "SoftGated":
         return self
@@ -132,14 +161,80 @@ class SoftGated(nn.Module):
             ungated_BT: True on entries that stay as they are (sinks, prefix, ...).
             **given: further arguments of the model.
         """
-        hooks = self._hooks
         log_gates: dict[int, Tensor] = {}
-        hooks.active, hooks.ungated_BT = log_gates, ungated_BT
+        self._active, self._ungated_BT = log_gates, ungated_BT
         try:
-            output = hooks.model(input_ids=input_ids, attention_mask=attention_mask, **given)
+            output = self._frozen[0](input_ids=input_ids, attention_mask=attention_mask, **given)
         finally:
-            hooks.active = hooks.ungated_BT = None
+            self._active = self._ungated_BT = None
         return output, log_gates
+
+    def _point(self, name: str) -> None:
+        """Point the model to our attention, while a forward runs, or one of its layers again."""
+        self._pointed = ExitStack()
+        self._pointed.enter_context(pointed_to(self._frozen[1], name))
+
+    def _point_back(self) -> None:
+        if self._pointed is not None:
+            self._pointed.close()
+            self._pointed = None
+
+    def _before_model(
+        self, names: list[str], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Hooked | None:
+        """Decoder pre-hook: reads the padding, and sends this forward's state along."""
+        if self._active is None:
+            return None
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        if cache_in(given) is not None:
+            raise ValueError(
+                "a cache was given, and soft gates read whole sequences in one forward: leave it out."
+            )
+        previous = str(module.config._attn_implementation)
+        if previous not in OUTSIDE:
+            raise ValueError(
+                f"attention implementation {previous!r} cannot be gated softly: call "
+                "model.set_attn_implementation('sdpa') (or 'eager') before."
+            )
+        read = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
+        shown: dict[str, Any] = {name: given.get(name) for name in read}
+        name = f"retain_soft_{previous}"
+        register(name, intercepted(previous), _mask_function(previous))
+        step = _Step(self, read_call(**shown), self._ungated_BT, self._active, name)
+        self._point(name)
+        return (), {**given, "use_cache": False, STEP: step}
+
+    def _after_model(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Decoder hook, which runs after an error too."""
+        self._point_back()
+
+    def _after_attention(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Hook of an attention module: ends what a layer that is computed again began."""
+        if self._again:
+            self._again = False
+            self._point_back()
+
+    def _before_attention(
+        self, spec: LayerSpec, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Hooked | None:
+        """Pre-hook of an attention module: sends its input along, of which log-gates are made."""
+        step = kwargs.get(STEP)
+        if not isinstance(step, _Step) or step.gated is not self:
+            return None
+        if self._pointed is None:
+            self._again = True
+            self._point(step.name)
+        return args, {**kwargs, STEP: replace(step, spec=spec, hidden_BTE=hidden_of(args, kwargs))}
+
+    def _before_layer(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Hooked | None:
+        """Pre-hook of a decoder layer: sends the residual stream along."""
+        step = kwargs.get(STEP)
+        if not isinstance(step, _Step) or step.gated is not self:
+            return None
+        stream_BTE = hidden_of(args, kwargs) if "stream" in self.gates.inputs else None
+        return args, {**kwargs, STEP: replace(step, stream_BTE=stream_BTE)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,7 +242,7 @@ class _Step:
     """State of a gated forward of the decoder, at a layer. It travels in the arguments, so that a layer that
     gradient checkpointing computes again meets the state of its forward."""
 
-    hooks: "_Hooks"
+    gated: SoftGated
     call: Call
     ungated_BT: Tensor | None
     log_gates: dict[int, Tensor]
@@ -160,7 +255,7 @@ class _Step:
         self, query: Tensor, key: Tensor, value: Tensor, dense: Any, given: Mapping[str, Any]
     ) -> tuple[Tensor, Tensor | None]:
         """Attend in a layer; `[B, S, Q, D]` as transformers takes it."""
-        spec, ages, call = self.spec, self.hooks.gates.ages, self.call
+        spec, ages, call = self.spec, self.gated.gates.ages, self.call
         if spec is None:
             return dense()
         scaling, soft_cap = given.get("scaling"), given.get("softcap")
@@ -177,7 +272,7 @@ class _Step:
             None if ages else log_gate_BHT,
             log_gate_BHT if ages else None,
             scaling=spec.scaling if scaling is None else scaling,
-            protected=self.hooks.protected,
+            protected=self.gated.protected,
             window=spec.window,
             exists_BT=None if call.valid_BS is None else call.mask_BT.to(query.device),
             soft_cap=soft_cap,
@@ -189,7 +284,7 @@ class _Step:
         self, spec: LayerSpec, query: Tensor, key: Tensor, value: Tensor, soft_cap: float | None
     ) -> Tensor:
         """Log-gates of a layer, from the inputs of its gate."""
-        call, device, gate = self.call, query.device, self.hooks.gates[spec.layer_idx]
+        call, device, gate = self.call, query.device, self.gated.gates[spec.layer_idx]
         if gate.device != device:
             gate.to(device)  # in place: the optimiser's parameters stay the same ones
         evidence = spec.evidence(
@@ -203,116 +298,14 @@ class _Step:
             valid_BT=call.mask_BT.to(device),
             hidden_BTE=self.hidden_BTE,
             token_ids_BT=None if call.token_ids_BS is None else call.token_ids_BS.to(device),
-            rotary=self.hooks.rotary,
+            rotary=self.gated.rotary,
             stream_BTE=self.stream_BTE,
         )
-        log_gate_BHT = self.hooks.to_log_gate(gate(inputs_of(evidence, gate)), gate)
+        log_gate_BHT = self.gated.to_log_gate(gate(inputs_of(evidence, gate)), gate)
         if self.ungated_BT is not None:
             log_gate_BHT = log_gate_BHT.masked_fill(self.ungated_BT[:, None].to(device), 0.0)
         self.log_gates.setdefault(spec.layer_idx, log_gate_BHT)
         return log_gate_BHT
-
-
-class _Hooks:
-    """Hooks in a model, which gate its forwards while something is `active` and leave others alone."""
-
-    def __init__(self, model: nn.Module, gates: GateSet, protected: int, to_log_gate: ToLogGate):
-        self.model, self.base = model, base_model(model)
-        self.gates, self.protected, self.to_log_gate = gates, protected, to_log_gate
-        before = not gates.inputs.isdisjoint(("queries_before", "keys_before"))
-        self.rotary = rotary_of(model) if before else None
-        self.arguments = list(inspect.signature(self.base.forward).parameters)
-        self.active: dict[int, Tensor] | None = None  # log-gates of the forward that is gated now
-        self.ungated_BT: Tensor | None = None
-        self.pointed: ExitStack | None = None  # while the configurations say our name
-        self.again = False  # whether one layer is computed again, for the backward
-        trained = {id(parameter) for parameter in gates.parameters()}
-        wants = [name for name, x in model.named_parameters() if x.requires_grad and id(x) not in trained]
-        if wants:
-            raise ValueError(
-                f"{len(wants)} parameters of the model want a gradient (the first is {wants[0]}), and soft "
-                "gates are trained on a frozen one: call model.requires_grad_(False)."
-            )
-        self.hooks: list[RemovableHandle] = [
-            self.base.register_forward_pre_hook(self.before_model, with_kwargs=True),
-            self.base.register_forward_hook(self.after_model, always_call=True),
-        ]
-        for spec in layout_of(model).evicting:
-            before_attention = partial(self.before_attention, spec)
-            self.hooks += [
-                self.base.layers[spec.layer_idx].register_forward_pre_hook(
-                    self.before_layer, with_kwargs=True
-                ),
-                spec.module.register_forward_pre_hook(before_attention, with_kwargs=True),
-                spec.module.register_forward_hook(self.after_attention, always_call=True),
-            ]
-
-    def undo(self) -> None:
-        for hook in self.hooks:
-            hook.remove()
-
-    def _point(self, name: str) -> None:
-        """Point the model to our attention, while a forward runs, or one of its layers again."""
-        self.pointed = ExitStack()
-        self.pointed.enter_context(pointed_to(self.base, name))
-
-    def _point_back(self) -> None:
-        if self.pointed is not None:
-            self.pointed.close()
-            self.pointed = None
-
-    def before_model(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hooked | None:
-        """Decoder pre-hook: reads the padding, and sends this forward's state along."""
-        if self.active is None:
-            return None
-        given = {**dict(zip(self.arguments, args, strict=False)), **kwargs}
-        if cache_in(given) is not None:
-            raise ValueError(
-                "a cache was given, and soft gates read whole sequences in one forward: leave it out."
-            )
-        previous = str(self.base.config._attn_implementation)
-        if previous not in OUTSIDE:
-            raise ValueError(
-                f"attention implementation {previous!r} cannot be gated softly: call "
-                "model.set_attn_implementation('sdpa') (or 'eager') before."
-            )
-        read = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
-        shown: dict[str, Any] = {name: given.get(name) for name in read}
-        name = f"retain_soft_{previous}"
-        register(name, intercepted(previous), _mask_function(previous))
-        step = _Step(self, read_call(**shown), self.ungated_BT, self.active, name)
-        self._point(name)
-        return (), {**given, "use_cache": False, STEP: step}
-
-    def after_model(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Decoder hook, which runs after an error too."""
-        self._point_back()
-
-    def after_attention(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Hook of an attention module: ends what a layer that is computed again began."""
-        if self.again:
-            self.again = False
-            self._point_back()
-
-    def before_attention(
-        self, spec: LayerSpec, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Hooked | None:
-        """Pre-hook of an attention module: sends its input along, of which log-gates are made."""
-        step = kwargs.get(STEP)
-        if not isinstance(step, _Step) or step.hooks is not self:
-            return None
-        if self.pointed is None:
-            self.again = True
-            self._point(step.name)
-        return args, {**kwargs, STEP: replace(step, spec=spec, hidden_BTE=hidden_of(args, kwargs))}
-
-    def before_layer(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hooked | None:
-        """Pre-hook of a decoder layer: sends the residual stream along."""
-        step = kwargs.get(STEP)
-        if not isinstance(step, _Step) or step.hooks is not self:
-            return None
-        stream_BTE = hidden_of(args, kwargs) if "stream" in self.gates.inputs else None
-        return args, {**kwargs, STEP: replace(step, stream_BTE=stream_BTE)}
 
 
 def _mask_function(previous: str) -> Callable[..., Tensor | None]:
