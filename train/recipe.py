@@ -68,8 +68,6 @@ class DistillConfig:
     """Of transformers (`auto` spreads the frozen model over this process's devices)."""
     quantization: dict[str, Any] | None = None
     """Settings of transformers' quantisation, as its config has them (`quant_method`, ...)."""
-    initial: str | None = None
-    """An artifact whose gates the run begins with (of the same family); null: fresh ones."""
     seed: Whole = 0
     """Of documents, order, pairs and the gates' first weights."""
     data: DataSettings = field(default_factory=DataSettings)

@@ -70,8 +70,8 @@ class View:
         key: of its document, for keyed draws.
         document: over the document, a query for each entry.
         sources: of the branches.
-        behind: functions that make the evidence over `[document | branch]` with the branch's queries: of all
-            branches but the first, keys and values of the document are copied.
+        behind: makes evidence over `[document | branch]` with the branch's queries, for each branch: of all
+            but the first, keys and values of the document are copied.
     """
 
     layer_idx: int
@@ -84,7 +84,7 @@ class View:
     @property
     def branches(self) -> Iterator[tuple[str, Evidence]]:
         """Sources and evidence of the branches, one at a time."""
-        return ((source, made()) for source, made in zip(self.sources, self.behind, strict=True))
+        return ((source, make()) for source, make in zip(self.sources, self.behind, strict=True))
 
 
 def walk(

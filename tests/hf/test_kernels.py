@@ -81,7 +81,7 @@ def generated(model: Any, policy: Policy, regime: str) -> tuple[Tensor, list[Ten
     with retain.attach(model):
         cache = Cache(model, policy, gates=gates, regime=regime, every=EVERY, keep_ratio=0.4)
         given = {"input_ids": ids, "attention_mask": mask, CACHE: cache}
-        tokens = model.generate(**given, max_new_tokens=NEW, do_sample=False)
+        tokens = model.generate(**given, max_new_tokens=NEW, do_sample=False, disable_compile=True)
         seen = torch.cat([mask, mask.new_ones(len(mask), NEW - 1)], dim=1).cpu()
         return tokens, held_by(cache, seen)
 

@@ -4,6 +4,7 @@ import itertools
 import subprocess
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from transformers import CompileConfig
 
 from retain.hf.cache import static_decoding
 from retain.hf.cache.cache import Cache
+from retain.hf.intercept.attach import _room
 from retain.hf.version_names import CACHE
 from retain.presets import load_policy
 from tests.hf.regime_runs import FEW, gates_of
@@ -97,6 +99,22 @@ def as_written_and_compiled(
         assert_accounts(static)
         new, new_mask = tiny_batch((0,) * batch, 5, seed=7)
         ids, mask = torch.cat([want, new], 1), torch.cat([mask, mask.new_ones(batch, tokens), new_mask], 1)
+
+
+@pytest.mark.parametrize(
+    ("device", "said", "room"),
+    [
+        ("cuda", {"max_new_tokens": 7}, 7),
+        ("cuda", {"max_new_tokens": 7, "num_beams": 2}, 0),
+        ("cuda", {"max_new_tokens": 7, "disable_compile": True}, None),
+        ("cpu", {"max_new_tokens": 7}, None),
+        ("cpu", {"max_length": 67, "compile_config": compiling()}, 7),
+        ("cpu", {"max_new_tokens": 7, "compile_config": CompileConfig()}, None),
+    ],
+)
+def test_steps_are_compiled_by_themselves_on_a_gpu(device, said, room):
+    model = SimpleNamespace(device=torch.device(device))
+    assert _room(model, said, {}, torch.zeros(1, 60)) == room
 
 
 def one_graph_and_the_same_tokens(family: str, policy: str, batch: int) -> None:
