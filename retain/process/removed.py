@@ -15,7 +15,6 @@ context_only -> when=[prefill] question=[unknown]
 query_aware -> when=[prefill] question=[known]
 suite suites -> tasks alone, e.g. tasks=[reference] or tasks=[ruler]
 text -> task_settings for its changes, and chat, dtype, revision, device_map as keys
-batch_items -> max_sequences: a context is read alone, and its candidates are decoded together
 template -> chat alone, with the template's defaults
 unit_items workers -> accelerate launch --num_processes N
 preset_protection under -> protections, which every policy is measured under too
