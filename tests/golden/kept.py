@@ -95,8 +95,8 @@ def jittered(module: torch.nn.Module, seed: int) -> torch.nn.Module:
 
 
 def run(cell: str, jitter: int = 0) -> np.ndarray:
-    """Positions that the cache of a cell holds in the end, `[document, layer, head, position]`; `jitter` above
-    0 draws noise on the weights of model and gates."""
+    """Positions that the cache of a cell holds in the end, `[document, layer, head, position]`; `jitter`
+    above 0 draws noise on the weights of model and gates."""
     name, policy_name, regime = cell.split("/")
     policy_name, _, family = policy_name.partition("@")
     kind, keep_ratio, chunk = MODELS[name]
