@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from retain.config import Whole
-from retain.gates import GATES, LookaheadGate, build_gates, dims_for
+from retain.gates import GATES, build_gates, dims_for
 from retain.hf.intercept.lookahead_pass import lookahead_gates
 from retain.models.named import Precision
 from retain.process.registry import lookup, suggest
@@ -144,13 +144,11 @@ def _check_gate(config: DistillConfig) -> None:
                 raise ValueError(
                     f"there is no setting {name!r}{hint_of(f'settings.{name}') or suggest(name, known)}"
                 )
-            reduce = settings.pop("reduce", "mean")
         with torch.device("meta"):
             if extension is None:
                 build_gates(family, dims_for(family, {0: SMALL}, settings))
             else:
                 extension(E=SMALL["E"], modules={}, **settings)
-                LookaheadGate(E=SMALL["E"], H=SMALL["H"], reduce=reduce)
     except (ValueError, TypeError, RuntimeError) as error:
         raise ValueError(f"gate.settings={config.gate.settings}: {str(error).splitlines()[0]}") from error
     if config.stage == "local":
