@@ -59,12 +59,6 @@ IDS = {"context_ids": "input_ids", "appendix_ids": "labels"}
     [
         ({"text": "body"}, {"body": "abc", "title": "t", "messages": 1}, "abc", ""),
         ({"context": "story"}, {"story": "abc", "question": "q", "answer": "a"}, "abc", "\nq\na"),
-        (
-            {"context": "input", "question": "instruction", "answer": "output"},
-            {"input": "abc", "instruction": "q", "output": "3"},
-            "abc",
-            "\nq\n3",
-        ),
         (IDS, {"input_ids": [1, 97], "labels": [98]}, "a", "b"),
         (IDS, {"input_ids": [1, 97], "labels": None}, "a", ""),
         ({}, {"context_ids": [1, 97]}, "a", ""),
