@@ -248,7 +248,7 @@ def summarise(readings: Sequence[Sequence[Reading]]) -> list[dict[str, Any]]:
     """A row for each policy and budget: means over the steps of all documents together (of overlap and
     entries, which have no steps, over documents), the least single number of coverage, and the standard error
     of the documents' mean KL (None: of one document)."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     for same in zip(*readings, strict=True):
         together = {
             name: torch.cat([getattr(one, name).double().flatten() for one in same])
