@@ -246,8 +246,9 @@ def ids_on(model: Any, tokens: Sequence[int]) -> Int[Tensor, "1 S"]:
 
 def summarise(readings: Sequence[Sequence[Reading]]) -> list[dict[str, Any]]:
     """A row for each policy and budget: means over the steps of all documents together (of overlap and
-    entries, which have no steps, over documents), the least single number of coverage, and the standard error
-    of the documents' mean KL (None: of one document)."""
+    entries, which have no steps, over documents), the least single number of coverage, the standard error of
+    the documents' mean KL (None: of one document), and the perplexity over that of the first row, the full
+    cache's."""
     rows: list[dict[str, Any]] = []
     for same in zip(*readings, strict=True):
         together = {

@@ -53,28 +53,17 @@ def drawn(seed, context, question):
 DOCUMENTS = [drawn(0, 90, 5), drawn(1, 70, 4)]
 
 
-@pytest.fixture(params=["rows sum to one", "a sink takes some"])
-def shown(request):
-    """Attention of S queries, and a keep mask of the first T entries; float64."""
+@pytest.mark.parametrize("sink", [False, True])
+def test_coverage_is_its_formula_and_grows_with_the_kept_set(sink):
     logits = 3 * torch.randn(B, H * G, S, SEEN + 1, dtype=torch.float64)
-    sink = request.param == "a sink takes some"
     probs = logits.softmax(-1)[..., :SEEN] if sink else logits[..., :SEEN].softmax(-1)
-    return probs, torch.rand(B, H, T) < 0.4
-
-
-def test_coverage_is_its_formula(shown):
-    probs, keep = shown
+    order = torch.rand(B, H, T).argsort(-1).argsort(-1)
+    covered = torch.stack([coverage(probs, order < count) for count in range(T + 1)])
     naive = torch.zeros(B, H, S, dtype=torch.float64)
     for b, h, t in itertools.product(range(B), range(H), range(S)):
         paid = [max(float(probs[b, q, t, i]) for q in range(h * G, (h + 1) * G)) for i in range(T)]
-        naive[b, h, t] = sum(p for i, p in enumerate(paid) if keep[b, h, i]) / sum(paid)
-    assert_close(coverage(probs, keep), naive, ops=4)
-
-
-def test_coverage_is_monotone_in_the_kept_set(shown):
-    probs, _ = shown
-    order = torch.rand(B, H, T).argsort(-1).argsort(-1)
-    covered = torch.stack([coverage(probs, order < count) for count in range(T + 1)])
+        naive[b, h, t] = sum(p for i, p in enumerate(paid) if order[b, h, i] < 3) / sum(paid)
+    assert_close(covered[3], naive, ops=4)
     assert (covered.diff(dim=0) >= -1e-12).all()
     assert (covered[0] == 0).all() and (covered[-1] == 1).all()
     assert (coverage(probs.float(), order < T) == 1).all(), "exactly, in float32 too"
@@ -208,9 +197,7 @@ def test_a_row_is_over_the_steps_of_all_documents():
     second = reading([[0.5], [0.49]], [0.8], [4.0], kept=1)
     worse = replace(second, policy="worse", loss_S=second.loss_S + 0.6)
     row, over = summarise([[first, first], [second, worse]])
-    assert over["perplexity_ratio"] == pytest.approx(math.exp(0.6 / 3)), (
-        "over the full cache's, the first row's"
-    )
+    assert over["perplexity_ratio"] == pytest.approx(math.exp(0.6 / 3)), "over that of the first row"
     wanted = {
         **{"keep_ratio": 0.5, "coverage": sum([1.0, 0.2, 0.8, 0.4, 0.5, 0.49]) / 6, "coverage_worst": 0.2},
         **{"oracle_overlap": 0.75, "kl": 0.4, "agreement": 2 / 3, "perplexity": math.exp(7 / 3)},
@@ -227,16 +214,11 @@ def test_a_given_continuation_is_scored_against_the_model():
     attach(model)
     for start, made in zip((0, 1000), documents := cut(ids, [1], 96, 12, 2), strict=True):
         whole = (*made.context_ids, *made.question_ids, *made.continuation_ids)
-        assert whole == (1, *ids[start : start + 108]) and (
-            len(made.context_ids),
-            len(made.question_ids),
-        ) == (96, 1)
+        assert whole == (1, *ids[start : start + 108])
+        assert (len(made.context_ids), len(made.question_ids)) == (96, 1)
     readings = diagnose(model, documents[1], ("random",), (0.5, 1.0), steps=20)
-    assert [(one.policy, one.keep_ratio) for one in readings] == [
-        (FULL, 1.0),
-        ("random", 0.5),
-        ("random", 1.0),
-    ]
+    asked = [(FULL, 1.0), ("random", 0.5), ("random", 1.0)]
+    assert [(one.policy, one.keep_ratio) for one in readings] == asked
     with torch.inference_mode():
         logits = model(torch.tensor([whole])).logits[0].double().log_softmax(-1)
     losses = [-float(logits[place - 1, whole[place]]) for place in range(97, 109)]
