@@ -246,7 +246,7 @@ class Score:
             and heads, and with attention granted to every entry before the norm; not with another norm or a
             divisor), `mass` (attention alone, or a share of it) or `rank` (only the order inside a head is
             meaningful; heads may still compete by the numbers as they are, as in released presses).
-        first_BHT: score of the first of two stages (`retain.budget.two_stage`), float32; None with one stage.
+        first_BHT: score of the first of two stages (`retain.attention.two_stage`), float32; None: one stage.
         window: number of last entries that are the observation window of the score.
         layer_weight_B: float64, weight of this layer in a budget that layers share (CAKE); None without.
         draw_BHT: keys of a drawn share of a budget (`retain.budget.joint`), float32; None

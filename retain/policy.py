@@ -16,16 +16,15 @@ import torch
 from jaxtyping import Bool, Float32, Int
 from torch import Tensor
 
+from retain.attention.two_stage import stage_by_mass
 from retain.budget.allocation import Candidates, Shares
 from retain.budget.cascade import keep_sets
 from retain.budget.joint import make_bids
-from retain.budget.split import ByScore
 from retain.budget.statement import Budget, LayerShape, Stock, select_rows, spread
-from retain.budget.two_stage import stage_by_mass
 from retain.config import stated_of
 from retain.evidence import Evidence
 from retain.fusion import fuse
-from retain.presets import Policy, load_policy, policies
+from retain.presets import ByScore, Policy, load_policy, policies
 from retain.protection import protected_mask
 from retain.scores import SCORES, Score, masked_score
 from retain.scores.lava import entropy_weight

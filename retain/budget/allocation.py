@@ -23,11 +23,11 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from retain.budget.head_weights import check_weights
+from retain.attention.head_weights import check_weights
 from retain.budget.joint import Bids, Won
 from retain.budget.largest_remainder import exact, largest_remainder
-from retain.budget.split import Pyramid, Split
 from retain.budget.statement import Totals
+from retain.presets import Policy, Pyramid
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Shares:
         threshold: of admission; then the totals are all that exists, and no budget decides.
     """
 
-    policy: Split
+    policy: Policy
     totals: Totals
     protected_B: tuple[int, ...]
     threshold: float | None = None

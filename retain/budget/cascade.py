@@ -17,12 +17,12 @@ import torch
 from jaxtyping import Bool, Int64
 from torch import Tensor
 
+from retain.attention.ranking import admit, select
+from retain.attention.two_stage import stage_by_budget
 from retain.budget.allocation import Candidates, Shares, allocate_uniform
 from retain.budget.joint import Bids, Won, allocate_joint
 from retain.budget.largest_remainder import largest_remainder
-from retain.budget.ranking import admit, select
-from retain.budget.split import Split
-from retain.budget.two_stage import stage_by_budget
+from retain.presets import Policy
 
 # What lower layers may still hold of what they have lost, as part of a whole layer's entries, until the last
 # layer comes. A cut lays a layer out anew, and L layers would be cut L^2 / 2 times. An entry that is held
@@ -104,7 +104,7 @@ def _by_weight(shares: Shares, layers: Sequence[Candidates], final: bool) -> lis
     return [list(column) for column in zip(*columns, strict=True)]
 
 
-def _keep(split: Split, layer: Candidates, won: Won) -> Bool[Tensor, "B H T"]:
+def _keep(split: Policy, layer: Candidates, won: Won) -> Bool[Tensor, "B H T"]:
     """Keep mask of a layer."""
     if split.draw is None:
         return keep_first(split, layer, won.budget_BH)
@@ -114,7 +114,7 @@ def _keep(split: Split, layer: Candidates, won: Won) -> Bool[Tensor, "B H T"]:
     return (~free_BHT).masked_scatter(free_BHT, won.won_N) & (layer.score_BHT > float("-inf"))
 
 
-def keep_first(split: Split, layer: Candidates, budget_BH: Int64[Tensor, "B H"]) -> Bool[Tensor, "B H T"]:
+def keep_first(split: Policy, layer: Candidates, budget_BH: Int64[Tensor, "B H"]) -> Bool[Tensor, "B H T"]:
     """The top of each head, in one stage or two."""
     kept_BHT = layer.kept_BHT
     if split.two_stages:

@@ -18,8 +18,8 @@ import torch
 from jaxtyping import Bool, Float, Int, Int32, Int64
 from torch import Tensor
 
+from retain.attention.ranking import rank_kept_first, refuse_nan
 from retain.budget.largest_remainder import ratio_of
-from retain.budget.ranking import rank_kept_first, refuse_nan
 
 
 class Bids(NamedTuple):

@@ -6,7 +6,7 @@ compare at equal memory however they share it. Shares are rational and rounded o
 to the tokens seen (or announced), and a budget is never more than what is still held.
 `retain/budget/allocation.py` spreads the total over layers and heads.
 
-A threshold states no budget: the scores decide how much is kept (`retain.budget.ranking.admit`).
+A threshold states no budget: the scores decide how much is kept (`retain.attention.ranking.admit`).
 """
 
 import math
@@ -34,7 +34,7 @@ class Budget:
         byte_ratio: bytes held / bytes of all that was seen, in (0, 1]: as many whole entries as fit. Of
             policies that hold entries in fewer bytes these are more.
         threshold: no budget: entries that score below it go, however many are left
-            (`retain.budget.ranking.admit`); in the unit of the policy's score, any finite number.
+            (`retain.attention.ranking.admit`); in the unit of the policy's score, any finite number.
     """
 
     keep_ratio: float | None = None

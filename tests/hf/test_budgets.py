@@ -4,7 +4,7 @@ right."""
 import pytest
 import torch
 
-from retain.budget.head_weights import format_weights
+from retain.attention.head_weights import format_weights
 from retain.budget.statement import Budget, LayerShape, spread
 from retain.hf.cache.cache import Cache
 from retain.protection import Protection
