@@ -8,8 +8,8 @@ weights that all scores share. Nothing here imports transformers.
 
 Causality goes by *entry index*, not by position id: query `s` of `S` sits at entry index `T - S + s`, so
 padding and gaps in the positions do not change what a query sees. After an eviction the entries are the
-columns of `retain.cache.dense_view`, and `held_BHT` says which head holds which; only the distance of sliding
-windows is then counted in tokens of the sequence (`place_BT`).
+columns of `retain.attention.dense_view`, and `held_BHT` says which head holds which; only the distance of
+sliding windows is then counted in tokens of the sequence (`place_BT`).
 """
 
 from dataclasses import dataclass, replace
@@ -295,3 +295,20 @@ def masked_score(
         first_BHT = first_BHT.float().masked_fill(missing_BHT, float("-inf"))
     values_BHT = values_BHT.float().masked_fill(missing_BHT, float("-inf"))
     return Score(values_BHT, unit, first_BHT, window, layer_weight_B)
+
+
+@dataclass(frozen=True, eq=False)
+class Stock:
+    """Entries that can still be chosen, if not every token of the evidence: at a second eviction, or while an
+    announced prompt is still being read.
+
+    Args:
+        held_BL: entries that each sequence's layers hold, over all heads.
+        lengths_B: tokens that a ratio is a ratio of: seen by each sequence, padding apart, or announced.
+        intact_BT: tokens seen, padding included, that every head of every layer still holds: only these can
+            be protected.
+    """
+
+    held_BL: tuple[tuple[int, ...], ...]
+    lengths_B: tuple[int, ...]
+    intact_BT: Bool[Tensor, "B T"]

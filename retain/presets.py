@@ -9,6 +9,7 @@ import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import field, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
@@ -16,7 +17,7 @@ from pydantic import AfterValidator, Discriminator, Field, Tag
 from pydantic.dataclasses import dataclass
 
 from retain import config
-from retain.budget.statement import LayerShape
+from retain.budget.largest_remainder import exact
 from retain.cache.precision import Precision
 from retain.config import STRICT, Share
 from retain.correction.merge import METADATA_BYTES, Merge
@@ -24,6 +25,7 @@ from retain.process.registry import lookup
 from retain.protection import Protection
 from retain.scores import SCORES, Score
 from retain.scores.trial import try_settings
+from retain.shapes import LayerShape
 
 Regime = Literal["any", "context_only", "query_aware", "chunked", "decode", "prefill+decode"]
 REGIMES: tuple[Regime, ...] = get_args(Regime)
@@ -70,6 +72,21 @@ class Pyramid:
 
     layers: Literal["pyramid"]
     beta: Annotated[float, Field(ge=1)] = 20.0
+
+    def line(self, mean: Fraction, most: Fraction, num_layers: int) -> list[Fraction]:
+        """Shares of layers: a straight line over depth, of this mean.
+
+        `first = 2 mean - last`, `last = mean / beta`; if the first would exceed what exists, `first = most`
+        and `last = 2 mean - most`. Beta 20 as its code and comparisons have it. Theirs rounds each step down,
+        and computes the line once for the first prompt; here it is exact, and each prompt's own.
+        """
+        if num_layers == 1:
+            return [mean]
+        last = mean / exact(self.beta)
+        first = 2 * mean - last
+        if first > most:
+            first, last = most, 2 * mean - most
+        return [first - (first - last) * idx / (num_layers - 1) for idx in range(num_layers)]
 
 
 @dataclass(frozen=True, config=STRICT)

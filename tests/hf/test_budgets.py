@@ -5,9 +5,10 @@ import pytest
 import torch
 
 from retain.attention.head_weights import format_weights
-from retain.budget.statement import Budget, LayerShape, spread
+from retain.budget.statement import Budget, spread
 from retain.hf.cache.cache import Cache
 from retain.protection import Protection
+from retain.shapes import LayerShape
 from tests.evictions import policy_of
 from tests.hf.regime_runs import FEW, assert_same_stores
 from tests.tiny import attached, tiny_batch
