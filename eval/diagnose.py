@@ -33,7 +33,7 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
 from retain.attention.chunked import attention_chunks
-from retain.budget.ranking import rank_entries
+from retain.attention.ranking import rank_entries
 from retain.budget.statement import Budget
 from retain.eval.config import resolve_device
 from retain.eval.run.answers import respond

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import retain
-from retain.budget.ranking import rank_entries
+from retain.attention.ranking import rank_entries
 from retain.eval.diagnose import (
     FULL,
     Document,

@@ -12,13 +12,12 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from retain.attention.dense_view import DenseView, align_last, dense_view, last_tokens
 from retain.attention.rotary import Rotary
-from retain.budget.statement import Stock
-from retain.cache.dense_view import DenseView, align_last, dense_view, last_tokens
 from retain.cache.layer_store import Store
 from retain.cache.store import LOG_WEIGHT, tail_index_RS
 from retain.eviction import BoundPolicy
-from retain.evidence import Evidence, RunningStatistics, in_reach
+from retain.evidence import Evidence, RunningStatistics, Stock, in_reach
 from retain.hf.cache.layer import Layer
 from retain.hf.cache.state import History
 from retain.hf.model.layout import LayerSpec
