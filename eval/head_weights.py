@@ -34,7 +34,7 @@ from retain.eval.tasks.encode import Encoded, encode
 from retain.eval.tasks.sources import load_rows
 from retain.hf.intercept.observe import observe
 from retain.hf.model.decoder import describe
-from retain.models.named import load, reference_seed
+from retain.models.named import REFERENCE, load
 from retain.process.command import command
 from retain.process.provenance import write_text
 
@@ -161,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if tokenizer is None:
         raise ValueError(f"model={given.model!r} has no tokenizer, and documents are texts.")
     model = model.to(device).requires_grad_(False)
-    task, seed = (TASK, SEED) if reference_seed(given.model) is None else (REFERENCE_TASK, 0)
+    task, seed = (REFERENCE_TASK, 0) if given.model == REFERENCE else (TASK, SEED)
     size = {"context_tokens": given.context_tokens, "items": given.documents}
     rows = tqdm(load_rows(task, tokenizer, seed=seed, **size), unit="item")
     items = ((encode(row, tokenizer, model), row.max_new_tokens) for row in rows)
