@@ -344,7 +344,7 @@ class Engine:
         if self._looks_again:
             evidence = bound.counted(bound.with_metadata(evidence))
             layer.recent.add("queries", queries_BQSD.detach())
-            layer.recent.keep("queries", self._num_queries(self._after(call)))
+            layer.recent.keep("queries", state.num_queries(self._after(call)))
         if self._reads_whole_prompt:
             evidence = without_expired(evidence, bound)
         if not self.evict_at_prefill:
@@ -464,19 +464,13 @@ class Engine:
             self._next = History.of(call) if state.history is None else state.history.after(call)
         return self._next
 
-    def _num_queries(self, history: History) -> int:
-        """The number of last tokens whose queries a later eviction reads."""
-        queries = self.state.bound_policy.wants.queries
-        first = self.state.last_due if queries is None else history.first_of_last(queries)
-        return history.num_seen - first
-
     @without_autocast
     def _store_metadata(self, layer: Layer, spec: LayerSpec, history: History) -> None:
         """Store what later evictions read of a layer's last tokens, and free what it was made from."""
         state = self.state
         num_tokens = history.num_seen - state.recorded
         store_metadata_(layer, spec, state.bound_policy, history, self._rotary, num_tokens=num_tokens)
-        layer.recent.keep("queries", self._num_queries(history))
+        layer.recent.keep("queries", state.num_queries(history))
 
     @without_autocast
     def _evict_again(self, *, release: bool) -> ValueError | None:
@@ -525,7 +519,7 @@ class Engine:
                 spec,
                 history,
                 self._rotary,
-                num_queries=self._num_queries(history),
+                num_queries=state.num_queries(history),
                 each=wants.queries,
                 keys=wants.keys,
                 values=wants.values,

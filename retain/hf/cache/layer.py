@@ -60,6 +60,12 @@ class Recent:
                 self.last(kind, num_tokens).clone()
             ]  # a view would hold what it is a view of
 
+    def forget(self, num_tokens: int) -> None:
+        """Free the last tokens."""
+        for kind, held in self.tensors().items():
+            left = max(0, held.shape[AXES[kind]] - num_tokens)
+            self.chunks[kind] = [held.narrow(AXES[kind], 0, left).clone()] if left else []
+
     def tensors(self) -> dict[str, Tensor]:
         """Everything that is held, one tensor a kind."""
         return {kind: self.last(kind, num) for kind in AXES if (num := self.num_tokens(kind))}
