@@ -87,19 +87,14 @@ class Recent:
 
 
 class Layer(CacheLayerMixin):
-    """A layer: nothing, dense keys and values (a prefill that was not evicted), or a ragged store.
-
-    Args:
-        window: a query sees only the last `window` entries, itself included; None for all.
-    """
+    """A layer: nothing, dense keys and values (a prefill that was not evicted), or a ragged store."""
 
     is_sliding = False
     is_compileable = False
     is_croppable = False  # keeps assisted decoding away: its prefill holds speculative tokens
 
-    def __init__(self, window: int | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.window = window
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
         self.store: Store | None = None

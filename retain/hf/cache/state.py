@@ -24,7 +24,7 @@ from retain.cache.store import LOG_WEIGHT, RaggedStore
 from retain.correction.cuts import correct_, cut_
 from retain.correction.merge import Merge
 from retain.eviction import Arriving, BoundPolicy
-from retain.evidence import Evidence, in_reach
+from retain.evidence import Evidence
 from retain.hf.cache.layer import Layer, Recent
 from retain.hf.cache.regime import Regime
 from retain.hf.intercept.forward_call import Call
@@ -157,9 +157,7 @@ class State:
         layout = self.layout
         # In place: transformers' side of the cache holds the same list.
         self.layers[:] = [
-            pass_through_layers.empty_layer(layout.alone[idx])
-            if idx in layout.alone
-            else Layer(layout.spec_of[idx].window)
+            pass_through_layers.empty_layer(layout.alone[idx]) if idx in layout.alone else Layer()
             for idx in range(layout.num_layers)
         ]
         self.seeds, self.pinned = self.stated
@@ -308,8 +306,7 @@ class State:
         precision: Precision | None = None,
         pack: bool = True,
     ) -> Store:
-        """Cut a layer's dense keys and values to a store, corrected and packed, and free them. Entries that
-        have left the layer's window are evicted with the others, uncorrected.
+        """Cut a layer's dense keys and values to a store, corrected and packed, and free them.
 
         Args:
             keep_BHT: None keeps all but padding.
@@ -319,8 +316,6 @@ class State:
         """
         layer.check(keep_BHT)
         keys, values = layer.dense()
-        if keep_BHT is not None and layer.window is not None:
-            valid_BT = in_reach(layer.window, valid_BT, positions_BT)
         exists_BHT = valid_BT.to(keys.device)[:, None].expand(keys.shape[:3])
         correction = None if keep_BHT is None else correction
         keep_BHT = exists_BHT if keep_BHT is None else keep_BHT.to(keys.device) & exists_BHT
