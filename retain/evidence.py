@@ -178,20 +178,6 @@ def visible(evidence: Evidence, start: int, stop: int) -> Bool[Tensor, "B heads 
     return seen_BsT[:, None] & held_BHT[:, :, None]
 
 
-def in_reach(
-    window: int, valid_BT: Bool[Tensor, "B T"], positions_BT: Int[Tensor, "B T"]
-) -> Bool[Tensor, "B T"]:
-    """Mask of the tokens that the next query of a sliding-window layer still sees.
-
-    Args:
-        window: as in `Evidence`.
-        valid_BT: False on padding.
-        positions_BT: RoPE positions, ascending over a sequence's own tokens.
-    """
-    next_B1 = positions_BT.masked_fill(~valid_BT, -1).amax(-1, keepdim=True) + 1
-    return valid_BT & (positions_BT > next_B1 - window)
-
-
 def attention_probs(evidence: Evidence, start: int, stop: int) -> Float[Tensor, "B Q s T"]:
     """Attention weights of queries `start..stop`, in float32 (float64 if the evidence is float64).
 
