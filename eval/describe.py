@@ -116,9 +116,8 @@ def layer_rows(layout: Layout) -> list[tuple[str, str]]:
     """Lines on the layers that evict and on those that are left alone; layers of one kind share a line."""
     kinds = defaultdict(list)
     for spec in layout.evicting:
-        window = "" if spec.window is None else f", inside a window of {spec.window:,} tokens"
         heads = f"{spec.num_kv_heads} KV heads of width {spec.head_dim}, {spec.num_heads} query heads"
-        kinds["layers evict", heads + window].append(spec.layer_idx)
+        kinds["layers evict", heads].append(spec.layer_idx)
     for idx, left in layout.alone.items():
         window = "" if left.window is None else f" of {left.window:,} tokens"
         kinds["left alone", left.kind + window].append(idx)

@@ -3,7 +3,7 @@
     python -m retain.eval.head_weights --policy duoattention --model reference:0 --output duoattention.json
     python -m retain.eval.head_weights --policy headkv --model reference:0 --output headkv.json
 
-It writes JSON that `allocation.weights` names (`retain.budget.head_weights`). Heads are measured on texts
+It writes JSON that `allocation.weights` names (`retain.attention.head_weights`). Heads are measured on texts
 with a needle, of which none is in a comparison.
 
 For `duoattention` it *measures attention*: a head is a retrieval head if much of its attention goes far back.
@@ -28,7 +28,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from retain.attention.chunked import attention_chunks
-from retain.budget.head_weights import format_weights
+from retain.attention.head_weights import format_weights
 from retain.eval.config import resolve_device
 from retain.eval.tasks.encode import Encoded, encode
 from retain.eval.tasks.sources import load_rows

@@ -13,7 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from retain.attention.rotary import Rotary
 from retain.hf.model import rotary_probe
-from retain.hf.model.families import ALONE, FAMILIES, FULL, SLIDING, SUPPORTED, Kind, kinds_of
+from retain.hf.model.families import ALONE, FAMILIES, FULL, SLIDING, SUPPORTED, kinds_of
 from retain.hf.model.layout import LayerSpec, Layout, LeftAlone
 from retain.hf.model.projection import input_width, stored
 
@@ -67,8 +67,7 @@ def windowed(base: Any) -> list[nn.Module]:
 def layout_of(model: nn.Module, *, on_meta: bool = False) -> Layout:
     """All layers of a model: those that evict, and those that are left alone.
 
-    Full-attention layers evict; layers with a sliding window or linear attention are left alone. Where every
-    attention layer has a window (Mistral 7B v0.1), those evict, inside their window.
+    Full-attention layers evict; layers with a sliding window or linear attention are left alone.
 
     Args:
         model: a causal language model of transformers, or its decoder.
@@ -89,21 +88,23 @@ def layout_of(model: nn.Module, *, on_meta: bool = False) -> Layout:
     kinds = kinds_of(config, len(layers))
     for idx, kind in enumerate(kinds):
         check(kind.name in (FULL, *ALONE), f"layer {idx} is of type {kind.name}, which is not understood")
-    evicts = FULL if any(kind.name == FULL for kind in kinds) else SLIDING
-    blank = DynamicCache(config=config).layers if any(kind.name != evicts for kind in kinds) else []
+    found = ", ".join(sorted({kind.name for kind in kinds}))
+    check(
+        any(kind.name == FULL for kind in kinds),
+        f"no layer has full attention (all are {found}, as in Mistral-7B-v0.1 and Phi-3-mini-4k), and others "
+        "are left alone",
+    )
+    blank = DynamicCache(config=config).layers if any(kind.name != FULL for kind in kinds) else []
     specs, alone = [], {}
     for idx, (layer, kind) in enumerate(zip(layers, kinds, strict=True)):
-        if kind.name == evicts:
-            specs.append(_spec(base, idx, layer, kind, check, on_meta))
+        if kind.name == FULL:
+            specs.append(_spec(base, idx, layer, check, on_meta))
         else:
             alone[idx] = LeftAlone(idx, kind.name, kind.window, blank[idx])
-    check(specs, "none of its layers has attention whose entries could be evicted")
     return Layout(tuple(specs), alone, len(layers))
 
 
-def _spec(
-    base: Any, idx: int, layer: Any, kind: Kind, check: Callable[[object, str], None], on_meta: bool
-) -> LayerSpec:
+def _spec(base: Any, idx: int, layer: Any, check: Callable[[object, str], None], on_meta: bool) -> LayerSpec:
     """Describes one layer that evicts, and checks that it has every part."""
     family = FAMILIES[base.config.model_type]
     attention: Any = getattr(layer, "self_attn", None)
@@ -129,7 +130,6 @@ def _spec(
         head_dim=D,
         hidden_size=input_width(first) or base.config.hidden_size,
         scaling=float(attention.scaling),
-        window=kind.window,
         compute_dtype=base.dtype,
     )
 

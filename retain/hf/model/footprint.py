@@ -3,9 +3,10 @@
 import math
 from dataclasses import dataclass
 
-from retain.budget.statement import Budget, LayerShape, spread
+from retain.budget.statement import Budget, spread
 from retain.hf.model.layout import Layout
 from retain.presets import Policy
+from retain.shapes import LayerShape
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,7 @@ class Footprint:
 def footprint(layout: Layout, tokens: int, *, policy: Policy, keep_ratio: float) -> Footprint:
     """Computes the bytes of a cache of `tokens` tokens.
 
-    A window of W tokens leaves W - 1 entries that a later query can see. Where layers that evict have one, no
-    more than these are kept, however large the budget.
+    A window of W tokens leaves W - 1 entries that a later query can see.
 
     Args:
         layout: a model's layers.
@@ -49,21 +49,16 @@ def footprint(layout: Layout, tokens: int, *, policy: Policy, keep_ratio: float)
     shapes = [policy.shape_held(shape) for shape in plain]
     (entries_L,) = spread(Budget(keep_ratio=keep_ratio), [tokens], shapes).equal_BL
     full = kept = 0
-    for spec, whole, shape, entries in zip(layout.evicting, plain, shapes, entries_L, strict=True):
-        most = _visible(tokens, spec.window) * whole.num_heads
+    for whole, shape, entries in zip(plain, shapes, entries_L, strict=True):
+        most = tokens * whole.num_heads
         full += most * whole.entry_bytes
-        # Where nothing was evicted but what no query can see, there are no side columns.
+        # Where nothing was evicted, there are no side columns.
         if entries >= most and policy.precision is None:
             kept += most * shape.entry_bytes
         else:
-            kept += math.ceil(shape.bytes_of(min(entries, most)))
+            kept += math.ceil(shape.bytes_of(entries))
     windows = [left.window for left in layout.alone.values()]
     # Heads of layers with a window are as those of full attention, in all families.
     width = plain[0].num_heads * plain[0].entry_bytes
-    alone = None if None in windows else sum(_visible(tokens, window) * width for window in windows)
+    alone = None if None in windows else sum(min(tokens, window - 1) * width for window in windows)
     return Footprint(tokens, full, kept, alone)
-
-
-def _visible(tokens: int, window: int | None) -> int:
-    """Entries of a head that a later query can see."""
-    return tokens if window is None else min(tokens, window - 1)

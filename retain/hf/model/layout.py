@@ -25,7 +25,6 @@ class LayerSpec:
         family: what the attention module calls its parts.
         hidden_size: E, width of the attention input (and output).
         scaling: factor on the attention logits.
-        window: tokens that a query sees, itself included; None for all.
         compute_dtype: precision in which a quantised weight is made dense.
     """
 
@@ -37,7 +36,6 @@ class LayerSpec:
     head_dim: int
     hidden_size: int
     scaling: float
-    window: int | None
     compute_dtype: torch.dtype
 
     @property
@@ -91,7 +89,6 @@ class LayerSpec:
             output_weight_QDE=self.output_weight_QDE if output else unread_QDE,
             scaling=self.scaling if scaling is None else scaling,
             soft_cap=soft_cap,
-            window=self.window,
             sinks_Q=self.sinks_Q,
             **shown,
         )
@@ -141,8 +138,3 @@ class Layout:
     def num_kv_heads(self) -> int:
         """KV heads of all layers that evict."""
         return sum(spec.num_kv_heads for spec in self.evicting)
-
-    @cached_property
-    def shortest_window(self) -> int | float:
-        """The smallest window of the layers that evict; infinite without any."""
-        return min((spec.window for spec in self.evicting if spec.window is not None), default=float("inf"))
