@@ -1,7 +1,7 @@
 """`retain describe`: a model by its config alone. `retain doctor`: what this installation can do.
 
     retain describe Qwen/Qwen3-8B
-    retain describe runs/my-model --tokens 8192,131072 --keep-ratio 0.1 --policy snapkv
+    retain describe runs/my-model --tokens 8192,131072 --keep-ratio 0.1
     retain doctor
 
 `describe` reads no weights, so that a model can be looked at before it is fetched: which layers evict, what
@@ -26,19 +26,15 @@ from packaging.requirements import Requirement
 import retain
 from retain.gates import build_gates, dims_for
 from retain.hf.model.decoder import base_model, layout_of
-from retain.hf.model.footprint import Footprint, footprint
 from retain.hf.model.layout import Layout
 from retain.kernels.backend import why_reference
 from retain.kernels.build import OPS
 from retain.models.catalogue import CATALOGUE
 from retain.models.named import dtype_of, reference_seed
 from retain.models.unloaded import meta_model_of, named_config, named_precision
-from retain.presets import load_policy
 from retain.process.command import command
 
 TOKENS = (8192, 32768, 131072)
-# A policy that needs neither training nor bytes next to entries.
-POLICY = "keydiff"
 # Of a config that names no precision, as of checkpoints whose weights are packed.
 UNSTATED = torch.bfloat16
 # A parameter, its gradient and AdamW's two moments, in float32.
@@ -48,6 +44,30 @@ OK, NOTE, WRONG = "ok", "note", "WRONG"
 # The name under which packages are installed; that of the import belongs to another project.
 DISTRIBUTION = "retain-kv"
 GIB = 2**30
+
+
+class Footprint(NamedTuple):
+    """Bytes of one sequence: full and kept of layers that evict, and of layers that are left alone (None: one
+    has a recurrent state, whose size is not computed)."""
+
+    tokens: int
+    full: int
+    kept: int
+    alone: int | None
+
+
+def footprint(layout: Layout, tokens: int, keep_ratio: float) -> Footprint:
+    """Bytes of entries alone; of a window of W tokens, a later query can see W - 1."""
+
+    def held(window: int | None, entries: int) -> int:
+        spec = layout.evicting[0]  # heads are alike in all layers
+        most = entries if window is None else min(entries, window - 1)
+        return most * spec.num_kv_heads * spec.entry_width * spec.dtype.itemsize
+
+    kept = round(keep_ratio * tokens)
+    evicting, alone = [spec.window for spec in layout.evicting], [one.window for one in layout.alone.values()]
+    full_kept = (sum(held(window, entries) for window in evicting) for entries in (tokens, kept))
+    return Footprint(tokens, *full_kept, None if None in alone else sum(held(one, tokens) for one in alone))
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +81,7 @@ class ModelDescription:
         layout: its layers, on the meta device; None: it is refused.
         gate_parameters: of `mlp` gates in all layers.
         positions: that it was made for; None: its config does not say.
-        policy, keep_ratio: whose budget is kept, and what.
+        keep_ratio: kept / seen.
         footprints, steps: caches, and operations and bytes of `training_step`, one a length.
     """
 
@@ -74,7 +94,6 @@ class ModelDescription:
     layout: Layout | None = None
     gate_parameters: int = 0
     positions: int | None = None
-    policy: str = POLICY
     keep_ratio: float = 1.0
     footprints: tuple[Footprint, ...] = ()
     steps: tuple[tuple[float, float], ...] = ()
@@ -94,7 +113,7 @@ class ModelDescription:
         """Layers that are left alone, by their kind and window in words."""
         kinds = defaultdict(list)
         for idx, left in self.layout.alone.items() if self.layout else ():
-            kinds[left.kind + ("" if left.window is None else f" of {left.window:,} tokens")].append(idx)
+            kinds[left.name + ("" if left.window is None else f" of {left.window:,} tokens")].append(idx)
         return kinds
 
     def __str__(self) -> str:
@@ -110,8 +129,8 @@ class ModelDescription:
                 rows += [(label, f"{len(one)} ({ranges(one)}): {of}") for of, one in kinds.items()]
             rows.append(("gates", f"{self.gate_parameters:,} parameters of family 'mlp'"))
         for one, (flops, peak) in zip(self.footprints, self.steps, strict=True):
-            text = f"full cache {size(one.full)}; {size(one.kept)} kept at keep_ratio {self.keep_ratio:g} "
-            text += f"by {self.policy!r}{f', and {size(one.alone)} left alone' if self.alone else ''}"
+            text = f"full cache {size(one.full)}; {size(one.kept)} kept at keep_ratio {self.keep_ratio:g}"
+            text += f", and {size(one.alone)} left alone" if self.alone else ""
             if self.positions is not None and one.tokens > self.positions:
                 text += f" (more than the {self.positions:,} positions of its config)"
             rows.append((f"{one.tokens:,} tokens", text))
@@ -172,7 +191,6 @@ def describe_model(
     tokens: Sequence[int] | None = None,
     *,
     keep_ratio: float = 0.2,
-    policy: str = POLICY,
     dtype: str = "auto",
 ) -> ModelDescription:
     """Describes a model by its config.
@@ -182,13 +200,13 @@ def describe_model(
         tokens: lengths at which caches are measured; None: those of `TOKENS` that the model has positions
             for, or, if it has fewer, as many as it has.
         keep_ratio: kept / seen.
-        policy: whose budget it is; what is stored next to entries is paid for out of it.
         dtype: of weights and entries; `auto`: as its config says.
 
     Raises:
-        ValueError: the config cannot be read; or a length, ratio or policy is none.
+        ValueError: the config cannot be read; or a ratio is none.
     """
-    chosen = load_policy(policy)
+    if not 0 < keep_ratio <= 1:
+        raise ValueError(f"keep_ratio is {keep_ratio}: pass a number above 0, at most 1.")
     config: Any = named_config(name)
     text = config.get_text_config()
     named = torch.float32 if reference_seed(name) is not None else named_precision(config)
@@ -218,9 +236,8 @@ def describe_model(
         layout=layout,
         gate_parameters=trained,
         positions=positions,
-        policy=policy,
         keep_ratio=keep_ratio,
-        footprints=tuple(footprint(layout, one, policy=chosen, keep_ratio=keep_ratio) for one in tokens),
+        footprints=tuple(footprint(layout, one, keep_ratio) for one in tokens),
         steps=tuple(training_step(model, layout, one, trained) for one in tokens),
     )
 
@@ -239,7 +256,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     about = f"lengths, joined by commas (default {usual}, up to the positions of the model)"
     parser.add_argument("--tokens", type=_lengths, help=about)
     parser.add_argument("--keep-ratio", type=float, default=0.2, help="kept / seen (default 0.2)")
-    parser.add_argument("--policy", default=POLICY, help=f"whose budget (default {POLICY})")
     parser.add_argument("--dtype", default="auto", help="of weights and entries, as torch calls it")
     found = describe_model(**vars(parser.parse_args(arguments)))
     print(found)

@@ -109,8 +109,8 @@ def test_layers_of_other_kinds_are_left_alone():
     ):
         layout = layout_of(model)
         assert [spec.layer_idx for spec in layout.evicting] == evicting_idx
-        assert sorted([*evicting_idx, *layout.alone]) == list(range(layout.num_layers))
-        assert {(left.kind, left.window) for left in layout.alone.values()} == {(kind, window)}
+        assert sorted([*evicting_idx, *layout.alone]) == list(range(len(layout.kinds)))
+        assert {(left.name, left.window) for left in layout.alone.values()} == {(kind, window)}
     known = fingerprint(tiny_model("qwen3_next"))
     assert (known["num_layers"], known["layers"]) == (2, "1,3")
     assert "layers" not in fingerprint(tiny_model("qwen3"))

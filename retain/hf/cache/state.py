@@ -182,11 +182,9 @@ class State:
         """Forget everything that was read."""
         layout = self.layout
         # In place: transformers' side of the cache holds the same list.
+        blank = layout.blank_layers()
         self.layers[:] = [
-            pass_through_layers.empty_layer(layout.alone[idx])
-            if idx in layout.alone
-            else Layer(layout.spec_of[idx].window)
-            for idx in range(layout.num_layers)
+            blank[idx] if idx in layout.alone else Layer(kind.window) for idx, kind in enumerate(layout.kinds)
         ]
         self.seeds, self.pinned = self.stated
         self.history: History | None = None
@@ -420,8 +418,7 @@ class State:
         """A copy. Of a dense prefill nothing is copied until a fork evicts."""
         other, alone = copy.copy(self), self.layout.alone
         other.layers = [
-            pass_through_layers.fork(layer) if idx in alone else layer.fork()
-            for idx, layer in enumerate(self.layers)
+            copy.deepcopy(layer) if idx in alone else layer.fork() for idx, layer in enumerate(self.layers)
         ]
         other.evidence = None if self.evidence is None else list(self.evidence)
         other.history = None if self.history is None else self.history.fork()
@@ -453,15 +450,18 @@ class State:
             return f"entries were evicted when it had seen {self.evicted_at}"
         if self.evicts_again or self.prompt_B is None:
             return f"regime {self.regime.name!r} evicts by what the last tokens showed"
-        if self.layout.alone:
-            return "layers with a sliding window or a recurrent state cannot forget tokens"
+        if any(left.window is None or self.num_seen >= left.window for left in self.layout.alone.values()):
+            return "a layer with a recurrent state, or whose sliding window is full, cannot forget tokens"
         return None
 
     def crop(self, length: int) -> None:
         """Forget all tokens but the first `length`; `cannot_crop` was asked."""
         assert self.history is not None
-        cut = self.history.cut(length)
+        cut, forgotten = self.history.cut(length), self.num_seen - length
         with self.changing():
+            for left in self.pass_through:
+                left.crop(-forgotten)
+                pass_through_layers.trim_(left)
             self.evidence, self.history = None, cut
             for layer in self.ragged:
                 layer.seen = length

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from transformers import StoppingCriteria, StoppingCriteriaList
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers import AttentionInterface, AttentionMaskInterface, StoppingCriteria, StoppingCriteriaList
 
 from retain.attention.rotary import Rotary
 from retain.hf.intercept.interceptor import (
@@ -28,10 +27,10 @@ from retain.hf.intercept.interceptor import (
     InterceptedCache,
     hidden_of,
     intercepted,
+    mask_function,
     outside_graphs,
-    register,
 )
-from retain.hf.model.decoder import base_model, describe, refuse_learned_prompt, rotary_of, windowed
+from retain.hf.model.decoder import base_model, describe, layout_of, refuse_learned_prompt, rotary_of
 from retain.hf.model.layout import LayerSpec
 from retain.hf.version_names import CACHE, NAMES
 
@@ -39,17 +38,6 @@ from retain.hf.version_names import CACHE, NAMES
 @outside_graphs
 def _outside_graphs(method: Callable[..., Any], *args: Any) -> Any:
     return method(*args)
-
-
-def _mask_function(previous: str) -> Callable[..., Tensor | None]:
-    def retain_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-        # Of a later forward on our cache: a square over the new tokens alone, behind those that were seen
-        # (`Layer.get_mask_sizes`), which nothing reads.
-        if kwargs.get("kv_offset") and kwargs.get("q_length") == kwargs["kv_length"]:
-            return None
-        return ALL_MASK_ATTENTION_FUNCTIONS[previous](*args, **kwargs)
-
-    return retain_mask
 
 
 def cache_in(given: Mapping[str, Any]) -> Any:
@@ -280,7 +268,8 @@ def _point(base: Any) -> None:
             "not: call model.set_attn_implementation('eager') before retain.attach(model)."
         )
     for former, name in PREVIOUS.items():
-        register(name, intercepted(former), _mask_function(former))
+        AttentionInterface.register(name, intercepted(former))
+        AttentionMaskInterface.register(name, mask_function(former))
     name = PREVIOUS[previous]
     if base.config._attn_implementation != name:
         base.set_attn_implementation(name)
@@ -307,10 +296,9 @@ class Attachment:
             base.register_forward_pre_hook(_BeforeModel(self, base), with_kwargs=True),
             base.register_forward_hook(_after_model, with_kwargs=True),
         ]
-        for modules, hook in (
-            (self.evicting.values(), _before_attention),
-            (windowed(base), _before_window),
-        ):
+        alone = layout_of(base).alone.items()
+        windowed = [base.layers[idx].self_attn for idx, left in alone if left.window is not None]
+        for modules, hook in ((self.evicting.values(), _before_attention), (windowed, _before_window)):
             self.hooks += [one.register_forward_pre_hook(hook, with_kwargs=True) for one in modules]
 
     def hook_layers(self) -> None:

@@ -176,7 +176,7 @@ def lookahead_gates(
     """
     layout, base = layout_of(model), base_model(model)
     if layout.alone:
-        kinds = ", ".join(sorted({left.kind for left in layout.alone.values()}))
+        kinds = ", ".join(sorted({left.name for left in layout.alone.values()}))
         raise ValueError(
             f"lookahead gates take models whose layers all evict, and {type(model).__name__} has others "
             f"({kinds}): take gates of another family."

@@ -9,12 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from retain.attention.rotary import Rotary
-from retain.hf.model import rotary_probe
-from retain.hf.model.families import ALONE, FAMILIES, FULL, SLIDING, SUPPORTED, Kind, kinds_of
-from retain.hf.model.layout import LayerSpec, Layout, LeftAlone
+from retain.hf.model.families import ALONE, FAMILIES, FIXED, FULL, SLIDING, SUPPORTED, Kind, kinds_of
+from retain.hf.model.layout import LayerSpec, Layout
 from retain.hf.model.projection import input_width, stored
 
 
@@ -58,12 +57,6 @@ def describe(model: nn.Module) -> list[LayerSpec]:
     return list(layout_of(model).evicting)
 
 
-def windowed(base: Any) -> list[nn.Module]:
-    """Attention modules of a decoder's layers with a sliding window that are left alone."""
-    alone = layout_of(base).alone
-    return [base.layers[idx].self_attn for idx, left in alone.items() if left.kind == SLIDING]
-
-
 def layout_of(model: nn.Module, *, on_meta: bool = False) -> Layout:
     """All layers of a model: those that evict, and those that are left alone.
 
@@ -90,15 +83,14 @@ def layout_of(model: nn.Module, *, on_meta: bool = False) -> Layout:
     for idx, kind in enumerate(kinds):
         check(kind.name in (FULL, *ALONE), f"layer {idx} is of type {kind.name}, which is not understood")
     evicts = FULL if any(kind.name == FULL for kind in kinds) else SLIDING
-    blank = DynamicCache(config=config).layers if any(kind.name != evicts for kind in kinds) else []
-    specs, alone = [], {}
-    for idx, (layer, kind) in enumerate(zip(layers, kinds, strict=True)):
-        if kind.name == evicts:
-            specs.append(_spec(base, idx, layer, kind, check, on_meta))
-        else:
-            alone[idx] = LeftAlone(idx, kind.name, kind.window, blank[idx])
+    specs = [
+        _spec(base, idx, layers[idx], kind, check, on_meta)
+        for idx, kind in enumerate(kinds)
+        if kind.name == evicts
+    ]
     check(specs, "none of its layers has attention whose entries could be evicted")
-    return Layout(tuple(specs), alone, len(layers))
+    alone = {idx: kind for idx, kind in enumerate(kinds) if kind.name != evicts}
+    return Layout(tuple(specs), alone, tuple(kinds), config)
 
 
 def _spec(
@@ -135,14 +127,30 @@ def _spec(
 
 
 def rotary_of(model: nn.Module) -> Rotary | None:
-    """The rotary embedding of a model's evicting layers (`retain.hf.model.rotary_probe`).
+    """The rotary embedding of a model's evicting layers.
 
     Returns:
-        None where the model has none, turns only some of these layers, or each in another way, turns
-        neighbouring dimensions (the interleaved convention), or is of a family of which this is not known.
+        None where the model has none, where its frequencies change with the length, where layers that evict
+        turn in several ways, or in another than by halves of a head (`Family.halves`).
 
     Raises:
         ValueError: unsupported architecture.
     """
-    base = base_model(model)
-    return rotary_probe.rotary_of(getattr(base, "rotary_emb", None), base.config, layout_of(model))
+    base, layout = base_model(model), layout_of(model)
+    embedding, stated = getattr(base, "rotary_emb", None), getattr(base.config, "rope_parameters", None) or {}
+    # A module with an embedding for each kind of layer (Gemma-3) names buffers and settings by the kind.
+    by_kind = embedding is not None and not hasattr(embedding, "inv_freq")
+    if by_kind:
+        stated = stated.get(FULL) or {}
+    prefix = f"{FULL}_" if by_kind else ""
+    frequencies = getattr(embedding, f"{prefix}inv_freq", None)
+    known = FAMILIES[base.config.model_type].halves and stated.get("rope_type", "default") in FIXED
+    if (
+        not known
+        or (by_kind and not layout.alone)
+        or frequencies is None
+        or frequencies.device.type == "meta"
+    ):
+        return None
+    scaling = float(getattr(embedding, f"{prefix}attention_scaling", 1.0))
+    return Rotary(frequencies.detach().float().clone(), scaling)

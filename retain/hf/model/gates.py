@@ -7,6 +7,7 @@ of its sizes (`retain.new_gates`).
 import inspect
 import os
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from retain.gates import GATES, GateSet, build_gates, dims_for
 from retain.gates.artifact import check_fingerprint
 from retain.gates.artifact import load_gates as read_gates
 from retain.gates.hub import fetch
+from retain.gates.published import CONFIG_FILE, PICKLES, import_published
 from retain.hf.intercept.lookahead_pass import lookahead_gates
 from retain.hf.model.decoder import describe
 from retain.hf.model.identity import fingerprint
@@ -66,6 +68,34 @@ def load_gates(
     return gates
 
 
+def import_gates(
+    path_or_hub_id: str | os.PathLike[str],
+    model: nn.Module,
+    *,
+    kind: str = "auto",
+    revision: str | None = None,
+) -> GateSet:
+    """Import gates that others published (`retain.gates.published`), for the model that they were trained on.
+
+    `retain.gates.artifact.save_gates(gates, folder, fingerprint=fingerprint(model))` keeps them.
+
+    Args:
+        path_or_hub_id: a file of weights, a folder with some, or a hub repository.
+        kind: of `retain.gates.published.KINDS`; `auto`: told by the tensors' names.
+
+    Raises:
+        ValueError: nothing is there, it is of an unknown kind, incomplete, or of another model.
+    """
+    path = Path(path_or_hub_id)
+    if not path.exists():
+        files = (CONFIG_FILE, "*.safetensors", *(f"*{end}" for end in PICKLES))
+        path = fetch(path_or_hub_id, revision, files=files)
+    gates = import_published(path, {spec.layer_idx: spec.sizes for spec in describe(model)}, kind=kind)
+    gates.metadata["published"]["source"] = os.fspath(path_or_hub_id)
+    gates.metadata["base_model"] = getattr(model.config, "name_or_path", "") or "(not stated)"
+    return gates
+
+
 def shipped_gates(model: nn.Module, policy: str) -> GateSet:
     """The gates that ship for a model, known by its weights.
 
@@ -91,8 +121,8 @@ def shipped_gates(model: nn.Module, policy: str) -> GateSet:
         ]
     )
     steps += [
-        f"others have published gates for {name}: python -m retain.hf.model.published "
-        f"--from {repository} --model {name} --out gates, then gates='gates' (not tried here)"
+        f"others have published gates for {name}: "
+        f"gates=retain.hf.model.gates.import_gates({repository!r}, model) (not tried here)"
         for repository in published_for(name)
     ]
     steps += [
