@@ -113,15 +113,6 @@ def test_the_model_is_restored_after_an_error() -> None:
     assert [sorted(vars(module)) for module in model.modules()] == [sorted(names) for names in before]
 
 
-def test_what_comes_after_the_last_evicting_layer_is_not_run() -> None:
-    model = tiny_model("llama")
-    ran: list[int] = []
-    for idx, layer in enumerate(base_model(model).layers):
-        layer.mlp.register_forward_hook(lambda *_, idx=idx: ran.append(idx))
-    read_texts(model, TEXTS, lambda shown: None)
-    assert ran == [0]
-
-
 def test_a_rotation_that_looks_at_the_length_is_read_text_by_text() -> None:
     """A long text must not turn the short ones as if they were long."""
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}

@@ -41,10 +41,10 @@ def test_gates_are_of_the_model_s_weights_and_sizes(artifact: Path) -> None:
     refused("hidden_size 48 -> 64", retain.load_gates, artifact, wide, allow_other_weights=True)
     Cache(model, "gate", gates=retain.new_gates(model, "linear"), **how)
     layers = {0: {"E": 48, "H": 2}, 1: {"E": 48, "H": 3}}
-    said = "2 layers and it has 3. .*layer 1, .*'E': 48, 'H': 3. in the gates and .'E': 48, 'H': 2. in the"
+    said = "do not fit Qwen3For.*: layer 1 has .*'E': 48, 'H': 3. in the gates and .'E': 48, 'H': 2. in the"
     refused(said, Cache, model, "gate", gates=build_gates("linear", layers), **how)
     two = build_gates("linear", {layer: {"E": 48, "H": 2} for layer in (0, 1)})
-    said = "2 layers and it has 3. .*layer 2, .* nothing in the gates and .*'E': 48, 'H': 2"
+    said = "do not fit .*layer 2 has nothing in the gates and .*'E': 48, 'H': 2"
     refused(said, Cache, model, "gate", gates=two, **how)
     refused("gates are a folder, a hub id or a loaded GateSet; got", Cache, model, "gate", gates=3, **how)
 

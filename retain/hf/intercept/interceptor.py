@@ -62,18 +62,14 @@ def intercepted(previous: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
     return retain_attention
 
 
-# Whether masks are left out: of all layers ("all"), or of those that evict where layers with a window are left
-# alone ("full"); None: they are made.
+# Layers of which no masks are made (`masks_unmade`); None: all have theirs.
 _UNMADE: ContextVar[str | None] = ContextVar("retain_masks_unmade", default=None)
 
 
 @contextmanager
 def masks_unmade(which: str) -> Iterator[None]:
-    """Inside, a forward of an attached model makes no mask of T x T for layers that a step of ours attends in.
-
-    Args:
-        which: `all`; or `full`, where masks of layers with a window are needed.
-    """
+    """Inside, forwards of attached models make no masks of T x T: of `all` layers, or those of `full`
+    attention."""
     token = _UNMADE.set(which)
     try:
         yield

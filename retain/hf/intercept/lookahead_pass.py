@@ -48,7 +48,8 @@ class _ReadLayer(DynamicLayer):
 
 
 class QueryRecorder:
-    """Records the queries and keys of every layer, and computes its attention as the model would have."""
+    """The engine of a `ReadCache`: it records the queries and keys of every layer, and computes its attention
+    as the model would have."""
 
     is_quick = is_static = reads_stream = False
 
@@ -56,7 +57,7 @@ class QueryRecorder:
         self.asked: dict[int, Asked] = {}
 
     def begin(self, decoder: nn.Module, given: Any, rotary: Any) -> None:
-        pass
+        """Nothing is to be prepared, nor finished."""
 
     def finish(self) -> None:
         pass
@@ -72,11 +73,7 @@ class QueryRecorder:
 
 
 class ReadCache(InterceptedCache):
-    """A prompt that tokens are run behind; an attached model shows it their queries and keys.
-
-    Args:
-        held: the prompt's keys and values of every layer, `[B, H, T, D]`.
-    """
+    """A prompt that tokens are run behind, of the keys and values of every layer, `[B, H, T, D]`."""
 
     def __init__(self, held: Sequence[tuple[Tensor, Tensor]]):
         super().__init__(layers=[_ReadLayer(*layer) for layer in held])

@@ -25,14 +25,11 @@ def base_model(model: nn.Module) -> PreTrainedModel:
     """
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # a peft wrapper
     base = getattr(inner, "base_model", inner)
-    if not isinstance(base, PreTrainedModel):
+    if not isinstance(base, PreTrainedModel) or not isinstance(getattr(base, "layers", None), nn.ModuleList):
         raise ValueError(
-            f"{type(model).__name__} is not a transformers model: pass an AutoModelForCausalLM. {SUPPORTED}"
-        )
-    if not isinstance(getattr(base, "layers", None), nn.ModuleList):
-        raise ValueError(
-            f"{type(model).__name__} is not supported: {type(base).__name__} has no `layers` (of a model "
-            f"that reads more than text, load the text decoder as a causal language model). {SUPPORTED}"
+            f"{type(model).__name__} is not supported: {type(base).__name__} is no decoder of transformers "
+            "with `layers`: pass an AutoModelForCausalLM (of a model that reads more than text, its text "
+            f"decoder). {SUPPORTED}"
         )
     return base
 

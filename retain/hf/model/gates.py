@@ -45,9 +45,8 @@ def load_gates(
             the name of a model that gates ship for (`smollm2-135m`).
         model: the model on which they will be used; None skips the check that they were trained on it.
         revision: of the hub repository.
-        allow_other_weights: take a model of the same dimensions whose weights are others than those that the
-            gates were trained on: a fine-tune of it, or the same checkpoint quantised. What they are worth
-            there is for you to measure. A `retain.Cache` for this model takes what is returned.
+        allow_other_weights: take a model of the same dimensions with other weights: a fine-tune, or the same
+            checkpoint quantised. What the gates are worth there is for you to measure.
 
     Returns:
         the gates, with what the artifact says of itself in `metadata`.
@@ -105,21 +104,18 @@ def shipped_gates(model: nn.Module, policy: str) -> GateSet:
     Raises:
         ValueError: there are none for these weights; says what there is instead.
     """
-    name = getattr(model.config, "_name_or_path", "") or "NAME"
-    found = match_of(fingerprint(model))
+    name, found = getattr(model.config, "_name_or_path", "") or "NAME", match_of(fingerprint(model))
     if found is not None and found[1]:
         gates = load_gates(FOLDER / found[0], model)  # whatever lies in the working directory
         gates.source = f"{found[0]}{SHIPS}"
         return gates
-    steps = (
-        []
-        if found is None
-        else [
+    steps = []
+    if found is not None:
+        steps.append(
             f"gates ship for {found[0]}, which has the same sizes and other weights: pass "
             f"gates=retain.load_gates({found[0]!r}, model, allow_other_weights=True); what they are worth "
             "on this model was not measured"
-        ]
-    )
+        )
     steps += [
         f"others have published gates for {name}: "
         f"gates=retain.hf.model.gates.import_gates({repository!r}, model) (not tried here)"
@@ -144,9 +140,8 @@ def new_gates(model: nn.Module, family: str = "mlp", *, seed: int = 0, **setting
         model: a causal language model of transformers, attached or not.
         family: of `retain.gates.GATES` (docs/gates.md): `linear`, `mlp`, `lowrank`, `qkv`, `decay`, ...
         seed: of the first weights.
-        **settings: of the family, e.g. `F=64` hidden units (`retain.gates.settings_of(family)` lists them
-            with their defaults); of `lookahead`, those of
-            `retain.hf.intercept.lookahead_pass.lookahead_gates`.
+        **settings: of the family, e.g. `F=64` hidden units (`retain.gates.settings_of(family)` lists them);
+            of `lookahead`, those of `retain.hf.intercept.lookahead_pass.lookahead_gates`.
 
     Raises:
         ValueError: unsupported architecture, an unknown family, or settings that it does not have, all in one
@@ -203,8 +198,7 @@ def _check_sizes(model: nn.Module, gates: GateSet) -> None:
         wanted = {name: size for name, size in sizes.get(layer, {}).items() if not dims or name in got}
         if got != wanted:
             raise ValueError(
-                f"these gates do not fit {type(model).__name__}: they have {len(gates.layers)} layers and it "
-                f"has {len(sizes)}. The first to differ is layer {layer}, with {got or 'nothing'} in the "
+                f"these gates do not fit {type(model).__name__}: layer {layer} has {got or 'nothing'} in the "
                 f"gates and {wanted or 'nothing'} in the model (width E, KV heads H, query heads Q, head "
                 "width D). Load gates that were trained on this model."
             )

@@ -136,8 +136,3 @@ class Layout:
     def num_kv_heads(self) -> int:
         """KV heads of all layers that evict."""
         return sum(spec.num_kv_heads for spec in self.evicting)
-
-    @cached_property
-    def shortest_window(self) -> int | float:
-        """The smallest window of the layers that evict; infinite without any."""
-        return min((spec.window for spec in self.evicting if spec.window is not None), default=float("inf"))

@@ -11,37 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retain.hf.intercept.forward_call import Call
-from retain.hf.model.families import Kind
-
 # Attributes that hold tensors of the conversation: one (or none), or several by the number of the state.
 TENSORS = ("keys", "values")
 STATES = ("conv_states", "recurrent_states")
 # Tokens that a layer with a window has seen.
 COUNT = "cumulative_length"
-
-
-def refuse_padding(alone: Mapping[int, Kind], call: Call, seen_BT: Tensor | None) -> None:
-    """Refuse padding that layers left alone would take for tokens, as they do in transformers' cache.
-
-    `seen_BT` is False on padding among the tokens that were seen; None before the first.
-
-    Raises:
-        ValueError: padding behind a sequence's tokens.
-    """
-    valid_BS = call.valid_BS
-    if valid_BS is None:
-        return
-    begun_BS = valid_BS.cumsum(-1) > 0
-    if seen_BT is not None:
-        begun_BS |= seen_BT.any(-1, keepdim=True).to(begun_BS.device)
-    if bool((begun_BS & ~valid_BS).any()):
-        kinds = ", ".join(sorted({left.name for left in alone.values()}))
-        raise ValueError(
-            "this call has padding behind tokens that its sequences have seen already, which layers left to "
-            f"transformers ({kinds}) take for tokens: read turns of different lengths, and go on behind "
-            "sequences that have ended, in separate caches (batch_select_indices)."
-        )
 
 
 def tensors_of(layer: Any) -> dict[str, Tensor]:

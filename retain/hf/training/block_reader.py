@@ -11,7 +11,7 @@ recurrent state cannot be packed: such a model reads text by text, with at most 
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -19,17 +19,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from retain.attention.rotary import Rotary
 from retain.evidence import Evidence
 from retain.hf.intercept.attach import attach
 from retain.hf.intercept.interceptor import STEP, hidden_of, masks_unmade
 from retain.hf.model.decoder import base_model, layout_of, rotary_of
-from retain.hf.model.families import FULL, SLIDING
+from retain.hf.model.families import FIXED, FULL, SLIDING
 from retain.hf.model.layout import Layout
 from retain.hf.training.causal_attention import causal_attention
-
-# Rotary embeddings that look at how long a sequence is, of which a row with others says nothing.
-BY_LENGTH = ("dynamic", "longrope")
 
 
 @dataclass(frozen=True)
@@ -56,41 +52,30 @@ class Shown:
     branches: Sequence[Callable[[], Evidence]]
 
 
-def _by_token(evidence: Evidence) -> dict[str, Any]:
+def _cut(row: Evidence, entries: Sequence[slice], queries: slice) -> Evidence:
+    """Evidence of some runs of tokens of a row: views where it is one, else copies."""
+
+    def of(row: Tensor, dim: int) -> Tensor:
+        parts = [row.narrow(dim, run.start, run.stop - run.start) for run in entries]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
     names = ("positions_BT", "valid_BT", "hidden_BTE", "token_ids_BT", "stream_BTE")
-    return {name: getattr(evidence, name) for name in names}
-
-
-def _cut(row: Evidence, entries: slice, queries: slice) -> Evidence:
-    """Evidence of consecutive tokens of a row, in views."""
-    by_token: dict[str, Any] = {
-        name: one if one is None else one[:, entries] for name, one in _by_token(row).items()
-    }
+    found = {name: getattr(row, name) for name in names}
+    by_token: dict[str, Any] = {name: None if one is None else of(one, 1) for name, one in found.items()}
     return replace(
         row,
         queries_BQSD=row.queries_BQSD[:, :, queries],
-        keys_BHTD=row.keys_BHTD[:, :, entries],
-        values_BHTD=row.values_BHTD[:, :, entries],
+        keys_BHTD=of(row.keys_BHTD, 2),
+        values_BHTD=of(row.values_BHTD, 2),
         **by_token,
     )
 
 
 def _branch(row: Evidence, document: slice, branch: slice) -> Evidence:
     """Evidence over `[document | branch]` of a row, with the branch's queries."""
-    row = replace(row, stream_BTE=None)
-    if branch.start == document.stop:
-        return _cut(row, slice(document.start, branch.stop), branch)
-    first, second = _cut(row, document, document), _cut(row, branch, branch)
-    by_token: dict[str, Any] = {
-        name: None if one is None else torch.cat([one, getattr(second, name)], 1)
-        for name, one in _by_token(first).items()
-    }
-    return replace(
-        second,
-        keys_BHTD=torch.cat([first.keys_BHTD, second.keys_BHTD], 2),
-        values_BHTD=torch.cat([first.values_BHTD, second.values_BHTD], 2),
-        **by_token,
-    )
+    follows = branch.start == document.stop
+    entries = [slice(document.start, branch.stop)] if follows else [document, branch]
+    return _cut(replace(row, stream_BTE=None), entries, branch)
 
 
 @torch.no_grad()
@@ -100,8 +85,6 @@ def read_texts(
     visit: Callable[[list[Shown]], None],
     *,
     wanted: Collection[str] = (),
-    layout: Layout | None = None,
-    rotary: Rotary | None = None,
 ) -> None:
     """Read texts with the frozen decoder, without its language-model head, and show its evicting layers.
 
@@ -115,8 +98,6 @@ def read_texts(
             recurrent layers, and with rotary embeddings that look at the length) text by text. It is called
             without gradients, and may enable them for its tensors; it must not run the model.
         wanted: `stream` for the residual stream of the documents before the input norm.
-        layout: of the model, if it is known (`retain.hf.model.decoder.layout_of`).
-        rotary: likewise (`rotary_of`); looked up with the layout.
 
     Raises:
         ValueError: nothing to read, a model that is not understood, or several branches behind one document
@@ -126,47 +107,35 @@ def read_texts(
     if not texts or empty:
         what = f"text {empty[0]} has an empty document or branch" if texts else "there are no texts"
         raise ValueError(f"nothing to read: {what}. Pass at least one token of each.")
-    if layout is None:
-        layout, rotary = layout_of(model), rotary_of(model)
-    unit = forward_of(model, layout)
+    layout = layout_of(model)
+    unit = forward_of(layout)
     if unit == "branch" and any(len(text.branches) > 1 for text in texts):
         raise ValueError(
             f"{type(model).__name__} has recurrent layers, which read at most one branch behind a document: "
             "take fewer sources of queries."
         )
     rows = [range(len(texts))] if unit == "row" else [[i] for i in range(len(texts))]
-    reader = _Reader(model, layout, rotary, visit)
+    reader = _Reader(model, layout, visit)
     with reader.hooked("stream" in wanted):
         for row in rows:
             reader.read({i: texts[i] for i in row})
 
 
-def forward_of(model: nn.Module, layout: Layout) -> Literal["row", "text", "branch"]:
+def forward_of(layout: Layout) -> Literal["row", "text", "branch"]:
     """The unit that a forward of `read_texts` reads: all texts in a row; one text and its branches, where the
     rotary embedding looks at the length; or a text and its only branch, where layers are recurrent."""
-    config = base_model(model).config
     if any(kind.name not in (FULL, SLIDING) for kind in layout.kinds):
         return "branch"
-    kind = str((getattr(config, "rope_parameters", None) or {}).get("rope_type", "default"))
-    return "text" if kind in BY_LENGTH else "row"
-
-
-class _Enough(Exception):
-    """Ends a forward behind the last layer that is read."""
+    kind = str((getattr(layout.config, "rope_parameters", None) or {}).get("rope_type", "default"))
+    return "row" if kind in FIXED else "text"
 
 
 class _Reader:
     """A model while it is read with, and the row of its running forward."""
 
-    def __init__(
-        self, model: nn.Module, layout: Layout, rotary: Rotary | None, visit: Callable[[list[Shown]], None]
-    ):
+    def __init__(self, model: nn.Module, layout: Layout, visit: Callable[[list[Shown]], None]):
         self.base: Any = base_model(model)
-        self.layout, self.rotary, self.visit = layout, rotary, visit
-        # Wrappers that gather weights around each layer want every forward to end as it began.
-        gathered = any("FSDP" in cls.__name__ for layer in self.base.layers for cls in type(layer).__mro__)
-        gathered |= any(hasattr(parameter, "ds_id") for parameter in self.base.parameters())
-        self.last = None if gathered else layout.evicting[-1].layer_idx
+        self.layout, self.rotary, self.visit = layout, rotary_of(model), visit
         self.spans: dict[int, list[slice]] = {}  # of each text: its document, and its branches
         self.hidden: Tensor | None = None
         self.stream: Tensor | None = None
@@ -211,8 +180,7 @@ class _Reader:
                 positions += range(first, first + len(part))
         device = self.base.get_input_embeddings().weight.device
         self.token_ids, self.positions = (torch.tensor([row], device=device) for row in (ids, positions))
-        with suppress(_Enough):
-            self.base(input_ids=self.token_ids, position_ids=self.positions, use_cache=False)
+        self.base(input_ids=self.token_ids, position_ids=self.positions, use_cache=False)
 
     def show(self, idx: int, query: Tensor, key: Tensor, value: Tensor, given: Mapping[str, Any]) -> None:
         """Hand a layer's evidence to the visitor."""
@@ -234,10 +202,8 @@ class _Reader:
         shown = []
         for text, (document, *branches) in self.spans.items():
             makers = [partial(_branch, row, document, branch) for branch in branches]
-            shown.append(Shown(text, _cut(row, document, document), makers))
+            shown.append(Shown(text, _cut(row, [document], document), makers))
         self.visit(shown)
-        if self.last == idx:
-            raise _Enough
 
 
 @dataclass(frozen=True, eq=False)

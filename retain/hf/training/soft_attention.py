@@ -18,7 +18,6 @@ re-entrant kind finds nothing of a frozen model that needs a gradient. Layers ar
 the backward runs, and meet the gates of their forward.
 """
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -95,8 +94,6 @@ class SoftGated(nn.Module):
         self._frozen: tuple[Any, Any] = model, base  # a tuple, so that neither is a part of this module
         before = not self.gates.inputs.isdisjoint(("queries_before", "keys_before"))
         self.rotary = rotary_of(model) if before else None
-        self._active: dict[int, Tensor] | None = None  # log-gates of the forward that is gated now
-        self._ungated_BT: Tensor | None = None
         trained = {id(parameter) for parameter in self.gates.parameters()}
         wants = [name for name, x in model.named_parameters() if x.requires_grad and id(x) not in trained]
         if wants:
@@ -107,16 +104,14 @@ class SoftGated(nn.Module):
         layers, layout = cast(Any, base.layers), layout_of(model)
         self._masks = "full" if layout.alone else "all"  # that are not made
         self._attached = attach(model)
-        names = list(inspect.signature(base.forward).parameters)
-        self._handles: list[RemovableHandle] = [
-            base.register_forward_pre_hook(partial(self._before_model, names), with_kwargs=True)
-        ]
+        self._handles: list[RemovableHandle] = []
         for spec in layout.evicting:
-            before_attention = partial(self._before_attention, spec)
-            self._handles += [
-                layers[spec.layer_idx].register_forward_pre_hook(self._before_layer, with_kwargs=True),
-                spec.module.register_forward_pre_hook(before_attention, with_kwargs=True),
-            ]
+            hooked = [(spec.module, "hidden_BTE")]
+            if "stream" in self.gates.inputs:
+                hooked.append((layers[spec.layer_idx], "stream_BTE"))
+            for part, name in hooked:
+                hook = partial(self._hand_on, spec, name)
+                self._handles.append(part.register_forward_pre_hook(hook, with_kwargs=True))
 
     def close(self) -> None:
         """Take the hooks out of the model; layers of gradient checkpointing that were not yet differentiated
@@ -148,50 +143,27 @@ class SoftGated(nn.Module):
             ungated_BT: True on entries that stay as they are (sinks, prefix, ...).
             **given: further arguments of the model.
         """
-        log_gates: dict[int, Tensor] = {}
-        self._active, self._ungated_BT = log_gates, ungated_BT
-        try:
-            check_pointed(self._frozen[1])
-            with masks_unmade(self._masks):
-                output = self._frozen[0](input_ids=input_ids, attention_mask=attention_mask, **given)
-        finally:
-            self._active = self._ungated_BT = None
-        return output, log_gates
-
-    def _before_model(
-        self, names: list[str], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Hooked | None:
-        """Decoder pre-hook: reads the padding, and sends this forward's state along."""
-        if self._active is None:
-            return None
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
         if cache_in(given) is not None:
             raise ValueError(
                 "a cache was given, and soft gates read whole sequences in one forward: leave it out."
             )
-        read = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
-        shown: dict[str, Any] = {name: given.get(name) for name in read}
-        step = _Step(self, read_call(**shown), self._ungated_BT, self._active)
-        return (), {**given, "use_cache": False, STEP: step}
+        check_pointed(self._frozen[1])
+        shown: dict[str, Any] = {name: given.get(name) for name in ("inputs_embeds", "position_ids")}
+        shown |= {"input_ids": input_ids, "attention_mask": attention_mask}
+        step = _Step(self, read_call(**shown), ungated_BT, {})
+        with masks_unmade(self._masks):
+            output = self._frozen[0](**{**given, **shown, "use_cache": False, STEP: step})
+        return output, step.log_gates
 
-    def _before_attention(
-        self, spec: LayerSpec, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    def _hand_on(
+        self, spec: LayerSpec, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Hooked | None:
-        """Pre-hook of an attention module: sends its input along, of which log-gates are made."""
+        """Pre-hook of a decoder layer, and of its attention: sends its input along, of which log-gates are
+        made."""
         step = kwargs.get(STEP)
         if not isinstance(step, _Step) or step.gated is not self:
             return None
-        return args, {**kwargs, STEP: replace(step, spec=spec, hidden_BTE=hidden_of(args, kwargs))}
-
-    def _before_layer(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Hooked | None:
-        """Pre-hook of a decoder layer: sends the residual stream along."""
-        step = kwargs.get(STEP)
-        if not isinstance(step, _Step) or step.gated is not self:
-            return None
-        stream_BTE = hidden_of(args, kwargs) if "stream" in self.gates.inputs else None
-        return args, {**kwargs, STEP: replace(step, stream_BTE=stream_BTE)}
+        return args, {**kwargs, STEP: replace(step, spec=spec, **{name: hidden_of(args, kwargs)})}
 
 
 @dataclass(frozen=True, eq=False)
