@@ -13,11 +13,12 @@ folder.
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from retain.eval.config import (
@@ -55,29 +56,24 @@ from retain.process.provenance import code_state, environment, now
 MODULE = "retain.eval.compare"
 
 
-@dataclass(frozen=True)
-class Processes:
-    """This process among those that `accelerate launch` started: its number over all and on its machine, and
-    what returns when all have called it."""
-
-    rank: int = 0
-    count: int = 1
-    local_rank: int = 0
-    wait: Callable[[], None] = lambda: None
+# A process without a launcher, in the terms of `accelerate.PartialState`.
+ALONE = SimpleNamespace(
+    process_index=0, num_processes=1, local_process_index=0, wait_for_everyone=lambda: None
+)
 
 
 @contextmanager
-def launched() -> Iterator[Processes]:
-    """Processes of this launch. They share out units and never tensors, so they wait over the CPU."""
+def launched() -> Iterator[Any]:
+    """Processes of this launch, as `accelerate.PartialState` has them: they share out units and never
+    tensors, so they wait over the CPU."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        yield Processes()
+        yield ALONE
         return
     from accelerate import PartialState
 
     state = PartialState(cpu=True, timeout=timedelta(days=30))
     try:
-        ranks = (state.process_index, state.num_processes, state.local_process_index)
-        yield Processes(*ranks, state.wait_for_everyone)
+        yield state
     finally:
         # https://github.com/pytorch/pytorch/pull/179291: the interpreter's end may abort a process.
         state.destroy_process_group()
@@ -134,7 +130,7 @@ def manifest_of(
     }
 
 
-def compare(config: CompareConfig, processes: Processes | None = None, *, typed: str = "") -> Any:
+def compare(config: CompareConfig, processes: Any = ALONE, *, typed: str = "") -> Any:
     """Runs a comparison to its end, and reports it; None in processes after the first. `typed` is the command
     for the manifest.
 
@@ -142,33 +138,32 @@ def compare(config: CompareConfig, processes: Processes | None = None, *, typed:
         ValueError: The config is wrong, another run holds the folder, or it holds lines of another identity.
     """
     require("eval", "matplotlib", "scipy", what="a comparison")  # the report needs them, hours later
-    processes = processes or Processes()
-    loaded, contexts = load_checked(config, processes.local_rank)
+    loaded, contexts = load_checked(config, processes.local_process_index)
     manifest = manifest_of(config, loaded, contexts, typed)
     rows = [context for of_task in contexts.values() for context in of_task]
     units = [*units_of(config, rows, manifest["identity"])]
-    if processes.rank > 0:
-        processes.wait()
+    if processes.process_index > 0:
+        processes.wait_for_everyone()
         measure_all(config, loaded, units, processes)
         return None
     with lock_folder(config.folder, otherwise="another name (run=...)"):
         expected = {key: value for unit in units for key, value in unit.identities.items()}
         complete = open_run(config.folder, manifest, expected)
-        processes.wait()
+        processes.wait_for_everyone()
         measure_all(config, loaded, units, processes)
         (config.folder / LOCK).unlink(missing_ok=True)
         if not complete:
-            finish_run(config.folder, finished=now(), processes=processes.count)
+            finish_run(config.folder, finished=now(), processes=processes.num_processes)
         return write_report(config.folder)
 
 
-def measure_all(config: CompareConfig, loaded: Loaded, units: Sequence[Unit], processes: Processes) -> None:
+def measure_all(config: CompareConfig, loaded: Loaded, units: Sequence[Unit], processes: Any) -> None:
     """Measures this process's share of the units that are not complete, and appends their lines."""
     done = read_table(config.folder)
-    processes.wait()  # nobody writes before all have read
+    processes.wait_for_everyone()  # nobody writes before all have read
     left = [unit for unit in units if not unit.identities.keys() <= done.keys()]
-    mine = left[processes.rank :: processes.count]
-    with tqdm(mine, config.run, unit="unit", smoothing=0.05, disable=processes.rank > 0) as bar:
+    mine = left[processes.process_index :: processes.num_processes]
+    with tqdm(mine, config.run, unit="unit", smoothing=0.05, disable=processes.process_index > 0) as bar:
         for unit in bar:
             bar.set_postfix_str(unit.name, refresh=False)
             try:
@@ -184,7 +179,7 @@ def measure_all(config: CompareConfig, loaded: Loaded, units: Sequence[Unit], pr
             done |= {key_of(asdict(line)): asdict(line) for line in lines}
             check_equal_bytes([done[key] for key in unit.identities], loaded.policies)
             append_lines(config.folder, lines)
-    processes.wait()
+    processes.wait_for_everyone()
 
 
 @command

@@ -1,12 +1,12 @@
 """`retain describe`: a model by its config alone. `retain doctor`: what this installation can do.
 
     retain describe Qwen/Qwen3-8B
-    retain describe runs/my-model --tokens 8192,131072 --keep-ratio 0.1
+    retain describe runs/my-model --tokens 8192 131072 --keep-ratio 0.1
     retain doctor
 
 `describe` reads no weights, so that a model can be looked at before it is fetched: which layers evict, what
-full and kept caches take, and what a step of training its gates takes. Each line of `doctor` is `ok`, a
-`note` (something that some commands need is missing) or `WRONG` (the library cannot be trusted to work).
+full and kept caches take, and what a step of training gates takes. Each line of `doctor` is `ok`, a `note`
+(something that some commands need is missing) or `WRONG` (the library cannot be trusted to work).
 """
 
 import argparse
@@ -24,21 +24,18 @@ import torch
 from packaging.requirements import Requirement
 
 import retain
-from retain.gates import build_gates, dims_for
 from retain.hf.model.decoder import base_model, layout_of
 from retain.hf.model.layout import Layout
 from retain.kernels.backend import why_reference
 from retain.kernels.build import OPS
 from retain.models.catalogue import CATALOGUE
-from retain.models.named import dtype_of, reference_seed
-from retain.models.unloaded import meta_model_of, named_config, named_precision
+from retain.models.named import dtype_of, meta_model_of, named_config, named_precision, reference_seed
 from retain.process.command import command
+from retain.process.provenance import version_of
 
 TOKENS = (8192, 32768, 131072)
 # Of a config that names no precision, as of checkpoints whose weights are packed.
 UNSTATED = torch.bfloat16
-# A parameter, its gradient and AdamW's two moments, in float32.
-TRAINED_BYTES = 16
 
 OK, NOTE, WRONG = "ok", "note", "WRONG"
 # The name under which packages are installed; that of the import belongs to another project.
@@ -79,8 +76,6 @@ class ModelDescription:
         refusal, whole: why it cannot be used, or why only its text decoder is described.
         dtype: of weights and entries.
         layout: its layers, on the meta device; None: it is refused.
-        gate_parameters: of `mlp` gates in all layers.
-        positions: that it was made for; None: its config does not say.
         keep_ratio: kept / seen.
         footprints, steps: caches, and operations and bytes of `training_step`, one a length.
     """
@@ -92,29 +87,9 @@ class ModelDescription:
     dtype: torch.dtype = UNSTATED
     parameters: int = 0
     layout: Layout | None = None
-    gate_parameters: int = 0
-    positions: int | None = None
     keep_ratio: float = 1.0
     footprints: tuple[Footprint, ...] = ()
     steps: tuple[tuple[float, float], ...] = ()
-
-    @property
-    def evicting(self) -> dict[str, list[int]]:
-        """Layers that evict, by their heads and window in words."""
-        kinds = defaultdict(list)
-        for spec in self.layout.evicting if self.layout else ():
-            window = "" if spec.window is None else f", inside a window of {spec.window:,} tokens"
-            heads = f"{spec.num_kv_heads} KV heads of width {spec.head_dim}, {spec.num_heads} query heads"
-            kinds[heads + window].append(spec.layer_idx)
-        return kinds
-
-    @property
-    def alone(self) -> dict[str, list[int]]:
-        """Layers that are left alone, by their kind and window in words."""
-        kinds = defaultdict(list)
-        for idx, left in self.layout.alone.items() if self.layout else ():
-            kinds[left.name + ("" if left.window is None else f" of {left.window:,} tokens")].append(idx)
-        return kinds
 
     def __str__(self) -> str:
         rows = [("model_type", self.model_type)]
@@ -125,51 +100,49 @@ class ModelDescription:
         if self.layout is not None:
             precision = str(self.dtype).removeprefix("torch.")
             rows.append(("weights", f"{self.parameters / 1e9:.4g} B parameters in {precision}"))
-            for label, kinds in (("layers evict", self.evicting), ("left alone", self.alone)):
-                rows += [(label, f"{len(one)} ({ranges(one)}): {of}") for of, one in kinds.items()]
-            rows.append(("gates", f"{self.gate_parameters:,} parameters of family 'mlp'"))
+            rows += layer_rows(self.layout)
         for one, (flops, peak) in zip(self.footprints, self.steps, strict=True):
             text = f"full cache {size(one.full)}; {size(one.kept)} kept at keep_ratio {self.keep_ratio:g}"
-            text += f", and {size(one.alone)} left alone" if self.alone else ""
-            if self.positions is not None and one.tokens > self.positions:
-                text += f" (more than the {self.positions:,} positions of its config)"
-            rows.append((f"{one.tokens:,} tokens", text))
-            cost = f"{flops / 1e12:,.3g} TFLOP, about {size(int(peak))}"
-            rows.append(("training", f"{cost} for a step on a document of {one.tokens:,} tokens"))
+            alone = "" if one.alone == 0 else f", and {size(one.alone)} left alone"
+            rows.append((f"{one.tokens:,} tokens", text + alone))
+            rows.append(("", f"a step of training: {flops / 1e12:,.3g} TFLOP, about {size(int(peak))}"))
         width = max(len(label) for label, _ in rows)
         return "\n".join([f"model: {self.name}", *(f"  {label:<{width}}  {text}" for label, text in rows)])
 
 
-def training_step(model: Any, layout: Layout, tokens: int, gate_parameters: int) -> tuple[float, float]:
-    """Operations and peak bytes of training gates by one document (`stage: local`, one device, one document a
-    step). A product of `m x k` and `k x n` counts `2 m k n`.
+def training_step(model: Any, layout: Layout, tokens: int) -> tuple[float, float]:
+    """Operations and peak bytes of training gates (`stage: local`) by a document of N tokens, on one device.
 
-        operations  2 P N (frozen forward) + 2 Q D N^2 a layer (attention), and again a layer that evicts
-                    (targets) + 2 Q D E N a layer that evicts (norms of values) + 6 g N
-        bytes       weights + 16 g + 2 N E b (hidden states) + the largest of attention N b (E + 4 (Q + H) D),
-                    targets N (b (E + (Q + 2 H) D) + 16 Q) and feed-forward N b (2 E + 3 F)
+        operations  2 P N (frozen forward) + 2 Q D N^2 a layer (attention), and again where a layer evicts
+        bytes       weights + 2 N E b (hidden states) + N b (E + 4 (Q + H) D) (a layer's attention)
 
-    N tokens; P parameters in layers that a token meets; g the gates' parameters; Q query and H KV heads of
-    width D; E and F the widths of the hidden state and the feed-forward part; b bytes of an element. Device
-    context, libraries and what an allocator leaves unused come on top.
+    P parameters in layers that a token meets; Q query and H KV heads of width D; E the hidden state's width;
+    b bytes of an element; `m x k` by `k x n` counts `2 m k n`. The gates, a thousandth of it, do not count.
     """
-    base, specs = base_model(model), layout.evicting
+    base, spec = base_model(model), layout.evicting[0]
     text, layers = base.config, base.layers
-    experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 0
-    chosen = int(getattr(text, "num_experts_per_tok", None) or 1) if experts else 1
-    met = sum(
-        one.numel() * (chosen / experts if experts and ".experts." in path else 1.0)
-        for path, one in layers.named_parameters()
+    experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
+    met = getattr(text, "num_experts_per_tok", 1) / experts if experts else 1.0
+    parameters = sum(
+        one.numel() * (met if ".experts." in path else 1.0) for path, one in layers.named_parameters()
     )
-    E, Q, H, D = specs[0].hidden_size, specs[0].num_heads, specs[0].num_kv_heads, specs[0].head_dim
-    F = getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", None) or 0
-    F *= chosen
-    attention = 2.0 * Q * D * tokens**2 * (len(layers) + len(specs))
-    flops = attention + tokens * (2.0 * met + 2.0 * Q * D * E * len(specs) + 6.0 * gate_parameters)
-    b = specs[0].dtype.itemsize
-    phases = b * (E + 4 * (Q + H) * D), b * (E + (Q + 2 * H) * D) + 16 * Q, b * (2 * E + 3 * F)
-    held = sum(one.nbytes for one in model.parameters()) + TRAINED_BYTES * gate_parameters
-    return flops, held + float(tokens) * (2 * E * b + max(phases))
+    E, Q, H, D, b = spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.dtype.itemsize
+    flops = 2.0 * parameters * tokens + 2.0 * Q * D * tokens**2 * (len(layers) + len(layout.evicting))
+    weights = sum(one.nbytes for one in model.parameters())
+    return flops, weights + float(tokens) * b * (3 * E + 4 * (Q + H) * D)
+
+
+def layer_rows(layout: Layout) -> list[tuple[str, str]]:
+    """Lines on the layers that evict and on those that are left alone; layers of one kind share a line."""
+    kinds = defaultdict(list)
+    for spec in layout.evicting:
+        window = "" if spec.window is None else f", inside a window of {spec.window:,} tokens"
+        heads = f"{spec.num_kv_heads} KV heads of width {spec.head_dim}, {spec.num_heads} query heads"
+        kinds["layers evict", heads + window].append(spec.layer_idx)
+    for idx, left in layout.alone.items():
+        window = "" if left.window is None else f" of {left.window:,} tokens"
+        kinds["left alone", left.name + window].append(idx)
+    return [(label, f"{len(one)} ({ranges(one)}): {of}") for (label, of), one in kinds.items()]
 
 
 def size(num_bytes: int | None) -> str:
@@ -224,9 +197,6 @@ def describe_model(
     positions: Any = getattr(text, "max_position_embeddings", None)
     if tokens is None:
         tokens = [one for one in TOKENS if positions is None or one <= positions] or [positions]
-    with torch.device("meta"):
-        built = build_gates("mlp", dims_for("mlp", {spec.layer_idx: spec.sizes for spec in layout.evicting}))
-    trained = sum(one.numel() for one in built.parameters())
     return ModelDescription(
         name,
         base_model(model).config.model_type,
@@ -234,16 +204,10 @@ def describe_model(
         dtype=precision,
         parameters=sum(one.numel() for one in model.parameters()),
         layout=layout,
-        gate_parameters=trained,
-        positions=positions,
         keep_ratio=keep_ratio,
         footprints=tuple(footprint(layout, one, keep_ratio) for one in tokens),
-        steps=tuple(training_step(model, layout, one, trained) for one in tokens),
+        steps=tuple(training_step(model, layout, one) for one in tokens),
     )
-
-
-def _lengths(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
 
 
 @command
@@ -252,9 +216,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="retain describe", description="Describe a model by its config.")
     names = f"hub name, local folder, config.json, {', '.join(CATALOGUE)}, or reference:0"
     parser.add_argument("name", metavar="MODEL", help=names)
-    usual = ",".join(map(str, TOKENS))
-    about = f"lengths, joined by commas (default {usual}, up to the positions of the model)"
-    parser.add_argument("--tokens", type=_lengths, help=about)
+    about = f"lengths (default: of {', '.join(map(str, TOKENS))} those that the model has positions for)"
+    parser.add_argument("--tokens", type=int, nargs="+", help=about)
     parser.add_argument("--keep-ratio", type=float, default=0.2, help="kept / seen (default 0.2)")
     parser.add_argument("--dtype", default="auto", help="of weights and entries, as torch calls it")
     found = describe_model(**vars(parser.parse_args(arguments)))
@@ -273,12 +236,9 @@ class Finding(NamedTuple):
 def versions() -> Iterator[Finding]:
     """Installed packages, against the ranges that this installation of retain states."""
     yield Finding(OK, "python", f"{platform.python_version()}, {platform.platform()}")
-    if (other := _installed("retain")) is not None:
-        text = (
-            f"the package 'retain' {other} is installed, which is another project under the import name of "
-        )
-        text += f"this one ({DISTRIBUTION}): pip uninstall retain, then install {DISTRIBUTION} again"
-        yield Finding(WRONG, "retain", text)
+    if (other := version_of("retain")) is not None:
+        text = f"the package 'retain' {other} is installed, another project under the same import name: "
+        yield Finding(WRONG, "retain", f"{text}pip uninstall retain, then install {DISTRIBUTION} again")
     try:
         stated = [Requirement(line) for line in metadata.requires(DISTRIBUTION) or ()]
     except metadata.PackageNotFoundError:
@@ -286,37 +246,29 @@ def versions() -> Iterator[Finding]:
         return
     yield Finding(OK, DISTRIBUTION, metadata.version(DISTRIBUTION))
     for one in stated:
-        if one.marker is None or one.marker.evaluate(
-            {"extra": ""}
-        ):  # not of an extra, nor of another platform
-            found, wanted = _installed(one.name), str(one.specifier)
+        # Neither of an extra nor of another platform.
+        if one.marker is None or one.marker.evaluate({"extra": ""}):
+            found, wanted = version_of(one.name), str(one.specifier)
             fits = found is not None and one.specifier.contains(found, prereleases=True)
             yield Finding(OK if fits else WRONG, one.name, f"{found or 'not installed'} (wanted: {wanted})")
 
 
-def _installed(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def devices() -> Iterator[Finding]:
-    """GPUs, and on each device which path the ops take, and a trial."""
+    """On each device which path the ops take, and a trial."""
     gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
     if not gpus:
         yield Finding(NOTE, "cuda", f"torch {torch.__version__} sees no GPU")
-    for gpu in gpus:
-        free, total = (count / GIB for count in torch.cuda.mem_get_info(gpu))
-        capability = ".".join(map(str, torch.cuda.get_device_capability(gpu)))
-        text = f"{torch.cuda.get_device_name(gpu)}, compute capability {capability}"
-        yield Finding(OK, gpu, f"{text}, {free:.1f} of {total:.1f} GiB free")
     for device in ("cpu", *gpus):
+        if device != "cpu":
+            free, total = (count / GIB for count in torch.cuda.mem_get_info(device))
+            yield Finding(
+                OK, device, f"{torch.cuda.get_device_name(device)}, {free:.1f} of {total:.1f} GiB free"
+            )
         dtype = torch.float32 if device == "cpu" else torch.bfloat16
         reason = why_reference(torch.zeros(1, dtype=dtype, device=device))
         path = "Triton kernels" if reason is None else f"the reference in PyTorch: {reason}"
-        slow = device != "cpu" and reason is not None
-        yield Finding(NOTE if slow else OK, f"ops on {device}", f"{path} ({', '.join(OPS)})")
+        state = NOTE if device != "cpu" and reason is not None else OK
+        yield Finding(state, f"ops on {device}", f"{path} ({', '.join(OPS)})")
         yield trial(device)
 
 

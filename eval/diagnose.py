@@ -5,18 +5,15 @@
 
 A document is a context, a question behind it, and a continuation, which is read token by token ("steps"): of
 a text the text itself, of a task's row the full cache's greedy answer. Each policy reads the context and
-evicts, at each budget, and then reads the question and the *same* continuation, without evicting again. At
-each step are measured:
+evicts, at each budget, and then reads the question and the *same* continuation. At each step are measured:
 
     KL, top-1, perplexity   of the next token, against the model without any cache of this library
     coverage                share of the attention to the context that goes to kept entries
     oracle                  share of the kept entries that the oracle keeps too (`oracle_overlap`)
 
-Coverage is of one layer whose queries are the full cache's, so that errors of lower layers do not add up in
-it; they do in the divergence. The policy `oracle` ranks entries by the attention that they are really paid.
-
-The full cache is measured like a policy, through the same code. Its row must read coverage 1, KL 0 and top-1
-1. If it does not, no other row can be trusted.
+Coverage is of the full cache's queries, so that errors of lower layers do not add up in it; they do in the
+divergence. The policy `oracle` ranks entries by the attention that they are really paid. The full cache is
+measured through the same code: its row must read coverage 1, KL 0 and top-1 1, or no other can be trusted.
 """
 
 import argparse
@@ -31,6 +28,7 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.distributions import Categorical, kl_divergence
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
@@ -41,7 +39,6 @@ from retain.eval.config import resolve_device
 from retain.eval.run.answers import respond
 from retain.eval.run.memory import positions_held
 from retain.eval.run.scores import oracle
-from retain.eval.text_pieces import cut, opening_of, read_text
 from retain.eval.text_table import text_table
 from retain.evidence import Evidence
 from retain.hf.cache.cache import Cache
@@ -76,11 +73,6 @@ def coverage(
 
     Returns:
         coverage in [0, 1].
-
-    Examples:
-        >>> probs = torch.tensor([[[[0.6, 0.3, 0.1]]]])
-        >>> coverage(probs, torch.tensor([[[True, False]]])).item()  # the third entry came after the context
-        0.6666666865348816
     """
     H, T = keep_BHT.shape[1:]
     paid_BHST = probs_BQST[..., :T].unflatten(1, (H, -1)).amax(2)
@@ -102,24 +94,15 @@ def oracle_overlap(keep_BHT: Bool[Tensor, "B H T"], risk_BHT: Float[Tensor, "B H
 
 
 def divergence(logits_SV: Float[Tensor, "S V"], other_SV: Float[Tensor, "S V"]) -> Float[Tensor, " S"]:
-    """`KL(p || p') = sum_v p[v] (log p[v] - log p'[v])` in nats and float64, never below 0; `p` is of the
-    first logits, which are those of the full cache for KL(full || evicted)."""
-    log_p, log_other = (x.double().log_softmax(-1) for x in (logits_SV, other_SV))
-    # A token of probability 0 (a logit of -inf) adds nothing.
-    terms = torch.where(log_p > -math.inf, log_p.exp() * (log_p - log_other), 0.0)
-    return terms.sum(-1).clamp_min(0.0)
+    """`KL(p || p')` in nats and float64, never below 0; `p` is of the first logits, the full cache's."""
+    pair = (Categorical(logits=logits.double()) for logits in (logits_SV, other_SV))
+    return kl_divergence(*pair).clamp_min(0.0)
 
 
 @dataclass(frozen=True)
 class Document:
-    """A context and what is read behind it.
-
-    Args:
-        context_ids: what is evicted from.
-        question_ids: what is read next; at least one token. Logits before its end are not measured.
-        continuation_ids: what is read then; None: what the full cache generates.
-        end_ids: tokens that end what is generated; the first of them is read too.
-    """
+    """A context that is evicted from, a question of at least one token, and the continuation that is measured
+    (None: what the full cache generates, up to one of `end_ids`, of which the first is read too)."""
 
     context_ids: tuple[int, ...]
     question_ids: tuple[int, ...]
@@ -137,8 +120,7 @@ class Reading:
         keep_NT, bytes_held: what is kept of the context.
         coverage_NS, overlap_N: coverage, and overlap with the oracle.
         kl_S, agree_S: KL(full || evicted) in nats, and whether both have the same most likely token.
-        loss_S, loss_full_S: negative log-probability of the continuation's token in nats, with this cache and
-            by the model without a cache of this library.
+        loss_S: negative log-probability of the continuation's token in nats.
     """
 
     policy: str
@@ -150,7 +132,6 @@ class Reading:
     kl_S: Float[Tensor, " S"]
     agree_S: Bool[Tensor, " S"]
     loss_S: Float[Tensor, " S"]
-    loss_full_S: Float[Tensor, " S"]
 
 
 def policies_of(typed: Sequence[str], keep_ratios: Sequence[float]) -> dict[str, Policy]:
@@ -205,28 +186,30 @@ def diagnose(
     assert teacher is not None and base.evidence is not None
     risks = oracle([teacher], len(context))
     full_SV = model(input_ids=whole_1T, use_cache=False, logits_to_keep=count).logits[0].float().cpu()
-    loss_full_S = cross_entropy(full_SV.double(), target_S, reduction="none")
     made = []
     for name, ratio in ((FULL, 1.0), *((name, ratio) for name in chosen for ratio in keep_ratios)):
         if name == FULL:
             cache = base.fork()
         elif name.split(",")[0] == ORACLE:
-            pairs = zip(base.evidence, risks, strict=True)
-            scores = [score_entries(chosen[name], layer, learned=risk) for layer, risk in pairs]
+            scores = [
+                score_entries(chosen[name], layer, learned=risk)
+                for layer, risk in zip(base.evidence, risks, strict=True)
+            ]
             budget = Budget(keep_ratio=ratio)
             decided = decide_layers(chosen[name], base.evidence, budget, scores=scores)
             cache = base.fork().evict_with([layer.keep_BHT for layer in decided])
         else:
             how: dict[str, Any] = {"gates": gates if chosen[name].learned else None, "short": "raise"}
             cache = Cache(model, chosen[name], keep_ratio=ratio, **how).prefill(ids_on(model, context))
-        keep_NT = kept(positions_held(cache), len(context))
+        heads = positions_held(cache)
+        keep_NT = torch.zeros(len(heads), len(context), dtype=torch.bool)
+        for keep_T, positions in zip(keep_NT, heads, strict=True):
+            keep_T[positions.cpu()] = True
         keeps = [keep_HT[None] for keep_HT in keep_NT.split([layer.num_heads for layer in teacher])]
         held = cache.report().total.bytes_held
         output = model(input_ids=ids_on(model, tail), use_cache=True, **{CACHE: cache})
         logits_SV = output.logits[0, -count:].float().cpu()
-        overlap = [
-            oracle_overlap(keep, risk.values_BHT.cpu())[0] for keep, risk in zip(keeps, risks, strict=True)
-        ]
+        pairs = zip(keeps, risks, strict=True)
         made.append(
             Reading(
                 policy=name,
@@ -234,22 +217,13 @@ def diagnose(
                 keep_NT=keep_NT,
                 bytes_held=held,
                 coverage_NS=coverage_of(teacher, keeps, count),
-                overlap_N=torch.cat(overlap),
+                overlap_N=torch.cat([oracle_overlap(keep, risk.values_BHT.cpu())[0] for keep, risk in pairs]),
                 kl_S=divergence(full_SV, logits_SV),
                 agree_S=logits_SV.argmax(-1) == full_SV.argmax(-1),
                 loss_S=cross_entropy(logits_SV.double(), target_S, reduction="none"),
-                loss_full_S=loss_full_S,
             )
         )
     return made
-
-
-def kept(heads: Sequence[Tensor], tokens: int) -> Bool[Tensor, "N T"]:
-    """The keep mask of a context, by the positions that each head of each layer holds."""
-    keep_NT = torch.zeros(len(heads), tokens, dtype=torch.bool)
-    for keep_T, positions in zip(keep_NT, heads, strict=True):
-        keep_T[positions.cpu()] = True
-    return keep_NT
 
 
 def coverage_of(
@@ -271,24 +245,29 @@ def ids_on(model: Any, tokens: Sequence[int]) -> Int[Tensor, "1 S"]:
 
 def summarise(readings: Sequence[Sequence[Reading]]) -> list[dict[str, Any]]:
     """A row for each policy and budget: means over the steps of all documents together (of overlap and
-    entries, which have no steps, over documents), and the least single number of coverage."""
+    entries, which have no steps, over documents), the least single number of coverage, and the standard error
+    of the documents' mean KL (None: of one document)."""
     rows = []
     for same in zip(*readings, strict=True):
-        cells = torch.cat([one.coverage_NS.double().flatten() for one in same])
-        loss = torch.cat([one.loss_S for one in same]).mean()
-        loss_full = torch.cat([one.loss_full_S for one in same]).mean()
+        together = {
+            name: torch.cat([getattr(one, name).double().flatten() for one in same])
+            for name in ("coverage_NS", "overlap_N", "kl_S", "agree_S", "loss_S", "keep_NT")
+        }
+        mean = {name: float(values.mean()) for name, values in together.items()}
+        kl_D = torch.stack([one.kl_S.mean() for one in same])
         rows.append(
             {
                 "policy": same[0].policy,
                 "keep_ratio": same[0].keep_ratio,
-                "coverage": float(cells.mean()),
-                "coverage_worst": float(cells.min()),
-                "oracle_overlap": float(torch.cat([one.overlap_N for one in same]).double().mean()),
-                "kl": float(torch.cat([one.kl_S for one in same]).mean()),
-                "agreement": float(torch.cat([one.agree_S for one in same]).double().mean()),
-                "perplexity": math.exp(float(loss)),
-                "perplexity_ratio": math.exp(float(loss - loss_full)),
-                "kept": float(torch.cat([one.keep_NT.double().flatten() for one in same]).mean()),
+                "coverage": mean["coverage_NS"],
+                "coverage_worst": float(together["coverage_NS"].min()),
+                "oracle_overlap": mean["overlap_N"],
+                "kl": mean["kl_S"],
+                "kl_se": float(kl_D.std() / len(same) ** 0.5) if len(same) > 1 else None,
+                "agreement": mean["agree_S"],
+                "perplexity": (perplexity := math.exp(mean["loss_S"])),
+                "perplexity_ratio": perplexity / (rows[0]["perplexity"] if rows else perplexity),
+                "kept": mean["keep_NT"],
                 "mib_held": sum(one.bytes_held for one in same) / len(same) / 2**20,
             }
         )
@@ -305,26 +284,42 @@ def documents_of(given: argparse.Namespace, model: Any, tokenizer: Any) -> list[
         how = {"context_tokens": given.context_tokens, "first_item": 0, "items": given.documents}
         rows = [encode(row, tokenizer, model) for row in load_rows(given.task, tokenizer, seed=0, **how)]
         return [Document(row.context_ids, row.question_ids, None, row.end_ids) for row in rows]
-    # The first token behind the context is read and not measured: what predicts it is computed before the
-    # eviction, and would count as unharmed whatever was evicted.
-    size = {"behind": 1 + given.steps, "documents": given.documents}
-    at, ids = given.context_tokens, read_text(given.text, tokenizer)
-    pieces = cut(ids, opening_of(tokenizer), context_tokens=at, **size)
+    try:
+        text = Path(given.text).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--text {given.text} cannot be read: {error}. Pass a file in UTF-8.") from error
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    # The special tokens that begin a text: those that the tokenizer puts there, else its `bos_token`.
+    opening = [id for id in tokenizer("")["input_ids"] if id != tokenizer.eos_token_id]
+    opening = opening or [id for id in [tokenizer.bos_token_id] if id is not None]
+    return cut(ids, opening, given.context_tokens, given.steps, given.documents)
+
+
+def cut(
+    ids: Sequence[int], opening: Sequence[int], context_tokens: int, steps: int, documents: int
+) -> list[Document]:
+    """Documents spread over all of a text, none overlapping; each context begins with `opening`. The first
+    token behind a context is read and not measured: it is predicted before the eviction, and would count as
+    unharmed. ValueError: numbers below 1, or a text that is too short."""
+    at, size = context_tokens, context_tokens - len(opening) + 1 + steps
+    if documents < 1 or at <= len(opening) or len(ids) < documents * size:
+        raise ValueError(
+            f"{len(ids)} tokens cannot be cut into {documents} documents of {at} tokens ({len(opening)} "
+            f"of them special) and {1 + steps} behind: pass a longer text, or ask for fewer or shorter ones."
+        )
+    starts = [number * (len(ids) // documents) for number in range(documents)]
+    pieces = [(*opening, *ids[start : start + size]) for start in starts]
     return [Document(piece[:at], piece[at : at + 1], piece[at + 1 :]) for piece in pieces]
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = argparse.ArgumentParser(
-        prog="retain diagnose",
-        description="Measure what an eviction costs without scoring an answer: divergence from the full "
-        "cache, perplexity, coverage of the attention, likeness to the oracle.",
-    )
+    made = argparse.ArgumentParser("retain diagnose", description="Measure what an eviction costs.")
     made.add_argument("--model", required=True, help="a name, a local folder, or a hub id")
     made.add_argument("--policies", nargs="+", required=True, metavar="NAME[,key=value]", help="and oracle")
     made.add_argument("--keep-ratio", nargs="+", type=float, default=[0.2], help="kept / seen (default 0.2)")
     made.add_argument(
-        "--gates", help="folder or hub id, for policies that take them; default: those that ship"
+        "--gates", help="folder or hub id, of policies that take them; default: those that ship"
     )
     source = made.add_mutually_exclusive_group(required=True)
     source.add_argument("--text", help="UTF-8 file to cut documents from")
@@ -354,7 +349,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     documents = tqdm(documents_of(given, model, tokenizer), unit="document")
     asked, how = (given.policies, given.keep_ratio), {"steps": given.steps, "gates": gates}
     rows = summarise([diagnose(model, document, *asked, **how) for document in documents])
-    lines = [[row["policy"], *(f"{value:.4g}" for value in [*row.values()][1:])] for row in rows]
+    lines = [
+        ["-" if x is None else x if isinstance(x, str) else f"{x:.4g}" for x in row.values()] for row in rows
+    ]
     print("\n".join(text_table([*rows[0]], lines)))
     if given.output is not None:
         record = {

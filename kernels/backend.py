@@ -201,7 +201,7 @@ def multiprocessors(device: torch.device, interpreted: int) -> int:
 
 
 def interpreting() -> bool:
-    """Whether Triton interprets kernels on the CPU: read when a kernel's module is first imported."""
+    """Tells whether Triton interprets kernels on the CPU: read when a kernel's module is first imported."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
@@ -215,7 +215,7 @@ def dot_precision(dtype: torch.dtype) -> str:
 
 
 def upcast(dtype: torch.dtype) -> bool:
-    """Whether operands must be made float32 before `tl.dot`: the interpreter multiplies bfloat16 wrongly."""
+    """Tells whether operands must be float32 in `tl.dot`: the interpreter multiplies bfloat16 wrongly."""
     return interpreting() and dtype == torch.bfloat16
 
 

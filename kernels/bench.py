@@ -44,24 +44,21 @@ SECONDS, ROUNDS, WARM_UP = 6.0, (7, 60), 2
 
 
 def milliseconds(run: Callable[[], Any], flush: torch.Tensor) -> float:
-    """Time of one call; its result is freed after the clock has stopped.
+    """Time of one call, whose result is freed when the clock has stopped.
 
     On CUDA by events, behind a write to `flush`, so that no call finds its inputs in the L2 cache because the
     one before left them. Elsewhere by the processor's clock.
     """
     if not flush.is_cuda:
         start = time.perf_counter()
-        result = run()
-        end = time.perf_counter()
-        del result
-        return 1e3 * (end - start)
+        _held = run()
+        return 1e3 * (time.perf_counter() - start)
     before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     flush.zero_()
     before.record()
-    result = run()
+    _held = run()
     after.record()
     after.synchronize()
-    del result
     return before.elapsed_time(after)
 
 
@@ -69,8 +66,8 @@ def graphed(call: Callable[[], Any]) -> Callable[[], Any]:
     """A call that ran before, captured in a CUDA graph, to be replayed."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        result = call()
-    return lambda held=result: graph.replay()
+        result = call()  # held, since a replay writes it
+    return partial(lambda _result: graph.replay(), result)
 
 
 def measure(op: str, cases: Any, case: Any, device: torch.device) -> dict[str, list[float]]:
@@ -110,7 +107,7 @@ def over(ms: dict[str, list[float]], op: str, rival: str, factor: float = 1.0) -
 
 
 def verdict(claim: Claim, op: str, ms: dict[str, list[float]], cost: Cost, copied: float) -> str:
-    """One claim: its measured value and whether it is held; `copied` are bytes that the copy moves."""
+    """The line of a claim: its measured value, and whether it is held; the copy moves `copied` bytes."""
     if claim.rival == COPY:
         median, text = spread_of([1 / one for one in over(ms, op, COPY, copied / cost.bytes)])
         held, text = median >= claim.bound, f"{text} of the copy's bandwidth, at least {claim.bound:g}"
@@ -136,31 +133,16 @@ def section(op: str, device: torch.device) -> Iterator[str]:
     for name, case in shapes.items():
         ms, cost = measure(op, cases, case, device), cases.cost(case, DTYPE[device.type])
         yield f"\n### {op}, {name}, {len(ms[op])} rounds\n"
-        yield from (
-            "| what | ms | op's ms / its ms | GB/s | TFLOP/s |",
-            "| --- | ---: | ---: | ---: | ---: |",
-        )
+        yield "| what | ms | op's ms / its ms | GB/s |\n| --- | ---: | ---: | ---: |"
         for row, taken in ms.items():
             median, text = spread_of(taken)
             ratio = spread_of(over(ms, op, row))[1] if row not in (op, COPY) else ""
             moved = {op: cost.bytes, COPY: copied}.get(row)
             rate = f"{moved / median / 1e6:.1f}" if moved else ""
-            flops = f"{cost.flops / median / 1e9:.2f}" if row == op else ""
-            yield f"| {row} | {text} | {ratio} | {rate} | {flops} |"
-        yield ""
+            yield f"| {row} | {text} | {ratio} | {rate} |"
+        yield f"\n- {cost.flops / spread_of(ms[op])[0] / 1e9:.2f} TFLOP/s"
         claims = [claim for claim in cases.CLAIMS if claim.case == name]
         yield from (f"- {verdict(claim, op, ms, cost, copied)}" for claim in claims)
-
-
-def provenance(device: torch.device) -> str:
-    """Machine, versions and commit of a measurement."""
-    git = ("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty")
-    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or "none"
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    threads = f"{torch.get_num_threads()} threads of {os.cpu_count()} cores, load {os.getloadavg()[0]:.2f}"
-    return (
-        f"{datetime.now(UTC):%Y-%m-%d %H:%M}, {name}, {threads}, torch {torch.__version__}, commit {commit}"
-    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -172,7 +154,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     device = torch.device(options.device)
     with quiet(None):
-        print(f"# Speed of the kernels\n\n{provenance(device)}", flush=True)
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+        git = ("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty")
+        commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or "none"
+        where = f"{datetime.now(UTC):%Y-%m-%d %H:%M}, {name}, load {os.getloadavg()[0]:.2f}"
+        print(f"# Speed of the kernels\n\n{where}, torch {torch.__version__}, commit {commit}", flush=True)
         for op in options.op:
             for line in section(op, device):
                 print(line, flush=True)

@@ -42,15 +42,8 @@ TILES = ("M", "BLOCK_M", "BLOCK_S", "BLOCK_G", "N", "BLOCK_N", "BLOCK_T")
 
 @dataclass(frozen=True)
 class Tile:
-    """How the work of one program is cut.
-
-    Args:
-        m: rows at a time (queries).
-        n: columns at a time (keys).
-        num_warps: of a program.
-        num_stages: of software pipelining: loads under way.
-        registers: that a thread may take, so that two programs fit a processor; None: no bound.
-    """
+    """Rows (queries) and columns (keys) of a program at a time, its warps, loads under way, and registers
+    that a thread may take, so that two programs fit a processor (None: no bound)."""
 
     m: int
     n: int
@@ -135,8 +128,8 @@ def examined(kernel: Any, arguments: dict[str, Any], built: Any, arch: int) -> t
 
 
 def _serialised(ptx: str, arch: int) -> bool:
-    """Whether the assembler gave up keeping matrix products in flight (its notes C7510 and following): two
-    loops in a row that multiply, or results that are read too early, make it wait after each of them."""
+    """Tells whether the assembler gave up keeping matrix products in flight (its notes C7510 and following):
+    two loops in a row that multiply, or results that are read too early, make it wait after each of them."""
     options = ("-v", f"--gpu-name=sm_{arch}a", "{}", "-o", "{}.cubin")
     return "wgmma.mma_async instructions are serialized" in _tool("ptxas", ptx.encode(), *options)
 

@@ -61,8 +61,7 @@ class Codes(NamedTuple):
 
 
 def misfits(codes: Codes) -> list[str]:
-    """What of codes does not fit together, which whoever reads them by address must know; groups are not
-    looked up."""
+    """Problems of codes that do not fit together; their groups are not looked up."""
     (count, width), found = codes.shape, []
     if codes.bits not in BITS or codes.span < 1 or width < 1:
         return [f"{codes.bits} bits, spans of {codes.span} and {width} channels (bits are 8, 4 or 2)"]
@@ -72,10 +71,10 @@ def misfits(codes: Codes) -> list[str]:
             f"codes are {tuple(codes.codes_CW.shape)} of {codes.codes_CW.dtype}, where {wide} bytes an entry "
             "(torch.uint8) are needed"
         )
-    own = codes.groups_C is None
+    alone = codes.groups_C is None
     scales = tuple(codes.scales_G2N.shape)
-    if codes.scales_G2N.dtype != SCALES or scales[1:] != (2, spans) or (own and scales[0] != count):
-        wanted = f"[{count if own else 'groups'}, 2, {spans}]"
+    if codes.scales_G2N.dtype != SCALES or scales[1:] != (2, spans) or (alone and scales[0] != count):
+        wanted = f"[{count if alone else 'groups'}, 2, {spans}]"
         found.append(f"scales are {scales} of {codes.scales_G2N.dtype}, where {wanted} ({SCALES}) is needed")
     if codes.groups_C is not None and codes.groups_C.shape != (count,):
         found.append(f"groups are {tuple(codes.groups_C.shape)}, where ({count},) are needed")
@@ -116,8 +115,8 @@ def encode(
         num_groups = int(groups_N.max()) + 1 if count else 0
         index = groups_N.long()[:, None].expand(-1, spans)
         least, most = (
-            own.new_zeros(num_groups, spans).scatter_reduce_(0, index, own, how, include_self=False)
-            for own, how in ((least, "amin"), (most, "amax"))
+            ends.new_zeros(num_groups, spans).scatter_reduce_(0, index, ends, how, include_self=False)
+            for ends, how in ((least, "amin"), (most, "amax"))
         )
     ends = torch.stack([least, most])
     if not bool((ends.abs() <= torch.finfo(SCALES).max).all()):
@@ -129,8 +128,8 @@ def encode(
     # Divided first: both ends may be near the largest that float16 holds.
     step16 = ((most / (2**bits - 1)) - (least16.float() / (2**bits - 1))).to(SCALES)
     scales_G2N = torch.stack([step16, least16], dim=1)
-    own = scales_G2N if groups_N is None else scales_G2N[groups_N.long()]
-    step, start = own[:, 0, :, None].float(), own[:, 1, :, None].float()
+    scales = scales_G2N if groups_N is None else scales_G2N[groups_N.long()]
+    step, start = scales[:, 0, :, None].float(), scales[:, 1, :, None].float()
     steps = torch.where(step > 0, (numbers_NKs - start) / step, 0.0)
     codes_ND = steps.round().clamp(0, 2**bits - 1).to(torch.uint8).flatten(1)[:, :width]
     groups = None if groups_N is None else groups_N.to(torch.int32)

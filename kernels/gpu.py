@@ -24,15 +24,13 @@ ROOT = Path(__file__).resolve().parents[1]
 OPS = ("decode_step", "ragged_attention", "attention_stats", "gated_attention")
 LARGE = (
     "-m retain.eval.speed --model random --shape 32,4096,32,8,14336 --tokens 32768 --dtype bfloat16 "
-    "--device cuda --gates random --rounds 3 --steps 32 --policies snapkv,merge --keep-ratio 0.2"
+    "--device cuda --gates random --rounds 3 --steps 32 --keep-ratio 0.2 --policies snapkv,merge"
 )
 # Time to the first token, over transformers' own cache, that is allowed (issue 45).
 PREFILL = 1.15
-# What is printed of the machine; without a device an error.
-LOOK = """
-import torch, transformers, triton
-print(torch.cuda.get_device_name(), *(one.__version__ for one in (torch, triton, transformers)))
-"""
+# Printed of the machine; without a device an error.
+LOOK = """import torch, transformers, triton
+print(torch.cuda.get_device_name(), *(one.__version__ for one in (torch, triton, transformers)))"""
 
 
 def steps(out: Path) -> dict[str, tuple[float, str]]:
@@ -46,7 +44,7 @@ def steps(out: Path) -> dict[str, tuple[float, str]]:
     return {
         "bench-decode_step": bench["bench-decode_step"],
         "graphs-32k": (480, f"{LARGE} --compiled --batch 8"),
-        "speed-32k": (360, f"{LARGE} --output {out}/speed-32k.json"),
+        "speed-32k": (360, f"{LARGE},criticalkv --output {out}/speed-32k.json"),
         **{f"tests-{path.stem[5:]}": (480.0, f"{pytest} {path}") for path in files},
         **bench,
     }
@@ -88,8 +86,7 @@ def summary(about: str, ends: dict[str, str], out: Path) -> str:
     lines = [line for line in lines if line.startswith(("held: ", "**NOT held**: "))]
     if (record := out / "speed-32k.json").exists():
         for row in json.loads(record.read_text())["rows"]:
-            ratio = row.get("ttft_over_plain")
-            if ratio and row["policy"] not in ("full", "dense"):
+            if (ratio := row.get("ttft_over_plain")) and row["policy"] not in ("full", "dense"):
                 held = "held" if ratio["median"] <= PREFILL else "**NOT held**"
                 lines.append(f"{held}: prefill, {row['policy']}: {ratio['median']:.3f}, at most {PREFILL:g}")
     head = ["# What needs a GPU", "", about, "", "| step | how it ended | last line |", "| --- | --- | --- |"]
@@ -115,7 +112,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     about = (out / "environment.log").read_text(errors="replace").strip()
     print(about)
     if not found.startswith("passed"):
-        print(f"environment: {found}")
         return 1
     ends: dict[str, str] = {}
     for name in wanted:

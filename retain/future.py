@@ -5,6 +5,12 @@ repetition of the document, or the model's own continuation. Queries count if th
 entry's eviction: of the document's own tokens those at distance `horizon` or more (nearer ones always find
 the entry, which is protected while recent), of later text all. Only `train/` and `eval/` may import this
 file: at inference the future is unknown.
+
+Published, with sources: `max` of `repeat`, weight `none`: KVzip (arXiv 2505.23416; it normalises within the
+chunk that is repeated, here rows are over everything that is seen). `max` of `repeat`,
+`value_norm_over_hidden`: KVzip+ of KVzap (arXiv 2601.07891; its norms are Euclidean, here both are L1, as
+everywhere in this project). `max` of `appendix`, `none`: Locret (arXiv 2410.01805). `mean` of
+`continuation`, `none`: LookaheadKV (arXiv 2603.10899; the loss normalises).
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -17,7 +23,6 @@ from torch import Tensor
 from retain.attention.chunked import truncate
 from retain.attention.received import received_attention
 from retain.evidence import Evidence
-from retain.process.registry import lookup
 from retain.scores.value_norm import value_norms
 
 SOURCES = {
@@ -26,12 +31,9 @@ SOURCES = {
     "repeat": "the document once more, after a prompt that asks for it",
     "continuation": "what the model itself writes after the document",
 }
-AGGREGATES = {"max": "the largest", "mean": "the mean over queries"}
-WEIGHTS = {
-    "none": "attention alone",
-    "value_norm": "times the norm of the projected value",
-    "value_norm_over_hidden": "the same over the norm of the query's attention input",
-}
+AGGREGATES = ("max", "mean")
+# Attention alone; times the norm of the projected value; that over the norm of the query's attention input.
+WEIGHTS = ("none", "value_norm", "value_norm_over_hidden")
 
 
 @torch.no_grad()
@@ -61,24 +63,14 @@ def future_use(
         mean:   r_s[h, i] = 1 / (G |J_s(i)|) sum_{j in J_s(i), q} p_qj[i]   r = sum_s w_s r_s / W(i)
 
     where `W(i)` is the sum of the weights of those sources that have a query in `J_s(i)`: an entry that fewer
-    sources reach is not thereby worth less.
-
-    Published, with sources: `max` of `repeat`, weight `none`: KVzip (arXiv 2505.23416; it normalises within
-    the chunk that is repeated, here rows are over everything that is seen). `max` of `repeat`,
-    `value_norm_over_hidden`: KVzip+ of KVzap (arXiv 2601.07891; its norms are Euclidean, here both are L1, as
-    everywhere in this project). `max` of `appendix`, `none`: Locret (arXiv 2410.01805). `mean` of
-    `continuation`, `none`: LookaheadKV (arXiv 2603.10899; the loss normalises).
-
-    No rows of attention are held beyond `chunk` queries at a time, and on CUDA none: memory is linear in T.
-    `value_norm_over_hidden` costs a second pass.
+    sources reach is not thereby worth less. Memory is linear in T.
 
     Args:
         document: one layer over the document; with a query for each entry if `own` is a source.
         branches: source -> evidence over `[document | branch]`, of which all held queries are the branch's;
             a source may have several or none. Taken one at a time, and only those of `sources`.
         sources: of `SOURCES`, with a positive weight.
-        aggregate: of `AGGREGATES`.
-        weight: of `WEIGHTS`.
+        aggregate, weight: of `AGGREGATES` and `WEIGHTS`.
         horizon: least distance of a document query, in entries; the protected recent window.
         chunk: queries at a time; changes memory, not the result. None: as many as are quick.
 
@@ -87,19 +79,16 @@ def future_use(
         reach (padding, and without a branch the last `horizon` ones) belong in no loss.
 
     Raises:
-        ValueError: names that are not known, numbers that make no sense, or evidence that holds too little.
+        ValueError: evidence that holds too little.
     """
-    _check_names(sources, aggregate, weight)
-    if horizon < 0:
-        raise ValueError(f"horizon is 0 or more; got horizon {horizon}.")
+    assert aggregate in AGGREGATES and weight in WEIGHTS
     T, H = document.num_seen, document.num_heads
     if "own" in sources and document.num_queries < T:
         raise ValueError(
             f"the source 'own' needs a query for each of the document's {T} entries, the evidence holds "
             f"{document.num_queries}: record more queries."
         )
-    B = len(document.valid_BT)
-    device = document.valid_BT.device
+    B, device = len(document.valid_BT), document.valid_BT.device
     norm_BQT = None if weight == "none" else value_norms(document)
     found: dict[str, Tensor] = {}
     counts: dict[str, Tensor] = {}
@@ -255,16 +244,3 @@ def _count(part: Evidence, distance: int, T: int) -> Int[Tensor, "B T"]:
     earliest = (entry + distance).clamp_max(seen)
     latest = torch.full_like(entry, seen) if part.window is None else (entry + part.window).clamp_max(seen)
     return counted_BT[:, torch.maximum(latest, earliest)] - counted_BT[:, earliest]
-
-
-def _check_names(sources: Mapping[str, float], aggregate: str, weight: str) -> None:
-    for source, factor in sources.items():
-        lookup(source, SOURCES, what="source of future queries")
-        if not 0 < factor < float("inf"):
-            raise ValueError(
-                f"the source {source!r} has weight {factor}: pass a positive one, or leave it out."
-            )
-    if not sources:
-        raise ValueError(f"the future needs a source of queries: pass some of {', '.join(SOURCES)}.")
-    lookup(aggregate, AGGREGATES, what="aggregate of the future")
-    lookup(weight, WEIGHTS, what="weight of attention")

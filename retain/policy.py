@@ -368,15 +368,13 @@ def _layer_weights(
     if policy.layers == "cake":
         if score.layer_weight_B is None:
             raise ValueError(
-                f"policy {policy.name!r} shares its budget over layers by CAKE's preference, and its score "
-                "measures none: take observed 'cake', or allocation.layers 'entropy'."
+                f"policy {policy.name!r}: its score measures none: take observed 'cake' for layers 'cake'."
             )
         weight_B = score.layer_weight_B
     else:
         if score.unit == "rank":
             raise ValueError(
-                f"policy {policy.name!r} shares its budget over layers by the entropy of scores, and its "
-                "score is in 'rank', of which only the order means something: take another score."
+                f"policy {policy.name!r} takes the entropy of scores, and its score is in 'rank', an order."
             )
         weight_B = entropy_weight(score.values_BHT, exists_BHT & ~protected_BHT)
     weights = weight_B.where(exists_BHT.flatten(1).any(-1).to(weight_B.device), 0.0).tolist()

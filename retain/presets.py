@@ -4,6 +4,7 @@ A policy is one of three dataclasses, by its scope; `retain/policy.py` reads it.
 settings is found when it is made, all at once.
 """
 
+import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import field, replace
@@ -277,7 +278,7 @@ def policies() -> Presets:
 RENAMED = {"fused": "learned"}
 
 
-def load_policy(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Policy:
+def load_policy(name_or_path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Policy:
     """A policy by its preset name or from a YAML file.
 
     Args:

@@ -65,14 +65,10 @@ def protected_mask(
 
     Raises:
         ValueError: if more entries are protected than the budget holds (says by how much, and by which parts)
-            of a sequence that is not short, or if `pinned_BT` is not a mask of the same shape.
+            of a sequence that is not short.
     """
-    B, T = valid_BT.shape
-    if pinned_BT is not None and (pinned_BT.dtype != torch.bool or pinned_BT.shape != valid_BT.shape):
-        raise ValueError(
-            f"pinned_BT is {pinned_BT.dtype} of shape {tuple(pinned_BT.shape)}, and must be torch.bool of "
-            f"shape {(B, T)}, one a token, padding included: make it with retain.protection.pinned_mask."
-        )
+    B = len(valid_BT)
+    assert pinned_BT is None or (pinned_BT.dtype == torch.bool and pinned_BT.shape == valid_BT.shape)
     lengths_B = valid_BT.sum(-1)
     counts = [_counts(protection, budget) for budget in budget_tokens_B or [0] * B]
     first_B1, last_B1 = lengths_B.new_tensor(counts).reshape(B, 2, 1).unbind(1)

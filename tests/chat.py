@@ -1,4 +1,4 @@
-"""Chat templates written like those of six families, and tokenizers trained on the spot that use them."""
+"""Chat templates written like those of five families, and tokenizers trained on the spot that use them."""
 
 from functools import cache
 from typing import Any
@@ -35,15 +35,6 @@ GEMMA = (
     "m.role }}\n{{ m.content | trim }}<end_of_turn>\n{% endfor %}"
     "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
 )
-LLAMA2 = (
-    "{% if messages[0].role == 'system' %}{% set said = messages[0].content %}"
-    "{% set first = '<<SYS>>\n' ~ said ~ '\n<</SYS>>\n\n' %}"
-    "{% set rest = messages[1:] %}{% else %}{% set first = '' %}{% set rest = messages %}{% endif %}"
-    "{% for m in rest %}"
-    + ALTERNATE
-    + "{% if m.role == 'user' %}<|bos|>[INST] {{ first if loop.index0 == 0 }}"
-    "{{ m.content }} [/INST]{% else %} {{ m.content }} <|eos|>{% endif %}{% endfor %}"
-)
 # Neither a token of the beginning nor of the end at every turn: nothing but text stands between contents.
 MISTRAL = (
     "<|bos|>{% for m in messages %}"
@@ -51,18 +42,12 @@ MISTRAL = (
     + "{% if m.role == 'user' %}{{ ' ' if not loop.first }}[INST] "
     "{{ m.content }} [/INST]{% else %} {{ m.content }}{% endif %}{% endfor %}"
 )
-PHI3 = (
-    "{% for m in messages %}{{ '<|' ~ m.role ~ '|>\n' ~ m.content ~ '<|end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>\n{% else %}<|eos|>{% endif %}"
-)
 TEMPLATES = {
     "chatml": CHATML,
     "qwen": QWEN,
     "llama3": LLAMA3,
     "gemma": GEMMA,
-    "llama2": LLAMA2,
     "mistral": MISTRAL,
-    "phi3": PHI3,
 }
 SPECIAL = [
     *("<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>", "<|head|>", "<|/head|>", "<|eot|>"),

@@ -2,12 +2,9 @@
 
 from typing import Any
 
-from torch import nn
-
 from retain.gates import GateSet
 from retain.hf.model.decoder import describe
-from retain.hf.model.gates import load_gates, new_gates
-from retain.models.unloaded import Precision, named_config, precision_of
+from retain.models.named import Precision, named_config, precision_of
 from retain.process.half_precision import multiplies
 from retain.train.data.branches import row_tokens
 from retain.train.data.corpus import AnyCorpus, load_corpus
@@ -45,30 +42,6 @@ def frozen_of(config: DistillConfig, accelerator: Accelerator) -> Frozen:
     return load_frozen(config.model, dtype=dtype, **_origin(config), **placed)
 
 
-def fresh_gates(config: DistillConfig, model: nn.Module) -> GateSet:
-    """The gates to begin with: fresh ones, or those of an artifact."""
-    family = config.gate.family
-    gates = new_gates(model, family, seed=config.seed, **config.gate.settings)
-    if config.initial is None:
-        return gates
-    earlier = load_gates(config.initial, model)
-    if earlier.family != family or any(earlier[i].dims() != gates[i].dims() for i in gates.layers):
-        raise ValueError(
-            f"initial={config.initial} holds gates of family {earlier.family!r} with "
-            f"{earlier[earlier.layers[0]].dims()}, and gate asks for {family!r} with "
-            f"{gates[gates.layers[0]].dims()}: state the same family and settings."
-        )
-    stage = earlier.metadata.get("stage", config.stage)
-    if stage != config.stage:
-        raise ValueError(
-            f"initial={config.initial} holds gates of stage {stage!r}, which say another thing than those of "
-            f"stage {config.stage!r}: begin with fresh ones (initial=null), or set stage={stage}."
-        )
-    earlier.calibrators = nn.ModuleDict()  # of scores that will not be these any more
-    earlier.metadata = {"initial_sha256": earlier.metadata["sha256"]}
-    return earlier.requires_grad_(True)
-
-
 def lesson_of(
     config: DistillConfig, frozen: Frozen, gates: GateSet, corpus: AnyCorpus, accelerator: Accelerator
 ) -> Lesson:
@@ -87,7 +60,6 @@ def lesson_of(
         config.data.pack_tokens,
         lambda document: row_tokens(document, config.target),
         lockstep=sharded,
-        ready=objective.prepare_ if config.initial is None else None,
     )
 
 

@@ -23,10 +23,11 @@ from tqdm import tqdm
 
 from retain.config import leaves, load, to_mapping
 from retain.gates.artifact import save_gates
+from retain.hf.model.gates import new_gates
 from retain.hf.model.identity import fingerprint
 from retain.models.named import commit_of
 from retain.process.extras import require
-from retain.train.assembly import corpus_of, fresh_gates, frozen_of, lesson_of, score_unit_of
+from retain.train.assembly import corpus_of, frozen_of, lesson_of, score_unit_of
 from retain.train.loop import train
 from retain.train.recipe import DistillConfig, check
 from retain.train.run import parallel
@@ -55,7 +56,7 @@ def distill(config: DistillConfig, accelerator: Accelerator | None = None) -> Pa
         OSError: the disk is full; the last checkpoint and an earlier artifact are whole.
         StopRequested: a signal asked for it; a checkpoint was written.
     """
-    require("train", "jinja2", "matplotlib", what="the card of a run")
+    require("train", "jinja2", "scipy", what="training")
     accelerator = accelerator or make_accelerator(config.tracker, config.output)
     check(config, accelerator.num_processes)
     try:
@@ -78,7 +79,8 @@ def try_step(config: DistillConfig, accelerator: Accelerator | None = None) -> s
     check(config, accelerator.num_processes)
     corpus = corpus_of(config, accelerator)
     frozen = frozen_of(config, accelerator)
-    lesson = lesson_of(config, frozen, fresh_gates(config, frozen.model), corpus, accelerator)
+    gates = new_gates(frozen.model, config.gate.family, seed=config.seed, **config.gate.settings)
+    lesson = lesson_of(config, frozen, gates, corpus, accelerator)
     said = dry_run(lesson, accelerator)
     parallel.leave_together_(accelerator)
     return said
@@ -91,12 +93,10 @@ def _distill(config: DistillConfig, accelerator: Accelerator) -> Path:
     # Before the weights, which may take long: most of what can be wrong now is wrong with the documents.
     corpus = corpus_of(config, accelerator)
     frozen = frozen_of(config, accelerator)
-    gates = fresh_gates(config, frozen.model)
+    gates = new_gates(frozen.model, config.gate.family, seed=config.seed, **config.gate.settings)
     score_unit = score_unit_of(config, gates)
     base = fingerprint(frozen.model)
     inputs = {"base model": str(base["sha256"]), "documents": corpus.describe()}
-    if config.initial is not None:
-        inputs["initial gates"] = gates.metadata["initial_sha256"]
     parallel.check_alike(inputs)
     if state != "fresh":
         check_inputs(folder, inputs)

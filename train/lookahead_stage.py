@@ -17,7 +17,7 @@ from retain.gates import GateInputs, GateSet
 from retain.gates.lookahead import LookaheadExtension, LookaheadGate
 from retain.hf.cache.cache import Cache
 from retain.hf.intercept.attach import attach
-from retain.hf.intercept.lookahead_pass import Asked, run_behind
+from retain.hf.intercept.lookahead_pass import Asked, lookahead_embeds, run_behind
 from retain.hf.model.decoder import base_model
 from retain.train.data.branches import readings_of
 from retain.train.data.document import Document, Reading
@@ -40,7 +40,6 @@ class Lookahead(Stage):
     """
 
     def __init__(self, gates: GateSet, frozen: Frozen, target: TargetSettings, *, seed: int):
-        assert isinstance(gates.extension, LookaheadExtension)
         if "own" in target.sources:
             raise ValueError(
                 f"target.sources={target.sources}: lookahead tokens learn what comes behind a whole document "
@@ -49,6 +48,7 @@ class Lookahead(Stage):
             )
         super().__init__(gates, ("loss", "overlap"))
         self.frozen, self.target, self.seed = frozen, target, seed
+        assert isinstance(gates.extension, LookaheadExtension), "retain.train.recipe refuses other families"
         self.extension = gates.extension
 
     def parameters(self) -> list[torch.nn.Parameter]:
@@ -67,20 +67,20 @@ class Lookahead(Stage):
     def _run(self, reading: Reading, scale: float | None, baselines: bool = False) -> dict[str, Any]:
         """Reads one document: loss, overlap, and the gradient if there is a scale."""
         model = self.frozen.model
-        base: Any = base_model(model)
-        embedding = base.get_input_embeddings()
-        device = embedding.weight.device
         with attach(model):
             with torch.no_grad():
                 cache = Cache(model, policy=None)
-                ids_BT = torch.tensor([reading.document.context_ids], device=device)
+                ids_BT = torch.tensor([reading.document.context_ids], device=self._embedding.weight.device)
                 cache.prefill(ids_BT, evict=False)
                 targets = self._targets(reading, cache)
-            with torch.set_grad_enabled(scale is not None), self.extension.extend(model):
-                like = torch.empty(0, dtype=base.dtype, device=device)
-                asked = self._behind(cache, self.extension.embeds(1, like))
+            with torch.set_grad_enabled(scale is not None), self.extension.extend(base_model(model)):
+                asked = self._behind(cache, lookahead_embeds(model, self.extension, 1))
                 # Inside, where the adapters are, since checkpointed layers run again on the way back.
                 return self._compare(cache, asked, targets, scale, reading.key if baselines else None)
+
+    @property
+    def _embedding(self) -> Any:
+        return base_model(self.frozen.model).get_input_embeddings()
 
     def _behind(self, cache: Cache, embeds: Tensor) -> dict[int, Asked]:
         """Queries and keys of tokens behind the document, per layer."""
@@ -91,7 +91,7 @@ class Lookahead(Stage):
 
     def _targets(self, reading: Reading, cache: Cache) -> dict[int, Float[Tensor, "H T"]]:
         """Normalised attention of the answers, per layer."""
-        embedding = self.frozen.model.get_input_embeddings()
+        embedding = self._embedding
         totals: dict[int, Tensor] = {}
         for branch in reading.branches:
             embeds = embedding(torch.tensor([branch.ids], device=embedding.weight.device))

@@ -8,7 +8,7 @@ rounding. An objective adds gradients pack by pack; the processes meet once a st
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,6 @@ class Lesson:
         size_of: tokens that a document and its branches take in a row, by which processes share documents,
             rows are packed, and tokens are counted.
         lockstep: whether all processes must run the same number of forwards (a sharded model).
-        ready: what is done with the documents of the first step before it; None: nothing.
     """
 
     objective: Stage
@@ -51,7 +50,6 @@ class Lesson:
     pack_tokens: int = 0
     size_of: Size = plain_size
     lockstep: bool = False
-    ready: Callable[[Sequence[Document]], object] | None = None
 
     def packs(
         self, documents: Sequence[Document], accelerator: Accelerator
@@ -82,8 +80,8 @@ def train(lesson: Lesson, accelerator: Accelerator, folder: Path, *, resume: boo
     start = 0
     held_out: dict[str, Any] = {}
     so_far: dict[str, Any] = {"seconds": 0.0, "tokens": 0, "documents_of_process": {}}
-    if not resume and lesson.ready is not None:
-        lesson.ready(corpus.documents_of(0))
+    if not resume:
+        lesson.objective.prepare_(corpus.documents_of(0))
     synchroniser = synchroniser_of(lesson, accelerator)
     if resume and (checkpoint := latest(folder)) is not None:
         start, extra = load_checkpoint(checkpoint[1], synchroniser)
@@ -109,8 +107,8 @@ def train(lesson: Lesson, accelerator: Accelerator, folder: Path, *, resume: boo
         return found
 
     before = time.perf_counter() - so_far["seconds"]
-    shown = {"desc": "distill", "unit": "step", "disable": not accelerator.is_main_process}
-    bar = tqdm(total=training.steps, initial=start, **shown)
+    show = accelerator.is_main_process
+    bar = tqdm(total=training.steps, initial=start, desc="distill", unit="step", disable=not show)
     with Signals(accelerator, folder) as signals, bar:
         if start == 0 and corpus.held_out:
             held_out = look(0, baselines=True)

@@ -13,9 +13,9 @@ from typing import Any, Literal
 import torch
 
 from retain.config import Whole
-from retain.gates import GATES, LookaheadGate, build_gates, dims_for
+from retain.gates import GATES, build_gates, dims_for
 from retain.hf.intercept.lookahead_pass import lookahead_gates
-from retain.models.unloaded import Precision
+from retain.models.named import Precision
 from retain.process.registry import lookup, suggest
 from retain.process.removed import hint_of
 from retain.train.calibration.fit import CalibrationSettings
@@ -68,8 +68,6 @@ class DistillConfig:
     """Of transformers (`auto` spreads the frozen model over this process's devices)."""
     quantization: dict[str, Any] | None = None
     """Settings of transformers' quantisation, as its config has them (`quant_method`, ...)."""
-    initial: str | None = None
-    """An artifact whose gates the run begins with (of the same family); null: fresh ones."""
     seed: Whole = 0
     """Of documents, order, pairs and the gates' first weights."""
     data: DataSettings = field(default_factory=DataSettings)
@@ -146,13 +144,11 @@ def _check_gate(config: DistillConfig) -> None:
                 raise ValueError(
                     f"there is no setting {name!r}{hint_of(f'settings.{name}') or suggest(name, known)}"
                 )
-            reduce = settings.pop("reduce", "mean")
         with torch.device("meta"):
             if extension is None:
                 build_gates(family, dims_for(family, {0: SMALL}, settings))
             else:
                 extension(E=SMALL["E"], modules={}, **settings)
-                LookaheadGate(E=SMALL["E"], H=SMALL["H"], reduce=reduce)
     except (ValueError, TypeError, RuntimeError) as error:
         raise ValueError(f"gate.settings={config.gate.settings}: {str(error).splitlines()[0]}") from error
     if config.stage == "local":

@@ -300,10 +300,10 @@ class EndToEnd(Stage):
         soft, home = self.soft, log_gates[0].device
         valid_BT = valid_BT.to(home)
         rows_BR = soft_losses.rows_of(valid_BT, CAPACITY_ROWS if self.gates.ages else 0)
-        counted = {"protected": soft.protected, "ages": self.gates.ages}
+        protected, ages = soft.protected, self.gates.ages
         open_BXR = torch.cat(
             [
-                soft_losses.open_entries(phi_BHT, valid_BT, rows_BR, **counted).to(home)
+                soft_losses.open_entries(phi_BHT, valid_BT, rows_BR, protected=protected, ages=ages).to(home)
                 for phi_BHT in log_gates
             ],
             dim=1,

@@ -15,8 +15,7 @@ from retain.gates.base import INPUTS
 from retain.hf.model.decoder import layout_of
 from retain.hf.model.layout import Layout
 from retain.hf.training.block_reader import Shown, Text, forward_of, read_texts
-from retain.models.named import load, load_named_tokenizer
-from retain.models.unloaded import named_config
+from retain.models.named import load, load_named_tokenizer, named_config
 from retain.train.data.chat import Chat, chat_of
 from retain.train.data.document import Encode, Reading
 from retain.train.run.parallel import loaded_whole
@@ -65,8 +64,8 @@ class View:
         key: of its document, for keyed draws.
         document: over the document, a query for each entry.
         sources: of the branches.
-        behind: functions that make the evidence over `[document | branch]` with the branch's queries: of all
-            branches but the first, keys and values of the document are copied.
+        behind: makes evidence over `[document | branch]` with the branch's queries, for each branch: of all
+            but the first, keys and values of the document are copied.
     """
 
     layer_idx: int
@@ -79,7 +78,7 @@ class View:
     @property
     def branches(self) -> Iterator[tuple[str, Evidence]]:
         """Sources and evidence of the branches, one at a time."""
-        return ((source, made()) for source, made in zip(self.sources, self.behind, strict=True))
+        return ((source, make()) for source, make in zip(self.sources, self.behind, strict=True))
 
 
 def walk(

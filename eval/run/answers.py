@@ -33,7 +33,13 @@ def respond(
     ends = {"eos_token_id": list(end_ids)} if end_ids else {"eos_token_id": model.config.eos_token_id}
     least = {} if end_ids else {"min_new_tokens": new_tokens}
     how = GenerationConfig(
-        max_new_tokens=new_tokens, do_sample=False, use_cache=True, pad_token_id=PAD, **least, **ends
+        max_new_tokens=new_tokens,
+        do_sample=False,
+        use_cache=True,
+        pad_token_id=PAD,
+        disable_compile=True,  # a graph would serve a few tokens
+        **least,
+        **ends,
     )
     given = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids), CACHE: cache}
     # `generate` takes what it is not told from there.

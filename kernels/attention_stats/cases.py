@@ -24,7 +24,7 @@ GRAPHED = False  # other than a decoding step, calls are as long as they take
 
 @dataclass(frozen=True)
 class Case:
-    """One call.
+    """A call.
 
     Args:
         batch, kv_heads, group_size, entries, width: B, H, G, T and D.

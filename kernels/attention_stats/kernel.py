@@ -71,32 +71,34 @@ def lse_kernel(Q, K, EXISTS, ASKS, PLACE, SINKS, SHIFT,
     row = block * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = row < S * G
     s, g = row // G, row % G
-    own = first + s
+    query_entry = first + s
     column = tl.arange(0, BLOCK_D)
     at = Q + b * stride_qb + h * G * stride_qq
     at = at + (s.to(tl.int64) * stride_qs + g.to(tl.int64) * stride_qq)[:, None] + column[None, :] * stride_qd
     queries = tl.load(at, mask=inside[:, None] & (column[None, :] < D), other=0.0)
     if UPCAST:
         queries = queries.to(tl.float32)
-    own_place = own
+    query_place = query_entry
     if WINDOW == BY_PLACE:
-        own_place = tl.load(PLACE + b * stride_pb + own.to(tl.int64) * stride_pt, mask=inside, other=0)
+        query_place = tl.load(
+            PLACE + b * stride_pb + query_entry.to(tl.int64) * stride_pt, mask=inside, other=0
+        )
         PLACE += b * stride_pb
     if EXISTS is not None:
         EXISTS += b * stride_eb + h * stride_eh
     K += b * stride_kb + h * stride_kh
 
-    first_own = first + (block * BLOCK_M) // G
-    last_own = first + tl.minimum(S - 1, (block * BLOCK_M + BLOCK_M - 1) // G)
-    start, stop = 0, tl.minimum(T, last_own + 1)
+    first_entry = first + (block * BLOCK_M) // G
+    last_entry = first + tl.minimum(S - 1, (block * BLOCK_M + BLOCK_M - 1) // G)
+    start, stop = 0, tl.minimum(T, last_entry + 1)
     if WINDOW == BY_ENTRY:
-        start = tl.maximum(0, first_own - window + 1) // BLOCK_N * BLOCK_N
+        start = tl.maximum(0, first_entry - window + 1) // BLOCK_N * BLOCK_N
     # What a row sees lies between these, exclusive.
-    lower, upper = own - window, tl.minimum(stop, own + 1)
+    lower, upper = query_entry - window, tl.minimum(stop, query_entry + 1)
     # Between `whole` and `ragged`, neither causality nor the window hides a key from any row of the block.
-    whole, ragged = start, tl.minimum(stop, first_own + 1) // BLOCK_N * BLOCK_N
+    whole, ragged = start, tl.minimum(stop, first_entry + 1) // BLOCK_N * BLOCK_N
     if WINDOW == BY_ENTRY:
-        whole = tl.cdiv(tl.maximum(0, last_own - window + 1), BLOCK_N) * BLOCK_N
+        whole = tl.cdiv(tl.maximum(0, last_entry - window + 1), BLOCK_N) * BLOCK_N
 
     most = tl.full([BLOCK_M], _LOW, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -114,7 +116,7 @@ def lse_kernel(Q, K, EXISTS, ASKS, PLACE, SINKS, SHIFT,
                 logits = tl.where(entry[None, :] > lower[:, None], logits, float("-inf"))
         if WINDOW == BY_PLACE:
             place = tl.load(PLACE + entry.to(tl.int64) * stride_pt, mask=entry < stop, other=0)
-            logits = tl.where(place[None, :] > own_place[:, None] - window, logits, float("-inf"))
+            logits = tl.where(place[None, :] > query_place[:, None] - window, logits, float("-inf"))
         if EXISTS is not None:
             logits = tl.where(tl.load(EXISTS + entry)[None, :] != 0, logits, float("-inf"))
         higher = tl.maximum(most, tl.max(logits, 1))
@@ -226,15 +228,15 @@ def stats_kernel(Q, K, SHIFT, EXISTS, PLACE, LEAST, MAX, SUM, SCATTER, ENTROPY, 
             logits = logits * factor + shift[None, :]
             if BLANKS:
                 # What lies where no query is may be NaN. It is read all the same: loads that wait for no
-                # other load are under way early, and a query spoils no column but its own.
+                # other load are under way early, and a query spoils its column alone.
                 logits = tl.where(shift[None, :] > float("-inf"), logits, float("-inf"))
             if (j < whole) | (j >= ragged):
                 logits = tl.where(s[None, :] >= earliest[:, None], logits, float("-inf"))
                 if WINDOW == BY_ENTRY:
                     logits = tl.where(s[None, :] < latest[:, None], logits, float("-inf"))
             if WINDOW == BY_PLACE:
-                own_place = tl.load(PLACE + (first + s).to(tl.int64) * stride_pt, mask=s < S, other=0)
-                logits = tl.where(key_place[:, None] > own_place[None, :] - window, logits, float("-inf"))
+                query_place = tl.load(PLACE + (first + s).to(tl.int64) * stride_pt, mask=s < S, other=0)
+                logits = tl.where(key_place[:, None] > query_place[None, :] - window, logits, float("-inf"))
             if MAX is not None:
                 worst = tl.maximum(worst, tl.max(logits, 1))
             if SUM is not None or SCATTER is not None or ENTROPY is not None or LAST is not None:

@@ -80,8 +80,8 @@ def _launch(call: Call) -> dict[str, Tensor]:
         shift_BQS[..., :S] = _as_shift(call.lse_BQS, call.asks_BS)
     if "lse" in found:
         # As minus infinity says in either that a row pays nothing.
-        own = shift_BQS[..., :S]
-        found["lse"] = torch.where(own == float("-inf"), own, own * (-1 / LOG2E))
+        rows = shift_BQS[..., :S]
+        found["lse"] = torch.where(rows == float("-inf"), rows, rows * (-1 / LOG2E))
     if set(found) == {"lse"}:
         return found
     _stats(call, shift_BQS, found)
@@ -160,8 +160,8 @@ def _exists(call: Call) -> dict[str, Any]:
     B, heads, T = call.exists_BHT.shape
     exists = call.exists_BHT.new_zeros((B, heads, -(-T // WHOLE) * WHOLE), dtype=torch.uint8)
     exists[..., :T] = call.exists_BHT
-    own_row = exists.stride(1) if heads > 1 else 0
-    return {"EXISTS": exists, "stride_eb": exists.stride(0), "stride_eh": own_row}
+    head_stride = exists.stride(1) if heads > 1 else 0
+    return {"EXISTS": exists, "stride_eb": exists.stride(0), "stride_eh": head_stride}
 
 
 def _tile_of(name: str, call: Call, num_queries: int, heads: int = 1) -> Tile:

@@ -83,7 +83,7 @@ class Call:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of everything that is computed: float32, float64 if the inputs are."""
+        """The precision of all that is computed: float32, float64 if the inputs are."""
         return torch.promote_types(self.keys_BHTD.dtype, torch.float32)
 
 
@@ -151,7 +151,7 @@ class _Rows:
 
 
 class _Walk:
-    """One call, while its blocks are made one after another in the same memory."""
+    """A call, while its blocks are made one after another in the same memory."""
 
     def __init__(self, call: Call) -> None:
         self.call = call
@@ -168,7 +168,7 @@ class _Walk:
         self._plan()
         self._look()
         self.entry_T = torch.arange(self.T, device=self.device)
-        self.own_S = torch.arange(call.first, call.first + self.S, device=self.device)
+        self.query_S = torch.arange(call.first, call.first + self.S, device=self.device)
 
     def _plan(self) -> None:
         """Sets how many queries, heads and sequences a block takes, and allocates it."""
@@ -296,9 +296,9 @@ class _Walk:
         if self.keys_as_they_are or self.tile == self.T:
             torch.bmm(queries, keys.flatten(0, 1).transpose(1, 2), out=logits)
         else:
-            for row, own in enumerate(keys.flatten(0, 1)):
+            for row, head in enumerate(keys.flatten(0, 1)):
                 for at in range(0, n, self.tile):
-                    part = own[at : at + self.tile].to(dtype)
+                    part = head[at : at + self.tile].to(dtype)
                     torch.mm(queries[row], part.t(), out=logits[row, :, at : at + self.tile])
         return logits.view(b, h, G, s, n)
 
@@ -356,17 +356,17 @@ class _Walk:
     def _hide(self, rows: _Rows, logits: Tensor, start: int, stop: int, low: int, high: int) -> None:
         """Put -inf where a query does not see a key."""
         call, never = self.call, float("-inf")
-        own_s1 = self.own_S[start:stop, None]
+        query_s1 = self.query_S[start:stop, None]
         # Up to the first query's own entry, causality hides nothing.
         after = max(low, call.first + start + 1)
         if after < high:
-            logits[..., after - low :].masked_fill_(self.entry_T[after:high] > own_s1, never)
+            logits[..., after - low :].masked_fill_(self.entry_T[after:high] > query_s1, never)
         if call.window is not None and call.place_BT is None:
             # From the last query's reach on, the window hides nothing.
             until = min(high, call.first + stop - call.window)
             if low < until:
                 logits[..., : until - low].masked_fill_(
-                    self.entry_T[low:until] <= own_s1 - call.window, never
+                    self.entry_T[low:until] <= query_s1 - call.window, never
                 )
         elif call.window is not None:
             near_BsK = self._near(rows, start, stop, low, high)
@@ -380,8 +380,8 @@ class _Walk:
         call = self.call
         assert call.place_BT is not None and call.window is not None
         place_BT = call.place_BT[rows.batch]
-        own_Bs = place_BT[:, call.first + start : call.first + stop]
-        return place_BT[:, None, low:high] > own_Bs[..., None] - call.window
+        query_Bs = place_BT[:, call.first + start : call.first + stop]
+        return place_BT[:, None, low:high] > query_Bs[..., None] - call.window
 
     def _pooled(self, rows: _Rows, probs: Tensor) -> Tensor:
         """Rows smoothed along the entries, on both sides of the split apart, in the other buffer."""
@@ -401,8 +401,8 @@ class _Walk:
                 after.copy_(max_pool1d(as_rows, pool.size, 1, pool.size // 2).view(before.shape))
             else:
                 # avg_pool1d makes these sums in the same order, several times slower.
-                for own, near in _shifted(before.shape[-1], pool.size // 2):
-                    after[..., own] += before[..., near]
+                for here, near in _shifted(before.shape[-1], pool.size // 2):
+                    after[..., here] += before[..., near]
             if pool.kind == "avg":
                 after.div_(pool.size)
             if exists_BHT is not None and self.holes:
@@ -423,11 +423,11 @@ class _Walk:
         if bottom >= top:
             return
         probs = probs[..., bottom - low : top - low]
-        own_s1 = self.own_S[start:stop, None]
+        query_s1 = self.query_S[start:stop, None]
         # Up to here every query of the block is far enough away.
         far = max(bottom, call.first + start - call.distance + 1)
         if call.distance and far < top:
-            near_sK = self.entry_T[far:top] > own_s1 - call.distance
+            near_sK = self.entry_T[far:top] > query_s1 - call.distance
             probs[..., far - bottom :].masked_fill_(near_sK, 0.0)
         columns = slice(bottom - first, top - first)
         other = self.block if probs.untyped_storage().data_ptr() != self.block.data_ptr() else self.scratch
@@ -471,11 +471,11 @@ class _Walk:
         keys have left the mean at 0, which is what they paid.
         """
         mean, num = self.mean_BHGK[..., columns], stop - start
-        own = probs.mean(3)
-        apart = torch.sub(probs, own[:, :, :, None], out=spare).square_().sum(3)
-        own -= mean
-        apart += own.square() * (start * num / stop)
-        mean += own * (num / stop)
+        moved = probs.mean(3)
+        apart = torch.sub(probs, moved[:, :, :, None], out=spare).square_().sum(3)
+        moved -= mean
+        apart += moved.square() * (start * num / stop)
+        mean += moved * (num / stop)
         self.until_K[columns] = stop
         self._add("scatter", rows, columns, apart)
 
@@ -490,10 +490,10 @@ class _Walk:
         )
         accessed = probs >= least[..., None]
         # Where nothing is asked for, zeros are enough: only of what is seen.
-        own_s1, entry_K = self.own_S[start:stop, None], self.entry_T[bottom:top]
-        accessed &= entry_K <= own_s1 - call.distance
+        query_s1, entry_K = self.query_S[start:stop, None], self.entry_T[bottom:top]
+        accessed &= entry_K <= query_s1 - call.distance
         if call.window is not None and call.place_BT is None:
-            accessed &= entry_K > own_s1 - call.window
+            accessed &= entry_K > query_s1 - call.window
         elif call.window is not None:
             accessed &= self._near(rows, start, stop, bottom, top)[:, None, None]
         if call.exists_BHT is not None:
@@ -510,12 +510,12 @@ def _pool_places_(pooled: Tensor, part: Tensor, pool: Pool, place_BT: Tensor) ->
     """Sum up, or take the largest, of what lies at most `size // 2` places away."""
     reach = pool.size // 2
     # Places ascend, so that nothing near is more columns away than places.
-    for own, other in _shifted(part.shape[-1], reach):
-        near = ((place_BT[:, other] - place_BT[:, own]).abs() <= reach)[:, None, None, None].to(part.dtype)
+    for here, other in _shifted(part.shape[-1], reach):
+        near = ((place_BT[:, other] - place_BT[:, here]).abs() <= reach)[:, None, None, None].to(part.dtype)
         if pool.kind == "avg":
-            pooled[..., own].addcmul_(part[..., other], near)
+            pooled[..., here].addcmul_(part[..., other], near)
         else:
-            torch.maximum(pooled[..., own], part[..., other] * near, out=pooled[..., own])
+            torch.maximum(pooled[..., here], part[..., other] * near, out=pooled[..., here])
 
 
 def _shifted(num_entries: int, reach: int) -> Iterator[tuple[slice, slice]]:

@@ -47,8 +47,8 @@ def load() -> bool:
     if not library.is_file():
         library.parent.mkdir(parents=True, exist_ok=True)
         # Beside the place and then renamed, so that two processes may build at once.
-        with tempfile.TemporaryDirectory(dir=library.parent) as beside:
-            made = Path(beside) / library.name
+        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+            made = Path(folder) / library.name
             done = subprocess.run(_command(found, made), capture_output=True, text=True, check=False)
             if done.returncode:
                 said = done.stderr[-2000:]
@@ -61,7 +61,7 @@ def load() -> bool:
 
 
 def is_there() -> bool:
-    """Whether the step runs in C++ without building anything: it was built before, by any process."""
+    """Tells whether the step runs in C++ without building anything: it was built before, by any process."""
     return bool(_loaded) or _is_kept() and load()
 
 
@@ -77,8 +77,8 @@ def _library(compiler: str) -> Path:
 
 def _command(compiler: str, library: Path) -> list[str]:
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
-    own = Path(torch.__file__).parent
-    paths = [f"-I{own}/include", f"-I{own}/include/torch/csrc/api/include", f"-L{own}/lib"]
+    home = Path(torch.__file__).parent
+    paths = [f"-I{home}/include", f"-I{home}/include/torch/csrc/api/include", f"-L{home}/lib"]
     return [compiler, *FLAGS, abi, *paths, str(SOURCE), "-o", str(library), "-ltorch_cpu", "-lc10"]
 
 

@@ -6,8 +6,8 @@ back. The program in whose part a row's end lies writes the new entry, and takes
 reads in this launch what was written in it. Of a row in several parts the last program to arrive combines
 them, in the row's order, whoever came when.
 
-Entries held as codes are items of their own, whose rows count from the number of rows on: parts of the same
-rows, before those of the pool.
+Entries held as codes have other items, whose rows count from the number of rows on: parts of the same rows,
+before those of the pool.
 """
 
 # Kernels are annotated where it means something to Triton: `tl.constexpr`.
@@ -68,7 +68,7 @@ def step(
     CAPPED: tl.constexpr, WINDOWED: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
     BITS: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """One layer. `scale`: of logits in powers of two; divided by the cap, where there is one. `parts`: of
+    """A layer. `scale`: of logits in powers of two; divided by the cap, where there is one. `parts`: of
     each slot the maxima and the sums of its G heads, and their G values."""
     now = tl.load(clock_ptr)
     num_items = tl.load(count_ptr)
@@ -86,15 +86,15 @@ def step(
         first_slot = slot - begin // entries
         coded = row >= num_rows
         row = row % num_rows
-        own = (tl.load(base_ptr + row) + now).to(tl.int32)
-        held = own
+        length = (tl.load(base_ptr + row) + now).to(tl.int32)
+        held = length
         coded_parts = 0
         if BITS:
             coded_held = tl.load(coded_held_ptr + row)
             coded_start = tl.load(coded_offsets_ptr + row)
             coded_room = (tl.load(coded_offsets_ptr + row + 1) - coded_start).to(tl.int32)
             coded_parts = (coded_held + entries - 1) // entries
-            held = tl.where(coded, coded_held, own)
+            held = tl.where(coded, coded_held, length)
             first_slot -= tl.where(coded, 0, (coded_room + entries - 1) // entries)
         if begin < held:
             b = row // H
@@ -134,10 +134,10 @@ def step(
                         top_g, sum_g, out_gx, q_gd, k_nd, v_nx, seen_n, weight_n, scale, cap, CAPPED,
                         PRECISION, UPCAST,
                     )  # fmt: skip
-            if (stop == own) & (coded == 0):
+            if (stop == length) & (coded == 0):
                 new_k = tl.load(k_ptr + b.to(tl.int64) * k_b + h * k_h + d, mask=d < D, other=0.0)
                 new_v = tl.load(v_ptr + b.to(tl.int64) * v_b + h * v_h + x, mask=x < V, other=0.0)
-                new_at = start + own - 1
+                new_at = start + length - 1
                 tl.store(keys_ptr + new_at * D + d, new_k, mask=d < D)
                 tl.store(values_ptr + new_at * V + x, new_v, mask=x < V)
                 tl.store(positions_ptr + new_at, position)
@@ -147,7 +147,7 @@ def step(
                 out_gx += new_v.to(tl.float32)[None, :]
             for first in range(begin, tl.where(coded, begin, stop), BLOCK_N):
                 n = first + tl.arange(0, BLOCK_N)
-                seen_n = (n < stop) & (n < own - 1)
+                seen_n = (n < stop) & (n < length - 1)
                 at_n = start + n
                 if WINDOWED:
                     at = tl.load(positions_ptr + at_n, mask=seen_n, other=-2147483647)
@@ -163,7 +163,7 @@ def step(
                     top_g, sum_g, out_gx, q_gd, k_nd, v_nx, seen_n, weight_n, scale, cap, CAPPED, PRECISION,
                     UPCAST,
                 )  # fmt: skip
-            num_parts = coded_parts + (own + entries - 1) // entries
+            num_parts = coded_parts + (length + entries - 1) // entries
             ends = num_parts == 1
             if not ends:
                 part_g = slot.to(tl.int64) * G + g

@@ -11,6 +11,7 @@ from torch import Tensor
 from retain.kernels import backend
 from retain.kernels.build import Tile
 from retain.kernels.decode_step import kernel
+from retain.kernels.ragged_attention.work import parts_of
 
 # Programs of a launch, for each multiprocessor; and how many of these an interpreted kernel is told.
 PROGRAMS, INTERPRETED = 2, 2
@@ -50,13 +51,9 @@ def items_of(rooms_KR: Int[Tensor, "K R"], entries: int) -> Int[Tensor, "3 items
         [[1, 1, 0, 1], [0, 128, 0, 256], [1, 2, 0, 3]]
     """
     K, R = rooms_KR.shape
-    rooms = rooms_KR.T.flatten()  # row by row, codes before the pool
-    counts = -(-rooms // entries)
-    cell_I = torch.repeat_interleave(counts)
-    first_I = (torch.arange(len(cell_I)) - (counts.cumsum(0) - counts)[cell_I]) * entries
+    cell_I, first_I, slot_I = parts_of(rooms_KR.T.flatten(), entries)  # row by row, codes before the pool
     row_I = cell_I // K + torch.where(cell_I % K < K - 1, R, 0)
-    order_I = (rooms[cell_I] - first_I).clamp_max(entries).sort(descending=True, stable=True).indices
-    return torch.stack([row_I, first_I, torch.arange(len(cell_I))])[:, order_I].to(torch.int32)
+    return torch.stack([row_I, first_I, slot_I]).to(torch.int32)
 
 
 def tables(
@@ -72,14 +69,14 @@ def tables(
     """
     programs = PROGRAMS * backend.multiprocessors(device, INTERPRETED)
     works = []
-    for own in rooms:
-        rooms_KR = torch.tensor(own)
+    for layer in rooms:
+        rooms_KR = torch.tensor(layer)
         fits = (entries for entries in ENTRIES if int((-(-rooms_KR // entries)).sum()) <= ITEMS * programs)
         entries = next(fits, ENTRIES[-1])
         works.append((entries, items_of(rooms_KR, entries)))
     most = rounded(max(items_3I.shape[1] for _, items_3I in works))
     parts = torch.empty(most * group * (width + 2), dtype=torch.float32, device=device)
-    arrived_R = torch.zeros(max(len(own[0]) for own in rooms), dtype=torch.int32, device=device)
+    arrived_R = torch.zeros(max(len(layer[0]) for layer in rooms), dtype=torch.int32, device=device)
     made = []
     for entries, items_3I in works:
         whole_3I = torch.zeros(3, most, dtype=torch.int32)

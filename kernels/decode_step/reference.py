@@ -8,7 +8,7 @@ from torch import Tensor
 
 from retain.kernels.codes import Codes
 from retain.kernels.ragged_attention import merged
-from retain.kernels.ragged_attention.reference import Call, Result, ragged_attention
+from retain.kernels.ragged_attention.reference import Call, ragged_attention
 
 
 def decode_step(
@@ -31,33 +31,34 @@ def decode_step(
     queries = queries_BQ1D.to(torch.promote_types(queries_BQ1D.dtype, torch.float32))
 
     def attend(
-        keys: Any, values: Any, positions: Tensor, offsets: Tensor, held: Tensor, *, weight: Tensor | None,
-        sinks: Tensor | None, with_lse: bool,
-    ) -> Result:  # fmt: skip
-        """Attention over the rows of a store; its rooms are made to begin at 0."""
+        keys: Any, values: Any, positions: Tensor, offsets: Tensor, held: Tensor, weight: Tensor | None,
+        sinks: Tensor | None,
+    ) -> tuple[Tensor, Any]:  # fmt: skip
+        """Output and log-sum-exp over the rows of a store, whose rooms are made to begin at 0."""
         first, last = int(offsets[0]), int(offsets[-1])
         part = slice(first, last)
         keys, values = (one.part(part) if isinstance(one, Codes) else one[part] for one in (keys, values))
-        seen = (positions[part], now_B1) if window else (None, None)
-        weight = None if weight is None else weight[part]
-        numbers = (scaling, soft_cap or None, window or None, with_lse)
-        rows = (offsets - first, held.to(torch.int64)[:, None], sinks)
-        return ragged_attention(Call(queries, keys, values, *rows, *seen, weight, None, *numbers))
+        call = Call(
+            *(queries, keys, values, offsets - first, held.to(torch.int64)[:, None], sinks),
+            positions_C=positions[part] if window else None,
+            query_positions_BS=now_B1 if window else None,
+            log_weight_C=None if weight is None else weight[part],
+            pages=None,
+            scaling=scaling,
+            soft_cap=soft_cap or None,
+            window=window or None,
+            with_lse=True,
+        )
+        return ragged_attention(call)
 
-    pool = (keys_PD, values_PV, positions_P, offsets_R1, lengths_R)
+    pool = (keys_PD, values_PV, positions_P, offsets_R1, lengths_R, log_weight_P)
     if not packed:
-        out_BQ1V, _ = attend(*pool, weight=log_weight_P, sinks=sinks_Q, with_lse=False)
+        out_BQ1V, _ = attend(*pool, sinks_Q)
     else:
         key_codes, value_codes, positions, value_scales, groups, key_scales, offsets, held, *weight = packed
         keys = Codes(key_codes, key_scales, groups, bits, 1, keys_PD.shape[1])
         values = Codes(value_codes, value_scales, None, bits, span, values_PV.shape[1])
-        coded = attend(
-            *(keys, values, positions, offsets, held),
-            weight=weight[0] if weight else None,
-            sinks=None,
-            with_lse=True,
-        )
-        plain = attend(*pool, weight=log_weight_P, sinks=None, with_lse=True)
-        (outs, lses) = zip(coded, plain, strict=True)
+        coded = (keys, values, positions, offsets, held, weight[0] if weight else None)
+        outs, lses = zip(attend(*coded, None), attend(*pool, None), strict=True)
         out_BQ1V = merged(outs, lses, sinks_Q)
     return out_BQ1V.transpose(1, 2).to(queries_BQ1D.dtype)

@@ -25,7 +25,7 @@ FREE = "SDPA, no gate"
 
 @dataclass(frozen=True)
 class Case:
-    """One call.
+    """A call.
 
     Args:
         batch, heads, group, entries, width: B, H, G, T and D.
@@ -172,7 +172,7 @@ def run(case: Case, kwargs: dict[str, Any]) -> list[Tensor]:
 
 
 def gradients(kwargs: dict[str, Any], out: Tensor, d_out: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Of everything differentiable, in the order of `DIFFERENTIABLE`, for one gradient of the output."""
+    """Gradients of what is there of `DIFFERENTIABLE`, in its order, for one gradient of the output."""
     leaves = [kwargs[name] for name in DIFFERENTIABLE if kwargs[name] is not None]
     return torch.autograd.grad(
         out, leaves, _d_out(out.shape, out.dtype, out.device) if d_out is None else d_out

@@ -30,7 +30,7 @@ GATE, DECAY, EXISTS, WINDOW, CAP, SINKS = (tl.constexpr(1 << bit) for bit in ran
 
 @triton.constexpr_function
 def _has(has, bits):
-    """Whether a call has one of these."""
+    """Tells whether a call has one of these."""
     return bool(has & bits)
 
 
@@ -46,7 +46,7 @@ def _tanh(x):
 
 @triton.jit
 def _offsets(stride, stride_d, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Of a tile's elements, from its first row on."""
+    """Offsets of a tile's elements, from its first row on."""
     return tl.arange(0, BLOCK)[:, None] * stride + tl.arange(0, BLOCK_D)[None, :] * stride_d
 
 
@@ -88,9 +88,9 @@ def _key_bias(
     gate_at, decay_at, gate_t, decay_t, keys_i, anchor, limit,
     HAS: tl.constexpr,
 ):  # fmt: skip
-    """Of a block of keys: `gate_i + (anchor - i) decay_i` and `decay_i`, in units of log 2 (the anchor is
-    near by, so that distances stay exact). Keys that do not exist come with a gate of +inf, and only blocks
-    that are tested hold any."""
+    """Bias of a block of keys, `gate_i + (anchor - i) decay_i`, and `decay_i`, in units of log 2 (the anchor
+    is near by, so that distances stay exact). Keys that do not exist come with a gate of +inf, and only
+    blocks that are tested hold any."""
     gate = tl.zeros_like(keys_i).to(tl.float32)
     decay = gate
     inside = keys_i < limit
@@ -106,12 +106,12 @@ def _key_bias(
 
 @triton.jit
 def _logits(
-    product, own, keys_i, local, gate, decay, tested, gated, scale, cap, protected, window,
+    product, query_j, keys_i, local, gate, decay, tested, gated, scale, cap, protected, window,
     HAS: tl.constexpr,
 ):  # fmt: skip
     """Logits in units of log 2 of a tile, whichever way it lies, and the tanh of the soft cap.
 
-    `own` is a query's entry, `local` the same counted from the anchor that `gate` was made for.
+    `query_j` is a query's entry, `local` the same counted from the anchor that `gate` was made for.
     """
     tanh = product
     factor = scale
@@ -131,10 +131,10 @@ def _logits(
             bias = gate
             if _has(HAS, DECAY):
                 bias = tl.fma(local.to(tl.float32), decay, gate)
-            logits += tl.where(own - protected >= keys_i, bias, 0.0)
-        seen = own >= keys_i
+            logits += tl.where(query_j - protected >= keys_i, bias, 0.0)
+        seen = query_j >= keys_i
         if _has(HAS, WINDOW):
-            seen &= own - window < keys_i
+            seen &= query_j - window < keys_i
         if _has(HAS, EXISTS):
             seen &= gate != float("inf")
         logits = tl.where(seen, logits, float("-inf"))
@@ -204,7 +204,7 @@ def forward_(
     if _has(HAS, EXISTS):
         # Read here and not where it is used: a load behind the loop makes ptxas wait for every product in it.
         at = exists_at + (num_keys - num_queries + rows).to(tl.int64) * exists_t
-        own = tl.load(at, mask=rows < num_queries, other=0)
+        asks = tl.load(at, mask=rows < num_queries, other=0)
     key_offsets = _offsets(key_t, key_d, BLOCK_T, BLOCK_D)
     value_offsets = _offsets(value_t, value_d, BLOCK_T, BLOCK_D)
     out = tl.zeros([BLOCK_S, BLOCK_D], tl.float32)
@@ -250,7 +250,7 @@ def forward_(
         out = out * fade[:, None]
         top = above
     if _has(HAS, EXISTS):
-        total = tl.where(own != 0, total, 0.0)
+        total = tl.where(asks != 0, total, 0.0)
     empty = total == 0.0
     divisor = tl.where(empty, 1.0, total)
     out = tl.where(empty[:, None], 0.0, out / divisor[:, None])
@@ -268,7 +268,7 @@ def prepare_(
     out_b, out_h, out_s, out_d, d_out_b, d_out_h, d_out_s, d_out_d, H, G, num_queries, padded, num_blocks,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """What a row subtracts, `delta = sum_d out dO`; and its log-sum-exp in units of log 2, +inf for a
+    """Numbers of a row: `delta = sum_d out dO`; and its log-sum-exp in units of log 2, +inf for a
     row that saw nothing, whose probabilities so become 0."""
     block, b, h, member = _place(tl.program_id(0), num_blocks, H, G, False)
     q = h * G + member

@@ -72,23 +72,23 @@ def forward(
     B, Q, S, _ = queries_BQSD.shape
     out_BQSD = torch.empty_like(queries_BQSD)
     lse_BQS = torch.empty(B, Q, S, dtype=torch.float32, device=queries_BQSD.device)
-    own_bias, clear_B = _marked(bias)
-    own = _tile("forward", queries_BQSD, bias, settings)
-    blocks = -(-S // own.m)
+    marked_bias, clear_B = _marked(bias)
+    cut = _tile("forward", queries_BQSD, bias, settings)
+    blocks = -(-S // cut.m)
     with torch.cuda.device_of(queries_BQSD):
         kernel.forward_[(B * Q * blocks,)](
-            *(queries_BQSD, keys_BHTD, values_BHTD, *own_bias[:3], clear_B, bias.sinks_Q),
+            *(queries_BQSD, keys_BHTD, values_BHTD, *marked_bias[:3], clear_B, bias.sinks_Q),
             *(out_BQSD, lse_BQS),
             *queries_BQSD.stride(),
             *keys_BHTD.stride(),
             *values_BHTD.stride(),
-            *_bias_strides(own_bias),
+            *_bias_strides(marked_bias),
             0 if bias.sinks_Q is None else bias.sinks_Q.stride(0),
             *out_BQSD.stride(),
             *_sizes(queries_BQSD, keys_BHTD),
             blocks,
             *numbers(settings, keys_BHTD.shape[2]),
-            **_constants(queries_BQSD, keys_BHTD.shape[2], own_bias, settings, own),
+            **_constants(queries_BQSD, keys_BHTD.shape[2], marked_bias, settings, cut),
         )
     return out_BQSD, lse_BQS
 
@@ -114,44 +114,44 @@ def backward(
     lse2_BQP = torch.empty_like(delta_BQP)
     d_queries = torch.empty_like(queries_BQSD) if inner else None
     d_keys, d_values = torch.empty_like(keys_BHTD), torch.empty_like(values_BHTD)
-    own_bias, clear_B = _marked(bias)
-    d_gate = None if own_bias.log_gate_BHT is None else delta_BQP.new_empty(B, H, T)
+    marked_bias, clear_B = _marked(bias)
+    d_gate = None if marked_bias.log_gate_BHT is None else delta_BQP.new_empty(B, H, T)
     d_decay = None if bias.log_decay_BHT is None else delta_BQP.new_empty(B, H, T)
-    common: tuple[Any, ...] = (queries_BQSD, keys_BHTD, values_BHTD, *own_bias[:3], clear_B, d_out_BQSD)
+    common: tuple[Any, ...] = (queries_BQSD, keys_BHTD, values_BHTD, *marked_bias[:3], clear_B, d_out_BQSD)
     strides = (
         *queries_BQSD.stride(),
         *keys_BHTD.stride(),
         *values_BHTD.stride(),
-        *_bias_strides(own_bias),
+        *_bias_strides(marked_bias),
         *d_out_BQSD.stride(),
     )
     with torch.cuda.device_of(queries_BQSD):
-        own = _tile("prepare", queries_BQSD, bias, settings)
-        blocks = -(-padded // own.m)
+        cut = _tile("prepare", queries_BQSD, bias, settings)
+        blocks = -(-padded // cut.m)
         kernel.prepare_[(B * Q * blocks,)](
             *(out_BQSD, d_out_BQSD, lse_BQS, delta_BQP, lse2_BQP),
             *(*out_BQSD.stride(), *d_out_BQSD.stride(), H, Q // H, S, padded, blocks),
             D=D,
             BLOCK_D=block_of(D),
-            BLOCK_S=own.m,
-            num_warps=own.num_warps,
+            BLOCK_S=cut.m,
+            num_warps=cut.num_warps,
         )
-        own = _tile("d_keys", queries_BQSD, bias, settings)
-        blocks = -(-T // own.n)
+        cut = _tile("d_keys", queries_BQSD, bias, settings)
+        blocks = -(-T // cut.n)
         kernel.d_keys_[(B * H * blocks,)](
             *(*common, lse2_BQP, delta_BQP, d_keys, d_values, d_gate, d_decay, *strides),
             *(*d_keys.stride(), *d_values.stride(), *_sizes(queries_BQSD, keys_BHTD), padded, blocks),
             *(settings.scaling, *numbers(settings, T)),
-            **_constants(queries_BQSD, keys_BHTD.shape[2], own_bias, settings, own),
+            **_constants(queries_BQSD, keys_BHTD.shape[2], marked_bias, settings, cut),
         )
         if d_queries is not None:
-            own = _tile("d_queries", queries_BQSD, bias, settings)
-            blocks = -(-S // own.m)
+            cut = _tile("d_queries", queries_BQSD, bias, settings)
+            blocks = -(-S // cut.m)
             kernel.d_queries_[(B * Q * blocks,)](
                 *(*common, lse2_BQP, delta_BQP, d_queries, *strides, *d_queries.stride()),
                 *(*_sizes(queries_BQSD, keys_BHTD), padded, blocks),
                 *(settings.scaling, *numbers(settings, T)),
-                **_constants(queries_BQSD, keys_BHTD.shape[2], own_bias, settings, own),
+                **_constants(queries_BQSD, keys_BHTD.shape[2], marked_bias, settings, cut),
             )
     d_sinks = None
     if bias.sinks_Q is not None:
@@ -213,7 +213,7 @@ def _bias_strides(bias: Bias) -> list[int]:
     return strides
 
 
-def _constants(queries: Tensor, num_keys: int, bias: Bias, settings: Settings, own: Tile) -> dict[str, Any]:
+def _constants(queries: Tensor, num_keys: int, bias: Bias, settings: Settings, cut: Tile) -> dict[str, Any]:
     """Constants that the kernels are compiled for."""
     there = (*(part is not None for part in bias[:3]), settings.window is not None)
     there += (settings.soft_cap is not None, bias.sinks_Q is not None)
@@ -222,12 +222,12 @@ def _constants(queries: Tensor, num_keys: int, bias: Bias, settings: Settings, o
         "HAS": sum(1 << bit for bit, has in enumerate(there) if has),
         "D": D,
         "BLOCK_D": block_of(D),
-        "BLOCK_S": own.m,
-        "BLOCK_T": own.n,
-        "WHOLE": queries.shape[2] % own.m == 0 and num_keys % own.n == 0,
+        "BLOCK_S": cut.m,
+        "BLOCK_T": cut.n,
+        "WHOLE": queries.shape[2] % cut.m == 0 and num_keys % cut.n == 0,
         "PRECISION": dot_precision(queries.dtype),
         "UPCAST": upcast(queries.dtype),
-        **own.options,
+        **cut.options,
     }
 
 

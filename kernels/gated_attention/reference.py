@@ -41,7 +41,7 @@ class Bias(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """One a differentiable input; None where it was not there, or not asked for."""
+    """A gradient for each differentiable input; None where it was not there, or not asked for."""
 
     queries: Tensor | None
     keys: Tensor | None
@@ -189,7 +189,7 @@ class _Call:
         self.sinks_RG = None
         if bias.sinks_Q is not None:
             self.sinks_RG = bias.sinks_Q.to(self.dtype).view(1, H, -1).expand(B, -1, -1).flatten(0, 1)
-        # Every row's own, up to the last entry that is missing somewhere.
+        # Those of every row, up to the last entry that is missing somewhere.
         self.absent_RT = None
         if bias.exists_BT is not None and not bool(bias.exists_BT.all()):
             whole = bias.exists_BT.all(0).flip(0).long().cumprod(0).sum()
@@ -253,8 +253,8 @@ class _Call:
         """`[s, last - first]`, how many entries lie from a key to a query."""
         j0, j1 = self._entries(block)
         device = self.keys_RTD.device
-        own = torch.arange(j0, j1 + 1, device=device)[:, None]
-        return own - torch.arange(first, last, device=device)
+        query = torch.arange(j0, j1 + 1, device=device)[:, None]
+        return query - torch.arange(first, last, device=device)
 
     def _gated(self, block: _Block) -> tuple[int, int]:
         """Up to where keys are gated for all queries of a block, and up to where for some of them."""

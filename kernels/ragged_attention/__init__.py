@@ -127,7 +127,7 @@ def path_of(keys_CD: Tensor | Codes, values_CD: Tensor | Codes) -> backend.Path:
 
 
 def _tensors(*given: Tensor | Codes) -> list[Tensor]:
-    """What is read of these."""
+    """Tensors that are read of these."""
     return [one for x in given for one in (x.tensors if isinstance(x, Codes) else (x,))]
 
 
@@ -211,7 +211,7 @@ class _NoGradient(torch.autograd.Function):
 
 
 def _without_gradient(call: Call) -> Result:
-    """What `_run` returns; a backward through it is refused, where one may come."""
+    """The result of `_run`; a backward through it is refused, where one may come."""
     wanted = [x for x in call.tensors if isinstance(x, Tensor) and x.requires_grad]
     if not wanted or not torch.is_grad_enabled():
         return _run(call)

@@ -27,7 +27,7 @@ ROUNDING, GRAPHED = (1, None), True
 
 @dataclass(frozen=True)
 class Case:
-    """One call.
+    """A call.
 
     Args:
         batch, kv_heads, group, num_queries, width: B, H, G, S and D; the last query is the newest entry of
@@ -68,7 +68,8 @@ class Case:
 
 
 # As KIVI (arXiv 2402.02750) holds keys and values.
-KIVI_4, KIVI_2 = ({"keys": bits, "values": bits} for bits in (4, 2))
+KIVI_4: dict[str, Any] = {"keys": 4, "values": 4}
+KIVI_2: dict[str, Any] = {"keys": 2, "values": 2}
 ALL: dict[str, Any] = {"soft_cap": 4.0, "window": 40, "sinks": True, "weighted": True}
 CASES: dict[str, Case] = {
     "decode": Case(2, 2, 2, 1, 64, (7, 130, 8, 64)),

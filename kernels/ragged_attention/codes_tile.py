@@ -29,7 +29,7 @@ def _taken_apart(byte_nw, BITS: tl.constexpr):
 def _spread(
     scale_at, row_n, BLOCK: tl.constexpr, WIDTH: tl.constexpr, SPAN: tl.constexpr, stop, MASKED: tl.constexpr
 ):
-    """One number a span of each entry, for each channel of it: `[N, BLOCK]` float32."""
+    """A number for each span of each entry, for each channel of it: `[N, BLOCK]` float32."""
     SPANS: tl.constexpr = (WIDTH + SPAN - 1) // SPAN
     WHOLE: tl.constexpr = SPAN > 1 and (SPAN & (SPAN - 1)) == 0
     EACH: tl.constexpr = SPAN if WHOLE else 1

@@ -114,7 +114,7 @@ def attend(
     M: tl.constexpr, N: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
     KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, VALUE_SPAN: tl.constexpr,
 ):  # fmt: skip
-    """One item of a row, one block of its queries: m = s * G + g."""
+    """An item of a row, one block of its queries: m = s * G + g."""
     item = tl.program_id(0) // blocks
     row = tl.load(items + item)
     begin = tl.load(items + num_items + item)
@@ -197,7 +197,7 @@ def combine(
     parts, seen, sinks, cut, out, num_cut, num_parts, item_entries, heads, group, num_queries,
     seen_r, seen_s, o_b, o_q, o_s, lse, DV: tl.constexpr, BLOCK_V: tl.constexpr, I: tl.constexpr,
 ):  # fmt: skip
-    """One query of a row of which several programs found parts: in the row's order, whenever they ran."""
+    """A query of a row of which several programs found parts: in the row's order, whenever they ran."""
     queries = group * num_queries
     which = tl.program_id(0) // queries
     m = tl.program_id(0) % queries

@@ -92,19 +92,24 @@ def ragged_attention(call: Call) -> Result:
         0 if column_C is None else column_C.stride(0) for column_C in (call.positions_C, call.log_weight_C)
     )
     shape = (R // B, group, S)
-    own, theirs = _held(keys, block_d), _held(values, block_v)
+    held_keys, held_values = _held(keys, block_d), _held(values, block_v)
     with torch.cuda.device_of(queries):
         attend[(work.num_items * blocks,)](
-            *(queries, own.numbers, theirs.numbers, call.offsets_R1, seen_RS, sinks_Q),
+            *(queries, held_keys.numbers, held_values.numbers, call.offsets_R1, seen_RS, sinks_Q),
             *(call.positions_C, call.query_positions_BS, call.log_weight_C, work.items_3I, out_BQSV, parts),
             *(scale, cap, call.window or 0, work.num_items, num_parts, entries, blocks, *shape),
-            *(*queries.stride(), *own.numbers.stride(), *theirs.numbers.stride(), *seen_RS.stride()),
+            *(
+                *queries.stride(),
+                *held_keys.numbers.stride(),
+                *held_values.numbers.stride(),
+                *seen_RS.stride(),
+            ),
             *(position, *places, weight, *out_BQSV.stride()[:3]),
-            *(own.scales, own.groups, theirs.scales, lse_BQS),
+            *(held_keys.scales, held_keys.groups, held_values.scales, lse_BQS),
             **{"D": D, "DV": DV, "BLOCK_D": block_d, "BLOCK_V": block_v, "M": cut.m, "N": cut.n},
             **{"PRECISION": backend.dot_precision(dtype), "UPCAST": backend.upcast(dtype)},
             **{"CAPPED": call.soft_cap is not None},
-            **{"KEY_BITS": own.bits, "VALUE_BITS": theirs.bits, "VALUE_SPAN": theirs.span},
+            **{"KEY_BITS": held_keys.bits, "VALUE_BITS": held_values.bits, "VALUE_SPAN": held_values.span},
             **cut.options,
         )
         if work.num_cut:
@@ -135,7 +140,7 @@ class _Held(NamedTuple):
 
 
 def _held(store_CD: Tensor | Codes, block: int) -> _Held:
-    """One store; a span of all its channels is said to be as wide as the tile."""
+    """A store; a span of all its channels is said to be as wide as the tile."""
     if isinstance(store_CD, Tensor):
         return _Held(store_CD)
     codes_CW, scales_G2N, groups_C, bits, span, width = store_CD

@@ -58,7 +58,7 @@ class Call(NamedTuple):
 
     @property
     def coded(self) -> bool:
-        """Whether keys or values are codes."""
+        """Tells whether keys or values are codes."""
         return isinstance(self.keys_CD, Codes) or isinstance(self.values_CD, Codes)
 
 

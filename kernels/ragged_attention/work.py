@@ -55,21 +55,25 @@ def work_of(rooms: Sequence[int], entries: int, device: torch.device | str) -> W
     """
     with torch.inference_mode(False):  # the tables outlive the call that asks for them first
         room_R = torch.tensor(rooms, dtype=torch.int64)
-        num_R = (-(-room_R // entries)).clamp_min(1)
-        cut_R = num_R > 1
-        row_I = torch.repeat_interleave(num_R)
-        before_R = num_R.cumsum(0) - num_R
-        first_I = (torch.arange(row_I.shape[0]) - before_R[row_I]) * entries
-        slots_R = num_R * cut_R
+        row_I, first_I, _ = parts_of(room_R, entries, least=1)
+        cut_R = room_R > entries
+        slots_R = -(-room_R // entries) * cut_R
         slot_R = slots_R.cumsum(0) - slots_R
         slot_I = torch.where(cut_R[row_I], slot_R[row_I] + first_I // entries, -1)
-        size_I = (room_R[row_I] - first_I).clamp_max(entries)
-        order_I = size_I.sort(descending=True, stable=True).indices
         row_X = cut_R.nonzero()[:, 0]
-        items_3I = torch.stack([row_I, first_I, slot_I])[:, order_I]
-        cut_2X = torch.stack([row_X, slot_R[row_X]])
-        items_3I, cut_2X = (_sent(table.to(torch.int32).contiguous(), device) for table in (items_3I, cut_2X))
+        tables = torch.stack([row_I, first_I, slot_I]), torch.stack([row_X, slot_R[row_X]])
+        items_3I, cut_2X = (_sent(table.to(torch.int32).contiguous(), device) for table in tables)
         return Work(entries, items_3I, cut_2X, int(slots_R.sum()))
+
+
+def parts_of(sizes_X: Tensor, entries: int, least: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Sizes cut into parts of at most so many entries, at least `least` each, the fullest first: whose a part
+    is, which of its entries it begins with, and its place before parts were sorted."""
+    counts_X = (-(-sizes_X // entries)).clamp_min(least)
+    whose_I = torch.repeat_interleave(counts_X)
+    first_I = (torch.arange(len(whose_I)) - (counts_X.cumsum(0) - counts_X)[whose_I]) * entries
+    order_I = (sizes_X[whose_I] - first_I).clamp_max(entries).sort(descending=True, stable=True).indices
+    return whose_I[order_I], first_I[order_I], order_I
 
 
 def _sent(table: Tensor, device: torch.device | str) -> Tensor:

@@ -140,7 +140,7 @@ class Totals:
 
     @property
     def per_head_B(self) -> tuple[Fraction, ...]:
-        """Stated entries of a head in the mean over the layers, exact; fractions of a budget refer to it."""
+        """Stated entries of a head in the mean over layers, exact, to which fractions of a budget refer."""
         return tuple(Fraction(stated, sum(self.heads_L)) for stated in self.stated_B)
 
     @property

@@ -26,18 +26,17 @@ from retain import config
 from retain.cache.codec import Codec
 from retain.cache.layer_store import Store
 from retain.cache.precision import Precision
-from retain.cache.store import ENTRY, SLACK, RaggedStore
+from retain.cache.store import SLACK, RaggedStore
 from retain.process.disk import save_new
 
 # Others are refused.
 SCHEMA_VERSION = 5
 FORMAT = "retain.cache"
-SIDE = "side."
 CORRUPT = "{} is truncated or corrupt ({}): copy it again, or read the context again."
 # Key of the header: how layers are packed.
 PRECISION = "precision"
-# The scales that keys of a store of codes share.
-KEY_SCALES = "key_scales"
+# Tensors of a store that are no columns: lengths of rows, and the scales that keys of codes share.
+LENGTHS, KEY_SCALES = "lengths", "key_scales"
 
 
 def write_file(path: Path, header: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -122,17 +121,12 @@ def check_model(
 
 
 def tensors_of(store: RaggedStore) -> dict[str, Tensor]:
-    """Tensors of a store: exactly the entries held, row after row, and the rows' lengths.
-
-    Returns:
-        "keys" and "values" `[N, ...]`, "positions" `[N]`, "lengths" `[R]`, "side.NAME" `[N, ...]`, and of
-        codes "value_scales", "groups" and "key_scales".
-    """
+    """Tensors of a store: columns `[N, ...]` of exactly the entries held, row after row, "lengths" `[R]` of
+    the rows, and of codes "key_scales"."""
     index_N = store.index_N()
-    columns = {name if name in ENTRY else SIDE + name: column for name, column in store.columns.items()}
-    found = {name: column[index_N] for name, column in columns.items()}
+    found = {name: column[index_N] for name, column in store.columns.items()}
     table = {} if store.key_scales_G2D is None else {KEY_SCALES: store.key_scales_G2D}
-    return {**found, "lengths": store.lengths_R.clone(), **table}
+    return {**found, LENGTHS: store.lengths_R.clone(), **table}
 
 
 def store_of(
@@ -145,21 +139,9 @@ def store_of(
         num_heads: H.
         slack: free entries given to each row, at least.
         codec: of its keys and values.
-
-    Raises:
-        KeyError: a tensor is missing.
-        ValueError: lengths and entries do not fit together.
     """
-    columns = {name: tensors[name] for name in ENTRY[: 3 if codec is None else 5]}
-    columns |= within(tensors, SIDE)
-    lengths_R, sizes = tensors["lengths"], {name: len(column) for name, column in columns.items()}
-    R, N = len(lengths_R), int(lengths_R.sum())
-    if {*sizes.values()} != {N} or R % num_heads:
-        raise ValueError(
-            f"a saved store of {R} rows and {num_heads} KV heads has {N} entries by its lengths, and columns "
-            f"of {sizes}: the file was cut, or is another model's."
-        )
-    return RaggedStore.from_rows(columns, lengths_R, num_heads, slack, codec, tensors.get(KEY_SCALES))
+    columns = {name: tensor for name, tensor in tensors.items() if name not in (LENGTHS, KEY_SCALES)}
+    return RaggedStore.from_rows(columns, tensors[LENGTHS], num_heads, slack, codec, tensors.get(KEY_SCALES))
 
 
 def precision_of(record: Mapping[str, Any]) -> Precision | None:

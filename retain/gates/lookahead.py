@@ -43,11 +43,11 @@ class LookaheadExtension(nn.Module):
     def __init__(
         self,
         *,
-        num_tokens: int = 32,
         E: int,
+        modules: Mapping[str, tuple[int, int] | list[int]],
+        num_tokens: int = 32,
         rank: int = 8,
         alpha: float = 32.0,
-        modules: Mapping[str, tuple[int, int] | list[int]],
     ):
         super().__init__()
         if num_tokens < 1 or rank < 1 or not alpha > 0:
@@ -59,21 +59,15 @@ class LookaheadExtension(nn.Module):
         self.modules_of = {name: (int(wide), int(tall)) for name, (wide, tall) in modules.items()}
         self.tokens_SE = nn.Parameter(torch.randn(num_tokens, E) * 0.02)
         self.down, self.up = nn.ParameterDict(), nn.ParameterDict()
-        for name, (width_in, width_out) in self.modules_of.items():
-            bound = 1 / math.sqrt(width_in)  # as peft draws it, which the paper uses
-            down = torch.empty(rank, width_in).uniform_(-bound, bound)
-            self.down[_key(name)] = nn.Parameter(down)
-            self.up[_key(name)] = nn.Parameter(torch.zeros(width_out, rank))
+        for name, (wide, tall) in self.modules_of.items():
+            bound = 1 / math.sqrt(wide)  # as peft draws it, which the paper uses
+            self.down[_key(name)] = nn.Parameter(torch.empty(rank, wide).uniform_(-bound, bound))
+            self.up[_key(name)] = nn.Parameter(torch.zeros(tall, rank))
 
     def dims(self) -> dict[str, Any]:
         """Keyword arguments that rebuild this extension (plain JSON values)."""
         sizes = {name: getattr(self, name) for name in ("num_tokens", "E", "rank", "alpha")}
         return {**sizes, "modules": {name: list(widths) for name, widths in self.modules_of.items()}}
-
-    def embeds(self, num_sequences: int, like: Tensor) -> Float[Tensor, "B lookahead E"]:
-        """The tokens as input embeddings of the decoder, one copy a sequence, in device and precision as
-        `like`."""
-        return self.tokens_SE.to(like).expand(num_sequences, -1, -1)
 
     @contextmanager
     def extend(self, model: nn.Module) -> Iterator[None]:
@@ -87,12 +81,11 @@ class LookaheadExtension(nn.Module):
             model: a causal language model of transformers, or its decoder.
 
         Raises:
-            ValueError: the model does not have the modules, or is extended by lookahead gates already.
+            ValueError: the model is extended by lookahead gates already.
         """
-        inner: Any = model
-        inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
-        decoder, trains, active = getattr(inner, "base_model", inner), torch.is_grad_enabled(), object()
-        found = {name: _module(decoder, name, widths) for name, widths in self.modules_of.items()}
+        decoder: Any = getattr(model, "base_model", model)
+        trains, active = torch.is_grad_enabled(), object()
+        found = {name: decoder.get_submodule(name) for name in self.modules_of}
         if _ACTIVE.get() is not None:
             raise ValueError("lookahead gates extend a model already: leave their extend(model) first.")
 
@@ -101,7 +94,7 @@ class LookaheadExtension(nn.Module):
             if not trains and _ACTIVE.get() is not active:
                 return output
             x = arguments[0]
-            down, up = (_followed(part[_key(name)], x.device) for part in (self.down, self.up))
+            down, up = (part[_key(name)].to(x.device) for part in (self.down, self.up))
             lower = functional.linear(functional.linear(x.to(down.dtype), down), up)
             return (output + lower * (self.alpha / self.rank)).to(output.dtype)
 
@@ -122,9 +115,6 @@ class LookaheadGate(Gate):
     itself, and the layer's sink, if it has one; in a layer with a sliding window over the entries that `p`
     reaches. So a head's scores sum to its attention to the prompt, at most 1. The paper's score, by which a
     prompt is cut once, when it has been read.
-
-    Args:
-        reduce: of the query heads of a group: their `mean`, or the largest (`max`).
     """
 
     family = "lookahead"
@@ -133,81 +123,40 @@ class LookaheadGate(Gate):
     contextual = True
     extension = LookaheadExtension
 
-    def __init__(self, *, E: int, H: int, reduce: str = "mean"):
-        super().__init__(E=E, H=H)
-        if reduce not in ("mean", "max"):
-            raise ValueError(f"lookahead gates: reduce is {reduce!r}, and must be 'mean' or 'max'.")
-        self.reduce = reduce
-
     def forward(self, inputs: GateInputs) -> Float[Tensor, "B H T"]:
-        """Mean attention of the lookahead tokens to every entry, from their queries and all keys."""
-        assert inputs.keys_BHTD is not None
-        if inputs.lookahead_keys_BHSD is None or inputs.scaling is None:
-            raise ValueError(
-                "a lookahead gate also takes lookahead_keys_BHSD and scaling, which "
-                "retain.hf.intercept.lookahead_pass.look_ahead gives: pass both."
-            )
-        paid_BHGT = lookahead_attention(inputs).unflatten(1, (inputs.keys_BHTD.shape[1], -1))
-        return paid_BHGT.mean(2) if self.reduce == "mean" else paid_BHGT.amax(2)
+        """Score by the queries and keys of the tokens, in float32 (float64 if the keys are); 0 on padding.
 
-
-def lookahead_attention(inputs: GateInputs) -> Float[Tensor, "B Q T"]:
-    """Mean attention of S tokens behind a prompt to each of its T entries; 0 on padding.
-
-    `mean_p softmax_{i or j <= p}(cap(scaling q_p . k))[i]`, in float32 (float64 if the keys are). Without a
-    gradient the one op for statistics of attention finds it, in memory linear in T; where one is asked for,
-    all rows are held.
-
-    Args:
-        inputs: queries and keys of the tokens, keys of the prompt, and how the layer attends.
-    """
-    queries, keys, behind = inputs.lookahead_BQSD, inputs.keys_BHTD, inputs.lookahead_keys_BHSD
-    assert queries is not None and keys is not None and behind is not None and inputs.scaling is not None
-    (B, Q, S, D), T = queries.shape, keys.shape[2]
-    exists_BA = torch.ones(B, T + S, dtype=torch.bool, device=keys.device)
-    if inputs.valid_BT is not None:
-        exists_BA[:, :T] = inputs.valid_BT
-    both_BHAD, place_BA = torch.cat([keys, behind], dim=2), exists_BA.cumsum(-1) - 1
-    layer = Evidence(
-        layer_idx=0,
-        queries_BQSD=queries,
-        keys_BHTD=both_BHAD,
-        values_BHTD=both_BHAD,
-        output_weight_QDE=keys.new_zeros(1).expand(Q, D, 1),
-        scaling=inputs.scaling,
-        positions_BT=place_BA,
-        valid_BT=exists_BA,
-        soft_cap=inputs.soft_cap,
-        window=inputs.window,
-        sinks_Q=inputs.sinks_Q,
-        place_BT=None if inputs.valid_BT is None else place_BA,
-    )
-    if torch.is_grad_enabled() and (queries.requires_grad or both_BHAD.requires_grad):
-        return attention_probs(layer, 0, S)[..., :T].sum(2) / S
-    (paid_BQT,) = received_attention(layer, "sum", entries=T)
-    return paid_BQT / S
+        Without a gradient the one op for statistics of attention finds it, in memory linear in T; where one
+        is asked for, all rows are held.
+        """
+        queries, keys, behind = inputs.lookahead_BQSD, inputs.keys_BHTD, inputs.lookahead_keys_BHSD
+        assert queries is not None and keys is not None and behind is not None and inputs.scaling is not None
+        (B, Q, S, D), T = queries.shape, keys.shape[2]
+        exists_BA = torch.ones(B, T + S, dtype=torch.bool, device=keys.device)
+        if inputs.valid_BT is not None:
+            exists_BA[:, :T] = inputs.valid_BT
+        both_BHAD, place_BA = torch.cat([keys, behind], dim=2), exists_BA.cumsum(-1) - 1
+        layer = Evidence(
+            layer_idx=0,
+            queries_BQSD=queries,
+            keys_BHTD=both_BHAD,
+            values_BHTD=both_BHAD,
+            output_weight_QDE=keys.new_zeros(1).expand(Q, D, 1),
+            scaling=inputs.scaling,
+            positions_BT=place_BA,
+            valid_BT=exists_BA,
+            soft_cap=inputs.soft_cap,
+            window=inputs.window,
+            sinks_Q=inputs.sinks_Q,
+            place_BT=None if inputs.valid_BT is None else place_BA,
+        )
+        if torch.is_grad_enabled() and (queries.requires_grad or both_BHAD.requires_grad):
+            paid_BQT = attention_probs(layer, 0, S)[..., :T].sum(2)
+        else:
+            (paid_BQT,) = received_attention(layer, "sum", entries=T)
+        return (paid_BQT / S).unflatten(1, (keys.shape[1], -1)).mean(2)
 
 
 def _key(name: str) -> str:
     """A module's name as a parameter name."""
     return name.replace(".", "/")
-
-
-def _module(decoder: nn.Module, name: str, widths: tuple[int, int]) -> nn.Module:
-    """Find the module of an adapter; a ValueError if it is not there, or of other widths."""
-    module: Any = dict(decoder.named_modules()).get(name)
-    got = None if module is None else (getattr(module, "in_features", 0), getattr(module, "out_features", 0))
-    if got != widths:
-        raise ValueError(
-            f"these lookahead gates adapt {name} with (features in, out) {widths}, and in "
-            f"{type(decoder).__name__} it has {got}: load gates that were trained on this model."
-        )
-    return module
-
-
-def _followed(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    """The parameter on the device of its module (a model may lie on several devices)."""
-    if parameter.device != device:
-        with torch.inference_mode(False):
-            parameter.data = parameter.data.to(device)
-    return parameter

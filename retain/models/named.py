@@ -8,7 +8,7 @@ passed instead, and no weight is ever made up. A missing tokenizer is no error, 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from huggingface_hub import try_to_load_from_cache
@@ -20,23 +20,14 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 from safetensors import SafetensorError, safe_open
+from torch import nn
 
 from retain.models.catalogue import CATALOGUE
 from retain.models.packaged import folder_of
 from retain.process.half_precision import multiplies
 from retain.process.registry import suggest
 
-__all__ = [
-    "INSTEAD",
-    "REFERENCE",
-    "commit_of",
-    "dtype_of",
-    "load",
-    "load_named_model",
-    "load_named_tokenizer",
-    "located",
-    "reference_seed",
-]
+Precision = Literal["auto", "float32", "bfloat16", "float16"]
 
 # What may stand in the place of a name that cannot be resolved.
 INSTEAD = f"Pass a local folder, a hub name, one of {', '.join(CATALOGUE)}, or reference:0."
@@ -252,6 +243,50 @@ def load_named_tokenizer(name: str, *, revision: str | None = None, trust_remote
                 f"someone who may read it (`hf auth login`), or pass a local folder. {INSTEAD}"
             ) from error
         return None
+
+
+def meta_model_of(config: Any, dtype: torch.dtype, *, trust_remote_code: bool = False) -> nn.Module:
+    """Makes a model without weights of a config, on the meta device, where it takes no memory: enough to
+    count parameters and to describe layers. ValueError: transformers makes no such model of it."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    except ValueError as error:
+        raise ValueError(said_of(config.name_or_path, error)) from error
+
+
+def named_config(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+    """Reads the config of a model as transformers does; its weights are not looked at.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    from transformers import AutoConfig
+
+    if reference_seed(name) is not None:
+        from retain.reference.model import config as reference_config
+
+        return reference_config()
+    try:
+        return AutoConfig.from_pretrained(
+            located(name), revision=revision or "main", trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"model={name!r} cannot be loaded: {said_of(name, error)} {instead_of(name)}"
+        ) from error
+
+
+def named_precision(config: Any) -> torch.dtype | None:
+    """The precision that a config names, of a multimodal model for all of it; None: it names none."""
+    return getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None)
+
+
+def precision_of(config: Any) -> torch.dtype:
+    """Returns the precision that "auto" gives a model's weights when they are read."""
+    return named_precision(config) or torch.float32
 
 
 def _hub_error(error: BaseException) -> BaseException | None:

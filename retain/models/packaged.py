@@ -19,8 +19,6 @@ from filelock import FileLock
 from retain.models.catalogue import CATALOGUE, Packaged, Wheel
 from retain.process.registry import lookup
 
-__all__ = ["folder_of", "home"]
-
 
 def home() -> Path:
     """Folder of the models of the catalogue."""

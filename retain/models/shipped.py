@@ -9,8 +9,6 @@ from pathlib import Path
 
 from retain.gates.artifact import METADATA_FILE, read_metadata
 
-__all__ = ["FOLDER", "PUBLISHED", "match_of", "published_for", "records", "shipped"]
-
 FOLDER = Path(__file__).parent / "gates"
 
 # Gates that others have published: the model -> repositories of the hub. None could be had here to be tried.

@@ -12,8 +12,6 @@ import sys
 from collections.abc import Callable
 from typing import ParamSpec
 
-__all__ = ["INTERRUPTED", "UNREAD", "WRONG", "command", "parse_first", "status_of"]
-
 P = ParamSpec("P")
 
 WRONG, INTERRUPTED, UNREAD = 2, 130, 141

@@ -8,8 +8,6 @@ imported behind `require`; modules that import it at their top are imported ther
 from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 
-__all__ = ["MissingExtra", "require"]
-
 
 class MissingExtra(ImportError, ValueError):
     """Error for a missing package of an extra."""

@@ -12,8 +12,6 @@ from pathlib import Path
 
 from filelock import SoftFileLock, Timeout
 
-__all__ = ["LOCK_FILE", "lock_folder", "take_lock"]
-
 LOCK_FILE = "LOCK"
 
 

@@ -62,7 +62,7 @@ def environment(device: str, threads: int) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "device": device,
         "threads_per_worker": threads,
-        "versions": {name: _version(name) for name in PACKAGES},
+        "versions": {name: version_of(name) for name in PACKAGES},
     }
 
 
@@ -76,7 +76,8 @@ def write_text(path: Path, text: str) -> None:
     os.replace(write_new(path, text.encode()), path)
 
 
-def _version(name: str) -> str | None:
+def version_of(name: str) -> str | None:
+    """The version of an installed package; None: it is not there."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

@@ -15,7 +15,6 @@ context_only -> when=[prefill] question=[unknown]
 query_aware -> when=[prefill] question=[known]
 suite suites -> tasks alone, e.g. tasks=[reference] or tasks=[ruler]
 text -> task_settings for its changes, and chat, dtype, revision, device_map as keys
-batch_items -> max_sequences: a context is read alone, and its candidates are decoded together
 template -> chat alone, with the template's defaults
 unit_items workers -> accelerate launch --num_processes N
 preset_protection under -> protections, which every policy is measured under too
@@ -64,6 +63,7 @@ calibration.window calibration.grid -> leave it out
 remap calibration.scale -> calibration.kind: shared, with which the command that trained the gates only
     calibrates again
 settings.targets -> leave it out: a lookahead gate adapts attention and MLP, as its paper does
+settings.reduce -> leave it out: the mean over a group's query heads, as the paper has it
 calibrated -> a number in 0..1
 mikv arkv think -> precision: {bits: 4, recent: 8} with any policy
 kvmerger d2o -> the preset merge, or correction: {threshold: 0.8} with any policy
@@ -79,8 +79,10 @@ correction.ridge correction.weights correction.queries -> correction: {threshold
 layer_weight -> observed: cake, which weighs layers
 retain.every -> retain.Cache with regime='prefill+decode', in transformers
 retain.chunked -> vLLM's own chunked prefill, or retain.Cache with regime='chunked'
-retain.documents retain.document_blocks retain.document -> retain.off with vLLM's prefix cache, or
+retain.documents retain.document_blocks retain.document -> vLLM's prefix cache with keep_ratio=1.0, or
     cache.fork() with transformers
+retain.off -> retain.keep_ratio=1.0
+retain.seed -> the seed of the request's sampling
 bytes_total -> bytes, of each sequence
 protection.turns protection.turn_prefix protection.turn_suffix tokenizer -> pinned spans of the first
     prompt, or protection.recent

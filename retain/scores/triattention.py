@@ -80,8 +80,18 @@ def triattention(
     if centres is None:
         centre_BQD, length_BQF = centres_of(evidence)
     else:
-        stored = (part.to(keys_BHTD) for part in _stored(centres, evidence))
-        centre_BQD, length_BQF = (part.expand(len(keys_BHTD), -1, -1) for part in stored)
+        Q, D, turned = (
+            evidence.queries_BQSD.shape[1],
+            keys_BHTD.shape[-1],
+            2 * len(rotary.inverse_frequencies_F),
+        )
+        if turned != D:
+            raise ValueError(
+                f"RoPE turns {turned} of {D} numbers here, and a file has all: leave centres out."
+            )
+        stored_Q3F = _stored(centres, evidence.layer_idx, Q, D).to(keys_BHTD)
+        stored_BQ3F = stored_Q3F.expand(len(keys_BHTD), -1, -1, -1)
+        centre_BQD, length_BQF = stored_BQ3F[:, :, :2].flatten(2), stored_BQ3F[:, :, 2]
     # Turned by where the query will be, the centre's product with a key as cached is the series.
     distances = 2 ** torch.arange(furthest.bit_length(), device=keys_BHTD.device)
     ahead_BN = evidence.positions_BT[:, -1:] + 1 + distances
@@ -132,18 +142,6 @@ def _standardised(values_BHGT: Tensor, exists_BH1T: Tensor) -> Tensor:
     return centred / variance.sqrt().clamp_min(1e-6)
 
 
-def _stored(path: str, evidence: Evidence) -> tuple[Tensor, Tensor]:
-    """Centre `[1, Q, D]` and lengths `[1, Q, F]` of the heads shown, of a file."""
-    Q, D, idx = evidence.queries_BQSD.shape[1], evidence.keys_BHTD.shape[-1], evidence.layer_idx
-    stored_Q3F = _read(path).get(idx)
-    assert evidence.rotary is not None
-    fits = stored_Q3F is not None and len(stored_Q3F) >= Q and 2 * stored_Q3F.shape[-1] == D
-    if stored_Q3F is None or not fits or 2 * len(evidence.rotary.inverse_frequencies_F) != D:
-        raise ValueError(_another(path, idx, stored_Q3F, f"{Q} query heads of {D} turned numbers"))
-    real_1QF, imaginary_1QF, length_1QF = stored_Q3F[None, :Q].unbind(2)
-    return torch.cat([real_1QF, imaginary_1QF], dim=-1), length_1QF
-
-
 def check_centres(path: str, layers: Iterable[tuple[int, int, int]]) -> None:
     """Refuse a file that does not hold centres of these layers: (index, query heads, width of a head).
 
@@ -151,41 +149,34 @@ def check_centres(path: str, layers: Iterable[tuple[int, int, int]]) -> None:
         FileNotFoundError: no such file.
         ValueError: it is not of the published format, or that of a model of another shape.
     """
-    stored = _read(path)
-    for idx, heads, width in layers:
-        found_Q3F = stored.get(idx)
-        if found_Q3F is None or len(found_Q3F) != heads or 2 * found_Q3F.shape[-1] != width:
-            raise ValueError(_another(path, idx, found_Q3F, f"{heads} query heads of {width} numbers"))
+    for layer in layers:
+        _stored(path, *layer)
 
 
-def _another(path: str, idx: int, stored_Q3F: Tensor | None, wanted: str) -> str:
-    got = "nothing" if stored_Q3F is None else f"{len(stored_Q3F)} of {2 * stored_Q3F.shape[-1]}"
-    return f"query centres {path!r} hold {got} for layer {idx}, wanted {wanted}: {_STEP}."
-
-
-def _read(path: str) -> dict[int, Tensor]:
+def _stored(path: str, idx: int, heads: int, width: int) -> Float[Tensor, "Q 3 F"]:
+    """The statistics of a layer in a file."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"query centres {path!r} do not exist: {_STEP}.")
-    return _loaded(path, Path(path).stat().st_mtime_ns)
+    found_Q3F = _read(path).get(idx)
+    if found_Q3F is None or (len(found_Q3F), 2 * found_Q3F.shape[-1]) != (heads, width):
+        got = "nothing" if found_Q3F is None else f"{len(found_Q3F)} of {2 * found_Q3F.shape[-1]}"
+        wanted = f"{heads} query heads of {width} turned numbers"
+        raise ValueError(f"query centres {path!r} hold {got} for layer {idx}, wanted {wanted}: {_STEP}.")
+    return found_Q3F
 
 
 @cache
-def _loaded(path: str, changed_ns: int) -> dict[int, Float[Tensor, "Q 3 F"]]:
-    """Layer -> real and imaginary part of `c` and `m`, of every query head; cached until the file changes,
-    since every layer of every prefill needs it."""
+def _read(path: str) -> dict[int, Float[Tensor, "Q 3 F"]]:
+    """Layer -> real and imaginary part of `c` and `m`, of every query head."""
+    found: dict[int, dict[int, Tensor]] = {}
     try:
         stored = torch.load(path, map_location="cpu", weights_only=True)
         if (style := stored["metadata"].get("rope_style", "half")) != "half":
             raise ValueError(f"rope_style is {style!r}, and 'half' is read")
-        found: dict[int, dict[int, Tensor]] = {}
         for name, parts in stored["stats"].items():
-            layer, head = re.fullmatch(r"layer(\d+)_head(\d+)", name).groups()  # type: ignore[union-attr]
-            found.setdefault(int(layer), {})[int(head)] = torch.stack(
-                [parts[part].float() for part in _PARTS]
-            )
-        made = {
-            layer: torch.stack([heads[head] for head in range(len(heads))]) for layer, heads in found.items()
-        }
+            layer, head = map(int, re.findall(r"\d+", name))
+            found.setdefault(layer, {})[head] = torch.stack([parts[part].float() for part in _PARTS])
+        made = {idx: torch.stack([heads[head] for head in range(len(heads))]) for idx, heads in found.items()}
         if any(layer.ndim != 3 or not bool(layer.isfinite().all()) for layer in made.values()):
             raise ValueError("they are not finite numbers, one for each pair of dimensions")
     except Exception as error:  # the unpickler raises whatever a broken file leads it to

@@ -58,28 +58,30 @@ def value_norm(
     assert p in (1, 2), p
     (B, H, T, D), (Q, _, E) = values_BHTD.shape, output_weight_QDE.shape
     G, most = Q // H, CPU_BLOCK if values_BHTD.device.type == "cpu" else BLOCK
-    dtype, wide = (
-        multiplied_in(values_BHTD, output_weight_QDE),
-        torch.promote_types(values_BHTD.dtype, torch.float32),
-    )
+    dtype = multiplied_in(values_BHTD, output_weight_QDE)
+    wide = torch.promote_types(values_BHTD.dtype, torch.float32)
     # As many whole rows as fit; where that are too few, fewer columns of more rows.
     rows = min(max(most // (Q * E), min(ROWS, most // Q)), most // (H * D))
     entries = max(1, min(T, rows // B))
     columns = max(1, min(E, most // (Q * max(D, B * entries))))
     weight_HDGE = output_weight_QDE.unflatten(0, (H, G)).transpose(1, 2)
     norm_BHGT = values_BHTD.new_zeros((B, H, G, T), dtype=wide)
+    dense = torch.contiguous_format
     # One buffer for all blocks: fresh memory would cost more than the product.
-    buffer = values_BHTD.new_empty(B * Q * entries * columns, dtype=dtype)
+    buffer = values_BHTD.new_empty(H * B * entries * G * columns, dtype=dtype)
     for left in range(0, E, columns):
-        weight = _dense(weight_HDGE[..., left : left + columns], dtype).flatten(2)
+        weight_HDC = weight_HDGE[..., left : left + columns].to(dtype, memory_format=dense).flatten(2)
         for start in range(0, T, entries):
-            part = _dense(values_BHTD[:, :, start : start + entries].transpose(0, 1), dtype)
-            shape = (H, B, part.shape[2], G, weight.shape[-1] // G)
-            product = buffer[: math.prod(shape)].view(H, B * part.shape[2], weight.shape[-1])
-            torch.bmm(part.flatten(1, 2), weight, out=product)
-            sizes = product.view(shape).to(wide)
-            sizes = sizes.abs_() if p == 1 else sizes.square_()
-            norm_BHGT[..., start : start + entries] += sizes.sum(-1).permute(1, 0, 3, 2)
+            part_HBTD = values_BHTD[:, :, start : start + entries].transpose(0, 1)
+            part_HND = part_HBTD.to(dtype, memory_format=dense).flatten(1, 2)
+            shape = H, part_HND.shape[1], weight_HDC.shape[2]
+            product = torch.bmm(part_HND, weight_HDC, out=buffer[: math.prod(shape)].view(shape))
+            sizes = product.unflatten(2, (G, -1)).unflatten(1, (B, -1))
+            if dtype == wide:
+                sums = (sizes.abs_() if p == 1 else sizes.square_()).sum(-1)
+            else:  # without a copy in float32
+                sums = torch.linalg.vector_norm(sizes, p, -1, dtype=wide) ** p
+            norm_BHGT[..., start : start + entries] += sums.permute(1, 0, 3, 2)
     return (norm_BHGT if p == 1 else norm_BHGT.sqrt_()).flatten(1, 2)
 
 
@@ -89,8 +91,3 @@ def multiplied_in(values_BHTD: Tensor, weight_QDE: Tensor) -> torch.dtype:
     dtype = torch.promote_types(values_BHTD.dtype, torch.float32)
     alike = values_BHTD.dtype == weight_QDE.dtype
     return values_BHTD.dtype if values_BHTD.is_cuda and alike else dtype
-
-
-def _dense(part: Tensor, dtype: torch.dtype) -> Tensor:
-    """In this precision, and one number behind another if that takes a copy: or else there would be two."""
-    return part.to(dtype, memory_format=torch.contiguous_format)

@@ -106,15 +106,12 @@ class EvictingImpl(CPUAttentionBackendImpl):
         config = get_current_vllm_config()
         asked = settings_from(config.additional_config) is not None
         EvictingCPUBackend.evicts = asked
-        name = config.model_config.architecture
-        if asked and getattr(config.kv_transfer_config, "kv_connector", None) != CONNECTOR:
+        known = getattr(config.kv_transfer_config, "kv_connector", None) == CONNECTOR
+        if asked and not (known and self.sinks is None and self.alibi_slopes is None):
             raise ValueError(
-                f"{name} is not an architecture that retain serves ({', '.join(MODULES)}): take "
-                "model_impl='transformers', or leave 'retain' out."
-            )
-        if asked and (self.sinks is not None or self.alibi_slopes is not None):
-            raise ValueError(
-                f"{name} has sink logits or ALiBi, which evicted heads cannot have: leave 'retain' out."
+                f"{config.model_config.architecture} is not an architecture that retain serves "
+                f"({', '.join(MODULES)}), or it has sink logits or ALiBi: take model_impl='transformers', or "
+                "leave 'retain' out."
             )
 
     def forward(

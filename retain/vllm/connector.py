@@ -28,7 +28,7 @@ from vllm.v1.request import Request
 from retain.budget.head_weights import check_weights
 from retain.capability import check_gates, refuse
 from retain.evidence import Evidence
-from retain.gates.artifact import load_gates
+from retain.gates.artifact import check_fingerprint, load_gates
 from retain.gates.base import GateSet
 from retain.gates.hub import fetch
 from retain.vllm.metrics import EvictionMetrics, EvictionStats
@@ -37,7 +37,7 @@ from retain.vllm.packing.pages import PageStore
 from retain.vllm.packing.progress import Arrival, Progress
 from retain.vllm.packing.worker import Part, Worker
 from retain.vllm.scheduler import EvictingManager, EvictingSpec
-from retain.vllm.settings import Rules, options_of, settings_from
+from retain.vllm.settings import Rules, budget_of, settings_from
 
 # Below vLLM's logger, whose messages a server prints.
 logger = init_logger("vllm.retain")
@@ -74,11 +74,10 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
         heads_L = (spec.num_kv_heads,) * len(self.group.layer_names)
         self.rules = Rules(settings.load_policy(), spec.block_size, heads_L, entry_bytes)
         if role is KVConnectorRole.SCHEDULER:
-            where = f"in {len(heads_L)} layers of {spec.num_kv_heads} KV heads"
             name = "tokens_per_head" if settings.keep_ratio is None else "keep_ratio"
-            stated = f"{name} {getattr(settings, name)}"
-            what = f"policy {settings.policy}, {stated}, in blocks of {spec.block_size} entries"
-            logger.info("retain evicts entries of prompts: %s, %s.", what, where)
+            what = f"policy {settings.policy}, {name} {getattr(settings, name)}, in blocks of "
+            what += f"{spec.block_size} entries, in {len(heads_L)} layers of {spec.num_kv_heads} KV heads"
+            logger.info("retain evicts entries of prompts: %s.", what)
         self.stats = EvictionStats()
         self.worker: Worker | None = None
 
@@ -98,19 +97,19 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
         if params is None or request.prompt_token_ids is None:
             self.stats.count(requests_in_full=1)
             return
+        length = request.num_prompt_tokens
+        full = length // self.rules.page
         try:
-            budget, seed = options_of(self.settings, params.extra_args, params.seed)
-            length = request.num_prompt_tokens
-            full = length // self.rules.page
-            kept = full if budget is None else self.rules.kept(length, budget)
+            budget = budget_of(self.settings, params.extra_args)
+            kept = self.rules.kept(length, budget)
         except ValueError as error:
             self.stats.count(requests_refused=1)
             logger.warning_once("A request is served in full, without eviction: %s", error)
             return
-        if budget is None or kept == full:
+        if kept == full:
             self.stats.count(requests_in_full=1)
             return
-        asked = Arrival(request.request_id, length, kept, budget, seed)
+        asked = Arrival(request.request_id, length, kept, budget, params.seed or 0)
         self.manager.progress[request.request_id] = Progress(asked, full)
         # Blocks that other requests read are never rewritten.
         request.skip_reading_prefix_cache = True
@@ -193,20 +192,14 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
             "num_kv_heads": model.get_total_num_kv_heads(),
             "head_dim": model.get_head_size(),
         }
-        trained = gates.metadata.get("fingerprint") or sizes
         dims = sizes | {"vocab_size": model.hf_text_config.vocab_size}
         known = fingerprint_here(samples, dims) if self.one_group else None
         if known is None:
             message = "the weights that the gates in %s were trained on are compared by their sizes alone."
             logger.warning(message, self.settings.gates)
-        at_hand = known or sizes
-        differ = [name for name, size in at_hand.items() if trained.get(name) != size]
-        if differ and not (differ == ["sha256"] and self.settings.allow_other_weights):
-            listing = ", ".join(f"{name} {trained.get(name)!r} -> {at_hand[name]!r}" for name in differ)
-            raise ValueError(
-                f"the gates in {self.settings.gates} were trained on another model ({listing}; trained -> at "
-                "hand): load gates of this one or, for a fine-tune of it, set allow_other_weights."
-            )
+            known = {**(gates.metadata.get("fingerprint") or {}), **sizes}
+        allowed = self.settings.allow_other_weights
+        check_fingerprint(gates.metadata, known, self.settings.gates, allow_other_weights=allowed)
         refuse(self.rules.policy, ["vllm"], gates=gates)
         if caution := check_gates(self.rules.policy, self.settings.budget, gates):
             logger.warning(caution)

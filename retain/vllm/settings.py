@@ -25,9 +25,27 @@ PREFIX = "retain."
 SHORT_TOKENS = 256
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Settings of an engine: `additional_config["retain"]`.
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """A budget, as a request or an engine states it; exactly one of the two.
+
+    Args:
+        keep_ratio: kept / seen of a prompt; at 1.0 it is served in full.
+        tokens_per_head: entries per KV head.
+    """
+
+    keep_ratio: float | None = None
+    tokens_per_head: int | None = None
+
+    @property
+    def budget(self) -> Budget:
+        """The budget."""
+        return Budget(self.keep_ratio, self.tokens_per_head)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(Options):
+    """Settings of an engine: `additional_config["retain"]`; its budget is that of requests that state none.
 
     Args:
         policy: a preset (`retain.policies()`) or the path of a YAML.
@@ -35,25 +53,16 @@ class Settings:
         gates: of a learned policy: a folder or a hub id.
         allow_other_weights: take gates whose base has other weights than the engine's model, as for a
             fine-tune.
-        keep_ratio: kept / seen of every prompt, unless its request says otherwise.
-        tokens_per_head: entries per KV head, in place of `keep_ratio`.
     """
 
     policy: str = "learned"
     overrides: tuple[str, ...] = ()
     gates: str | None = None
     allow_other_weights: bool = False
-    keep_ratio: float | None = None
-    tokens_per_head: int | None = None
 
     def load_policy(self) -> Policy:
         """The policy, with its overrides."""
         return load_policy(self.policy, self.overrides)
-
-    @property
-    def budget(self) -> Budget:
-        """The budget of a request that states none."""
-        return Budget(self.keep_ratio, self.tokens_per_head)
 
 
 def settings_from(additional_config: Any) -> Settings | None:
@@ -84,49 +93,24 @@ def settings_from(additional_config: Any) -> Settings | None:
     return settings
 
 
-@dataclass(frozen=True)
-class Options:
-    """Options of one request, `retain.keep_ratio` and so on among its extra arguments.
-
-    Args:
-        keep_ratio, tokens_per_head: the budget of its prompt, in place of the engine's.
-        seed: of the policy's draw; None: that of its sampling.
-        off: it is served with a full cache.
-    """
-
-    keep_ratio: float | None = None
-    tokens_per_head: int | None = None
-    seed: int | None = None
-    off: bool = False
-
-
-def options_of(
-    settings: Settings, extra_args: Mapping[str, Any] | None, seed: int | None
-) -> tuple[Budget | None, int]:
-    """The budget of a request's prompt, None where it is served in full, and the seed of its draw.
+def budget_of(settings: Settings, extra_args: Mapping[str, Any] | None) -> Budget:
+    """The budget of a request's prompt.
 
     Args:
         settings: of the engine.
         extra_args: of the request; others than `retain.*` are left alone.
-        seed: of the request's sampling.
 
     Raises:
         ValueError: an unknown option, or one that does not fit; with all problems.
     """
-    stated = {
-        name.removeprefix(PREFIX): value
-        for name, value in (extra_args or {}).items()
-        if isinstance(name, str) and name.startswith(PREFIX)
-    }
-    if isinstance(off := stated.get("off"), int | float) and off in (0, 1):  # HTTP clients send no flags
-        stated["off"] = bool(off)
+    given = {name: value for name, value in (extra_args or {}).items() if str(name).startswith(PREFIX)}
+    if not given:
+        return settings.budget
     try:
-        options = build(stated, Options, PREFIX.rstrip("."))
-        amounts = options.keep_ratio, options.tokens_per_head
-        budget = settings.budget if amounts == (None, None) else Budget(*amounts)
+        stated = {name.removeprefix(PREFIX): value for name, value in given.items()}
+        return build(stated, Options, PREFIX.rstrip(".")).budget
     except ValueError as error:
         raise ValueError(f"options of the request do not fit: {' '.join(str(error).split())}") from None
-    return None if options.off else budget, (seed if options.seed is None else options.seed) or 0
 
 
 @dataclass(frozen=True, eq=False)

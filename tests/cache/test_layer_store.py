@@ -50,19 +50,22 @@ class Life:
         self.tokens += batch * H * num
         return torch.arange(self.tokens - batch * H * num, self.tokens).view(batch, H, num)
 
-    def append(self, num):
+    def append(self, num, padded=False):
         batch = len(self.seen)
         tokens = self.new(batch, num)
-        positions = torch.tensor(self.seen)[:, None] + torch.arange(num)
-        seen_RS = self.store.plain.append_(KEYS[tokens], VALUES[tokens], positions)
-        self.store.set_side_("score", SCORE[tokens], torch.ones(batch, num, dtype=torch.bool))
-        for row, each in enumerate(self.rows):
+        valid = torch.rand(batch, num, generator=self.draw) < (0.6 if padded else 2.0)
+        positions = torch.tensor(self.seen)[:, None] + valid.cumsum(-1) - 1
+        new = KEYS[tokens], VALUES[tokens], positions, valid if padded else None
+        seen_RS = self.store.plain.append_(*new)
+        self.store.set_side_("score", SCORE[tokens], valid)
+        for row, held in enumerate(self.rows):
+            b, h = divmod(row, H)
             for s in range(num):
-                b, h = divmod(row, H)
-                each.append([int(tokens[b, h, s]), self.seen[b] + s, None, None])
-                plain = sum(entry[2] is None for entry in each)
+                if valid[b, s]:
+                    held.append([int(tokens[b, h, s]), int(positions[b, s]), None, None])
+                plain = sum(entry[2] is None for entry in held) if valid[b, s] else 0
                 assert int(seen_RS[row, s]) == plain
-        self.seen = [seen + num for seen in self.seen]
+        self.seen = [seen + int(count) for seen, count in zip(self.seen, valid.sum(-1), strict=True)]
 
     def pack(self):
         """Pack, and take down what became of each entry that loops have encoded alike."""
@@ -150,7 +153,7 @@ def test_a_packed_store_is_what_plain_lists_say(name, seed):
         if action == "pack":
             life.pack()
         elif action == "append":
-            life.append(1 + 4 * (number % 3))
+            life.append(1 + 4 * (number % 3), padded=number % 2 == 0)
         elif action == "evict":
             life.evict((0.9, 0.5, 0.0)[(number + seed) % 3], in_place=number % 2 == 0)
         elif action == "select":

@@ -1,29 +1,12 @@
 """Answers: greedy, and cut at their end."""
 
-from dataclasses import replace
-
 import torch
 from transformers import GenerationConfig
 
 from retain.eval.run.answers import cut, respond
-from retain.eval.run.plan import Context
-from retain.eval.tasks.encode import Encoded
-from retain.eval.tasks.row import Row
 from retain.hf.cache.cache import Cache
 from retain.hf.intercept.attach import attach
 from tests.tiny import VOCAB, tiny_model
-
-
-def context(item: int, tokens: int = 9, question: int = 3, ends: tuple[int, ...] = ()) -> Context:
-    encoded = Encoded((5,) * tokens, (6,) * question, (7, 8, 9), ends)
-    return Context((Row("t", "c", "q", ("a",), 3, item=item),), (encoded,))
-
-
-def test_generation_reads_all_of_a_right_answer_but_its_last_token():
-    assert context(0).read_back(0) == (7, 8)
-    longer = replace(context(0).encoded[0], answer_ids=(5, 6, 7, 8))
-    assert Context(context(0).rows, (longer,)).read_back(0) == (5, 6)
-
 
 PENALTIES = {
     **{"repetition_penalty": 1.5, "suppress_tokens": [*range(50)], "no_repeat_ngram_size": 1},

@@ -70,7 +70,7 @@ def test_of_many_items_that_differ_it_is_t() -> None:
 
 
 @pytest.mark.parametrize(("items", "rate"), [(50, 0.02), (100, 0.02), (150, 0.02), (200, 0.02), (300, 0.01)])
-def test_rare_large_losses_beside_small_jitter_are_rarely_called_equivalent(items: int, rate: float) -> None:
+def test_rare_large_losses_among_small_jitter_are_rarely_called_equivalent(items: int, rate: float) -> None:
     """Exact, but for the jitter: of each number of items that lost everything, one draw of the others. At the
     true difference as the margin t, or a bootstrap, says equivalent of a third of the runs of 50."""
     rng, margin = np.random.default_rng(items), 100 * rate
@@ -116,12 +116,6 @@ def test_a_policy_that_is_worse_by_the_margin_passes_no_more_often_than_alpha(it
             for alpha in alphas:
                 passes[alpha] += both * (p < alpha)
     assert all(passes[alpha] <= 1.1 * alpha for alpha in alphas), passes
-
-
-def test_losses_without_a_spread_speak_against_a_policy() -> None:
-    for strata in ([np.full(9, -5.0)], [np.array([-100.0]), np.zeros(30)]):
-        assert p_at_most(strata, -2.0) > 0.99
-    assert p_at_most([np.full(9, -100.0)], -2.0) == 1
 
 
 def test_what_cannot_be_tested_is_refused() -> None:

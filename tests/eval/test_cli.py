@@ -85,7 +85,7 @@ def test_policies_lists_presets_with_what_they_need(capsys):
         (["describe", "no/such/model"], "no/such/model"),
     ],
 )
-def test_a_wrong_request_is_one_line_of_the_commands_own_module(typed, said, capsys):
+def test_a_wrong_request_is_one_line(typed, said, capsys):
     assert cli.main(typed) == 2
     captured = capsys.readouterr()
     assert said in captured.err and captured.out == "" and captured.err.startswith("error: ")

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import torch
 from retain.config import load, save
 from retain.eval import cli
 from retain.eval import compare as entry
-from retain.eval.compare import Processes, compare, measure_all
+from retain.eval.compare import ALONE, compare, measure_all
 from retain.eval.config import CompareConfig
 from retain.eval.run.table import MANIFEST, RESULTS, key_of, read_manifest, read_table
 from retain.process.lock import LOCK_FILE
@@ -208,7 +209,12 @@ def test_processes_share_out_the_units(grid, whole, tmp_path):
     for rank in (0, 1):
         share = replace(grid, results=str(tmp_path / str(rank)))
         share.folder.mkdir(parents=True)
-        measure_all(share, loaded, units, Processes(rank=rank, count=2))
+        measure_all(
+            share,
+            loaded,
+            units,
+            SimpleNamespace(**{**vars(ALONE), "process_index": rank, "num_processes": 2}),
+        )
         shares.append(table_of(share.folder))
     assert not {*shares[0]} & {*shares[1]} and all(shares)
     assert shares[0] | shares[1] == table_of(whole)
@@ -218,6 +224,19 @@ def command_of(config, tmp_path):
     """A file of this config, and the arguments that ask for it."""
     save(config, path := tmp_path / "compare.yaml")
     return ["eval/compare.py", "--config", str(path)]
+
+
+@pytest.mark.slow
+def test_two_processes_of_a_launcher_write_what_one_does(grid, whole, tmp_path):
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0", "--config_file"]
+    config = replace(grid, results=str(tmp_path))
+    command = [*launch, "configs/accelerate/two_cpu_processes.yaml", *command_of(config, tmp_path)]
+    how = {"env": launch_environment(ACCELERATE_USE_CPU="true"), "capture_output": True, "text": True}
+    done = subprocess.run(command, cwd=ROOT, timeout=300, **how)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("Report: ") == 1  # of the first process alone
+    assert table_of(config.folder) == table_of(whole)
+    assert read_manifest(config.folder)["processes"] == 2  # launchers have been seen to start one
 
 
 @pytest.mark.slow

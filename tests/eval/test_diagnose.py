@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from retain.eval.diagnose import (
     Reading,
     coverage,
     coverage_of,
+    cut,
     diagnose,
     divergence,
     documents_of,
@@ -26,7 +28,6 @@ from retain.eval.diagnose import (
 )
 from retain.eval.run.answers import respond
 from retain.eval.run.memory import positions_held
-from retain.eval.text_pieces import cut, opening_of
 from retain.evidence import attention_probs
 from retain.future import future_risk
 from retain.hf.intercept.attach import attach
@@ -35,7 +36,6 @@ from retain.hf.version_names import CACHE
 from retain.reference import load_model, load_tokenizer
 from retain.reference.corpus import stream
 from tests.close import MODEL, assert_close
-from tests.refused import refused
 from tests.tiny import VOCAB, tiny_model
 
 B, H, G, S, SEEN, T = 2, 2, 3, 4, 11, 8
@@ -127,7 +127,6 @@ def test_the_full_cache_reads_as_it_must(read):
     for name in ("coverage", "coverage_worst", "oracle_overlap", "kept", "agreement"):
         assert full[name] == 1.0, name
     assert full["kl"] < 1e-9, "against the model without a cache of ours"
-    assert full["perplexity_ratio"] == pytest.approx(1.0, abs=1e-5)
     assert rows["random"]["kl"] > 1e-3, "this model would not notice an eviction"
     assert rows[UNPROTECTED]["oracle_overlap"] == 1.0 and rows["random"]["oracle_overlap"] < 0.9
 
@@ -195,14 +194,14 @@ def test_steps_are_compared_with_the_model_without_a_cache(read):
     for measured, wanted in (
         (got.kl_S, (p.exp() * (p - q)).sum(-1)),
         (got.loss_S, -q[range(6), list(answer)]),
-        (got.loss_full_S, -p[range(6), list(answer)]),
+        (by_name[FULL].loss_S, -p[range(6), list(answer)]),
     ):
         assert_close(measured, wanted, dtype=torch.float32, ops=10 * MODEL)
     assert torch.equal(got.agree_S, logits.argmax(-1) == full.argmax(-1))
     assert got.kl_S.max() > 1e-4
 
 
-def reading(coverage_NS, kl, loss, full, kept=3):
+def reading(coverage_NS, kl, loss, kept=3):
     return Reading(
         policy="it",
         keep_ratio=0.5,
@@ -213,44 +212,50 @@ def reading(coverage_NS, kl, loss, full, kept=3):
         kl_S=torch.tensor(kl).double(),
         agree_S=torch.arange(len(kl)) < 1,
         loss_S=torch.tensor(loss).double(),
-        loss_full_S=torch.tensor(full).double(),
     )
 
 
 def test_a_row_is_over_the_steps_of_all_documents():
-    first = reading([[1.0, 0.2], [0.8, 0.4]], [0.1, 0.3], [1.0, 2.0], [1.0, 1.0])
-    second = reading([[0.5], [0.49]], [0.8], [4.0], [2.5], kept=1)
-    (row,) = summarise([[first], [second]])
+    first = reading([[1.0, 0.2], [0.8, 0.4]], [0.1, 0.3], [1.0, 2.0])
+    second = reading([[0.5], [0.49]], [0.8], [4.0], kept=1)
+    worse = replace(second, policy="worse", loss_S=second.loss_S + 0.6)
+    row, over = summarise([[first, first], [second, worse]])
+    assert over["perplexity_ratio"] == pytest.approx(math.exp(0.6 / 3)), (
+        "over the full cache's, the first row's"
+    )
     wanted = {
         **{"keep_ratio": 0.5, "coverage": sum([1.0, 0.2, 0.8, 0.4, 0.5, 0.49]) / 6, "coverage_worst": 0.2},
         **{"oracle_overlap": 0.75, "kl": 0.4, "agreement": 2 / 3, "perplexity": math.exp(7 / 3)},
-        **{"perplexity_ratio": math.exp(2.5 / 3), "kept": 0.5, "mib_held": 2.0},
+        **{"perplexity_ratio": 1.0, "kept": 0.5, "mib_held": 2.0},
+        "kl_se": 0.3,  # of the documents' means 0.2 and 0.8: their deviation of 0.6 / sqrt(2), over sqrt(2)
     }
     assert row.pop("policy") == "it" and row == pytest.approx(wanted)
+    assert summarise([[first]])[0]["kl_se"] is None, "one document has no spread"
 
 
 def test_a_given_continuation_is_scored_against_the_model():
     """Loss by three lines of torch, and no divergence of what holds everything."""
     ids, model = stream("eval")[:2000].tolist(), load_model(0)
     attach(model)
-    pieces = cut(ids, [1], context_tokens=96, behind=13, documents=2)
-    assert [list(piece) for piece in pieces] == [[1, *ids[start : start + 108]] for start in (0, 1000)]
-    piece = pieces[1]
-    readings = diagnose(
-        model, Document(piece[:96], piece[96:97], piece[97:]), ("random",), (0.5, 1.0), steps=20
-    )
+    for start, made in zip((0, 1000), documents := cut(ids, [1], 96, 12, 2), strict=True):
+        whole = (*made.context_ids, *made.question_ids, *made.continuation_ids)
+        assert whole == (1, *ids[start : start + 108]) and (
+            len(made.context_ids),
+            len(made.question_ids),
+        ) == (96, 1)
+    readings = diagnose(model, documents[1], ("random",), (0.5, 1.0), steps=20)
     assert [(one.policy, one.keep_ratio) for one in readings] == [
         (FULL, 1.0),
         ("random", 0.5),
         ("random", 1.0),
     ]
     with torch.inference_mode():
-        logits = model(torch.tensor([piece])).logits[0].double().log_softmax(-1)
-    losses = [-float(logits[place - 1, piece[place]]) for place in range(97, 109)]
+        logits = model(torch.tensor([whole])).logits[0].double().log_softmax(-1)
+    losses = [-float(logits[place - 1, whole[place]]) for place in range(97, 109)]
     for one in readings:
-        assert one.loss_full_S.tolist() == pytest.approx(losses, rel=1e-3, abs=1e-4)
-        whole = one.keep_ratio == 1.0
-        assert bool(one.keep_NT.all()) == whole and (float(one.kl_S.mean()) < 1e-8) == whole
+        everything = one.keep_ratio == 1.0
+        assert (one.loss_S.tolist() == pytest.approx(losses, rel=1e-3, abs=1e-4)) == everything
+        assert bool(one.keep_NT.all()) == everything and (float(one.kl_S.mean()) < 1e-8) == everything
 
 
 @pytest.fixture(scope="module")
@@ -289,30 +294,22 @@ def test_the_oracle_covers_more_of_the_reference_models_tasks(tmp_path):
     assert oracle["coverage"] > snapkv["coverage"]
 
 
-def test_documents_of_a_text(local):
-    tokenizer = load_tokenizer()
-    ids = tokenizer((local / "text.txt").read_text(), add_special_tokens=False)["input_ids"]
-    (first,) = opening_of(tokenizer)
-    assert first == tokenizer.bos_token_id
-    given = parser().parse_args(typed(local, context_tokens=30, documents=3, steps=2))
-    pieces = cut(ids, (first,), context_tokens=30, behind=3, documents=3)
-    wanted = [Document(piece[:30], piece[30:31], piece[31:]) for piece in pieces]
-    assert documents_of(given, None, tokenizer) == wanted
-
-
 @pytest.mark.parametrize(
     ("whole", "bos", "opening"),
-    [([1, 2], 1, (1, 2)), ([1, 3], 1, (1,)), ([], 1, (1,)), ([3], 0, (0,)), ([3], 3, (3,)), ([], None, ())],
-    ids=["two", "and an end", "left out", "an end alone", "both", "none"],
+    [([1, 2], 1, (1, 2)), ([1, 3], 1, (1,)), ([], 1, (1,)), ([3], 3, (3,)), ([], None, ())],
+    ids=["two", "and an end", "left out", "both", "none"],
 )
-def test_special_tokens_before_a_text(whole, bos, opening):
+def test_a_text_is_cut_behind_its_special_tokens(local, whole, bos, opening):
     class Tokenizer:
         bos_token_id, eos_token_id = bos, 3
 
-        def __call__(self, text):
-            return {"input_ids": whole}
+        def __call__(self, text, add_special_tokens=True):
+            return {"input_ids": whole if add_special_tokens else [*map(ord, text)]}
 
-    assert opening_of(Tokenizer()) == opening
+    given, (first, *_) = parser().parse_args(typed(local, context_tokens=30, documents=3, steps=2)), "T"
+    made = documents_of(given, None, Tokenizer())
+    assert len(made) == 3 and made[0].context_ids[: len(opening) + 1] == (*opening, ord(first))
+    assert {(len(one.context_ids), len(one.continuation_ids)) for one in made} == {(30, 2)}
 
 
 @pytest.mark.parametrize(
@@ -322,20 +319,17 @@ def test_special_tokens_before_a_text(whole, bos, opening):
         ({"--policies": "learned"}, "needs gates"),
         ({"--keep-ratio": "1.5"}, r"above 0 and at most 1, got \[1.5\]"),
         ({"--text": "absent.txt"}, "--text absent.txt cannot be read: .*No such file"),
+        ({"--text": __file__, "--documents": "10000"}, "tokens cannot be cut into 10000 documents of 100 "),
+        ({"--text": __file__, "--documents": "0"}, "tokens cannot be cut into 0 documents"),
         ({"--task": "niah/gird"}, "did you mean 'niah/grid'"),
         ({"--device": "foo"}, "device is 'foo', and must be 'cpu'"),
         ({"--steps": "0"}, "steps is at least 1, got 0"),
     ],
 )
 def test_wrong_input_is_said_and_nothing_is_written(tmp_path, capsys, changes, message):
-    options = {"--model": "reference:0", "--policies": "snapkv", "--output": str(tmp_path / "out")} | changes
-    options |= {"--documents": "1", "--context-tokens": "100"}
+    options = {"--model": "reference:0", "--policies": "snapkv", "--output": str(tmp_path / "out")}
+    options |= {"--documents": "1", "--context-tokens": "100"} | changes
     options |= {} if "--text" in changes or "--task" in changes else {"--task": "reference/multikey"}
     assert main([part for pair in options.items() for part in pair]) == 2
     assert re.search(message, capsys.readouterr().err)
     assert not (tmp_path / "out").exists()
-
-
-def test_a_text_that_is_too_short_for_its_pieces():
-    refused("context_tokens is 2 or more .*, got 1", cut, [5], [1], context_tokens=1, behind=1, documents=1)
-    refused("but 8 pieces of 10 need 80", cut, [5] * 79, [1], context_tokens=10, behind=1, documents=8)

@@ -36,7 +36,7 @@ def test_the_other_project_of_that_name_is_told(monkeypatch):
     true = metadata.version
     monkeypatch.setattr(metadata, "version", lambda name: "1.3.0" if name == "retain" else true(name))
     state, text = states(describe.versions())["retain"]
-    assert state == "WRONG" and "'retain' 1.3.0 is installed, which is another project" in text
+    assert state == "WRONG" and "'retain' 1.3.0 is installed, another project" in text
 
 
 def test_devices_say_why_the_reference_is_taken(monkeypatch):

@@ -78,7 +78,7 @@ def test_a_python_file_is_a_task(tmp_path: Path) -> None:
     refused("there is no file", load_rows, str(tmp_path / "other.py"), None)
 
 
-def test_the_pages_own_task_is_rows(tmp_path: Path) -> None:
+def test_the_task_of_the_page_is_rows(tmp_path: Path) -> None:
     page = (Path(__file__).resolve().parents[2] / "eval" / "README.md").read_text(encoding="utf-8")
     about = page.partition("## Your own task")[2]
     lines, made = (re.findall(rf"```{kind}\n(.*?)```", about, re.DOTALL)[0] for kind in ("", "python"))

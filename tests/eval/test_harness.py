@@ -204,7 +204,7 @@ def test_an_answer_is_that_of_a_cache_by_hand(make: Any) -> None:
 
 
 @pytest.mark.always
-def test_keeping_all_answers_like_lm_evals_own_class(make: Any, folder: str) -> None:
+def test_keeping_all_answers_like_hf(make: Any, folder: str) -> None:
     from lm_eval.models.huggingface import HFLM
 
     plain = answers_of(HFLM(folder, device="cpu", batch_size=2))
@@ -276,22 +276,6 @@ def test_what_decides_an_answer_is_in_its_identity(make: Any) -> None:
     names = [str(make(**given).identity) for given in (half, *others)]
     assert len({*names}) == len(others) + 1
     assert str(make(**half).identity) == str(make(**half, every=8).identity) == names[0]
-
-
-def test_the_reference_model_and_gates_by_name(harness: Any, tmp_path: Path) -> None:
-    from retain.gates.artifact import save_gates
-    from retain.hf.model.identity import fingerprint
-    from retain.reference import load_model
-
-    model, names = load_model(0), set()
-    for seed in range(2):
-        folder = tmp_path / f"{seed}"
-        save_gates(retain.new_gates(model, "linear", seed=seed), folder, fingerprint=fingerprint(model))
-        how = {"policy": "gate", "keep_ratio": 0.5, "gates": str(folder), "device": "cpu"}
-        lm = harness.RetainLM("reference:0", **how)
-        names.add(str(lm.identity))
-    assert len(names) == 2
-    assert lm.identity["name"] == "reference:0" and lm.identity["gates"]["family"] == "linear"
 
 
 def test_the_commands_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

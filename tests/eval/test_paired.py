@@ -16,7 +16,7 @@ from tests.refused import refused
 
 
 def judged(policy, baseline, **settings) -> Comparison:
-    """One comparison of one stratum, alone."""
+    """Judges a comparison of one stratum, alone."""
     return judge({"it": ([np.asarray(policy)], [np.asarray(baseline)])}, **{"margin": 1.0, **settings})["it"]
 
 
@@ -105,14 +105,6 @@ def test_rounding_is_no_difference():
     assert judged([1e-9, 0.0], [0.0, 0.0]).interval.num_nonzero == 1  # small scores are no rounding
 
 
-def test_equal_scores_are_equivalent_where_items_are_many():
-    """Of 20 items nothing is known of the next; 300 equal ones leave no room for a loss of two points."""
-    for items, word in ((1, "inconclusive"), (20, "inconclusive"), (300, "equivalent")):
-        scores = np.random.default_rng(0).uniform(0, 100, items)
-        made = judged(scores, scores, margin=2.0)
-        assert (made.interval.low, made.interval.high, made.p, made.verdict) == (0.0, 0.0, 1.0, word)
-
-
 @pytest.mark.parametrize(
     ("low", "high", "p", "p_within", "word"),
     [
@@ -146,7 +138,7 @@ def test_a_family_is_adjusted_together():
     assert made["six"].p == alone.p
 
 
-def test_equivalence_is_adjusted_in_a_family_of_its_own():
+def test_equivalence_is_adjusted_in_another_family():
     near = np.tile([-0.3, 0.31], 90)
     pair = ((near + 50.0,), (np.full(180, 50.0),))
     alone = judge({0: pair}, margin=2.0)[0]
@@ -154,13 +146,6 @@ def test_equivalence_is_adjusted_in_a_family_of_its_own():
     four = judge(dict.fromkeys(range(4), pair), margin=2.0)
     assert {one.verdict for one in four.values()} == {"inconclusive"}
     assert four[0].holm_p_within == pytest.approx(4 * alone.p_within)
-
-
-def test_rare_losses_are_not_called_equivalent_but_by_t():
-    """49 of 50 items equal: t takes the spread that it saw, the bound counts what fifty items cannot see."""
-    jitter = np.random.default_rng(1).uniform(-0.5, 0.5, 50)
-    made = judged(50.0 + jitter, np.full(50, 50.0), margin=2.0)
-    assert made.interval.low > -2 and made.interval.high < 2 and made.verdict == "inconclusive"
 
 
 def test_what_is_refused():

@@ -10,7 +10,7 @@ from pandas import DataFrame
 
 from retain.eval.report.document_view import Shown, page
 from retain.eval.report.page import page_of, plain
-from retain.eval.report.render import main, write_report
+from retain.eval.report.render import write_report
 from retain.eval.report.table import Table, budget_words, where_words, with_lines
 from retain.eval.report.text import answer_of, markdown_table
 from retain.eval.stats.scores import comparisons, scores
@@ -184,18 +184,6 @@ def test_the_picture(report, tmp_path):
     lines = [line for line in many + known if not line["policy"].startswith("full")]
     write_report(write(tmp_path, lines + full + [{**line, "question": "known"} for line in full]))
     assert imread(tmp_path / "scores.png").shape[1] > width
-
-
-def test_the_command_writes_it_again(tmp_path, capsys):
-    folder = write(tmp_path / "made")
-    assert main([str(folder)]) == 0
-    printed = capsys.readouterr().out
-    assert printed.startswith("# Comparison made\n") and str(folder / "report.html") in printed
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    assert main([str(folder)]) == 0
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-    assert main([str(tmp_path)]) == 2
-    assert "manifest.json" in capsys.readouterr().err
 
 
 def test_names_in_words():

@@ -113,7 +113,7 @@ def test_every_cell_of_the_grid_once_with_the_needle_in_its_place():
     assert {*cells} == {*product(map(float, GRID_DEPTHS), (150, 300, 450, 600))}
 
 
-def test_needles_among_scattered_sentences_have_places_of_their_own():
+def test_needles_among_scattered_sentences_never_share_a_place():
     assert different_places([0.0, 0.0, 0.0], 3) == [0, 1, 2] == different_places([0.99, 0.99, 0.999], 3)
     assert different_places([0.1, 0.5, 0.999], 12) == [1, 6, 11]
     for item in range(8):

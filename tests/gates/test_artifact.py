@@ -187,11 +187,6 @@ def test_inconsistent_metadata(folder: Path, changes: dict, message: str) -> Non
         load_gates(folder)
 
 
-def test_metadata_may_not_hide_what_the_artifact_says(tmp_path: Path) -> None:
-    with refusal("may not set .'sha256'"):
-        saved(some_gates(), tmp_path, sha256="x")
-
-
 def tampered(folder: Path, name: str, change) -> None:  # type: ignore[no-untyped-def]
     """Another tensor in the weights, and a sha256 that fits."""
     path = folder / WEIGHTS_FILE
@@ -260,18 +255,6 @@ def test_what_was_read_is_written_again(calibrated: bool, tmp_path: Path) -> Non
         assert gates.threshold_for(0.5) == 1.0 and same_tensors(first, gates)
     for name in (METADATA_FILE, WEIGHTS_FILE):
         assert len({(folder / name).read_bytes() for folder in folders}) == 1
-
-
-def test_what_is_said_when_saving_wins(tmp_path: Path) -> None:
-    gates = load_gates(saved(everything(), tmp_path / "one"))
-    said = {"recipe": {"lr": 0.2}, "score_unit": None, "calibration": {"curve": None}}
-    back = load_gates(save_gates(gates, tmp_path / "two", fingerprint={"a": 1}, metadata=said))
-    assert back.metadata["recipe"] == {"lr": 0.2} and back.metadata["fingerprint"] == {"a": 1}
-    assert back.metadata["score_unit"] == "risk" and back.metadata["calibration"]["curve"] is None
-    assert back.metadata["calibration"].keys() == {"curve", "layers"}
-    with refusal("unknown score_unit 'log_risk'"):
-        save_gates(gates, tmp_path / "three", fingerprint={}, metadata={"score_unit": "log_risk"})
-    assert not (tmp_path / "three").exists()
 
 
 def failing_write(monkeypatch: pytest.MonkeyPatch, at: int, number: int) -> None:

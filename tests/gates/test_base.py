@@ -9,7 +9,7 @@ import torch
 from retain.attention.rotary import Rotary
 from retain.evidence import Evidence
 from retain.gates import GATES, GateInputs, GateSet, build_gates, dims_for, inputs_of
-from retain.gates.base import INPUTS, UNITS
+from retain.gates.base import UNITS
 from retain.gates.calibrate import Calibrator
 from retain.shapes import axis_of
 from tests.close import assert_close
@@ -30,15 +30,6 @@ def evidence(layer_idx: int = 0, pads: tuple[int, ...] = (0, 3), width: int = E_
 
 def gates_of(family: str, layers: tuple[int, ...] = (0, 1)) -> GateSet:
     return build_gates(family, dims_for(family, dict.fromkeys(layers, SIZES)))
-
-
-@pytest.mark.parametrize("family", sorted(GATES))
-def test_a_family_says_what_it_is(family: str) -> None:
-    gate_class = GATES[family]
-    assert gate_class.family == family and gate_class.unit in UNITS
-    assert gate_class.contextual == (family in ("context", "lookahead"))
-    assert gate_class.ages == (family in ("decay", "decay_shared"))
-    assert gate_class.inputs <= set(INPUTS) and {"E", "H"} <= set(gate_class.sizes) <= {"E", "H", "Q", "D"}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -172,25 +163,3 @@ def test_a_calibrated_score_is_the_gates_through_the_curve_of_its_head() -> None
     assert int(inside.sum()) > 10
     assert_close(score.values_BHT[inside], expected.float()[inside])
     assert torch.equal(score.values_BHT.isneginf(), expected.isneginf())
-
-
-def test_layers_of_a_gate_set_are_alike() -> None:
-    linear, decay, qkv = (gates_of(family) for family in ("linear", "decay", "qkv"))
-    after = build_gates("qkv", dims_for("qkv", {1: SIZES}, {"rope": "after"}))
-    following = build_gates("dms", dims_for("dms", {1: SIZES}, {"decides": "next"}))
-    for gates, side in (
-        ({0: linear[0], 1: decay[1]}, "family"),
-        ({0: qkv[0], 1: after[1]}, "inputs"),
-        ({0: gates_of("dms")[0], 1: following[1]}, "contextual"),
-    ):
-        with pytest.raises(ValueError, match=f"scores all its layers alike, and here {side} is"):
-            GateSet(gates)
-    gates = {layer: linear[layer] for layer in (0, 1)}
-    assert GateSet(gates, calibrators=curves()).unit == "risk"
-    for calibrators in (
-        *(curves((0,)), curves((0, 1, 2))),
-        {**curves((0,)), **curves((1,), unit="mass")},
-        {**curves((0,)), **curves((1,), heads=3)},
-    ):
-        with pytest.raises(ValueError, match="calibrate all layers, in one unit, or none"):
-            GateSet(gates, calibrators=calibrators)

@@ -109,21 +109,6 @@ def test_ties_stay_ties_and_what_does_not_exist_stays_away(space):
     assert len(risk[0, 2].unique()) == 1
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"kind": "share"}, "kind of calibrator.*did you mean 'shared'"),
-        ({"K": 1}, "two knots at least, got H=2, K=1"),
-        ({"space": "linear"}, "space is one of log, asinh .*got 'linear' and 'risk'"),
-        ({"unit": "rank"}, "unit one of risk, mass; got 'log' and 'rank'"),
-    ],
-    ids=["kind", "knots", "space", "unit"],
-)
-def test_what_is_no_calibrator_is_refused(settings, said):
-    with pytest.raises(ValueError, match=said):
-        build_calibrator(**{"kind": "shared", "H": 2, "K": 4, **settings})
-
-
 def test_thresholds_between_points():
     ratios, thresholds = [0.1, 0.2, 0.4], [8.0, 2.0, 0.5]
     assert [threshold_at(ratios, thresholds, ratio) for ratio in ratios] == thresholds

@@ -320,14 +320,6 @@ def test_opening_sets_the_output() -> None:
     torch.testing.assert_close(gate(inputs), torch.full((B, H, T), share, dtype=torch.float64))
 
 
-def test_the_qkv_gate_says_no_openness() -> None:
-    gate = a_gate("qkv")
-    with pytest.raises(ValueError, match="not trained end to end; choose stage `local`"):
-        gate.open_()
-    with pytest.raises(ValueError, match="say no openness"):
-        gate.log_gate(torch.zeros(1, H, 3, dtype=torch.float64))
-
-
 def test_log_gates() -> None:
     """The term that soft attention adds, per family, for an output."""
     output = torch.tensor([[[-2.0, 0.5]]], dtype=torch.float64)
@@ -368,11 +360,3 @@ def test_shared_projections_are_one() -> None:
     assert gates[0].out is gates[2].out
     untied = build_gates("decay_shared", {layer: {**dims, "tied": False} for layer, dims in layers.items()})
     assert untied[0].out is not untied[2].out
-
-
-def test_layers_of_other_sizes_cannot_share() -> None:
-    layers = {0: {"E": E, "H": 2, "F": 5}, 1: {"E": E, "H": 3, "F": 5}}
-    with pytest.raises(ValueError, match="same hidden width and KV heads: got .*Set `tied: false`"):
-        build_gates("decay_shared", layers)
-    with pytest.raises(ValueError, match="same hidden width"):
-        build_gates("decay_shared", {0: {**layers[0]}, 1: {**layers[0], "tied": False}})

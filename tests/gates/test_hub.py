@@ -132,16 +132,6 @@ def test_gates_that_cannot_be_had_are_refused(online: Hub, gates: GateSet, tmp_p
     refused("do not say which model they belong to", fresh.save_pretrained, tmp_path / "other")
 
 
-def test_a_folder_that_is_saved_again_gets_another_card(gates: GateSet, tmp_path: Path) -> None:
-    gates.save_pretrained(tmp_path / "saved")
-    back = GateSet.from_pretrained(tmp_path / "saved")
-    assert back.metadata == gates.metadata and same(back, gates)
-    back.metadata["license"] = "apache-2.0"
-    back.save_pretrained(tmp_path / "saved")
-    card = (tmp_path / "saved" / "README.md").read_text()
-    assert "Licence: `apache-2.0`" in card and "`mit`" not in card
-
-
 def test_the_page_of_the_hub_runs(online: Hub, model: nn.Module, gates: GateSet, tmp_path: Path) -> None:
     """The blocks of docs/hub.md."""
     model.save_pretrained(tmp_path / "model")  # type: ignore[operator]

@@ -19,7 +19,7 @@ RECENT = 4
 
 
 def keeps(keys_BHTD: Tensor, positions_BT: Tensor, valid_BT: Tensor, layer_idx: int) -> Tensor:
-    """What the rule keeps: the newest tokens, and keys that pass a bar which rises with the length."""
+    """The rule keeps the newest tokens, and keys that pass a bar which rises with the length."""
     last_B1 = positions_BT.masked_fill(~valid_BT, -1).amax(1, keepdim=True)
     recent_BT = positions_BT > last_B1 - RECENT
     bar_B11 = 0.02 * last_B1[:, None] - 0.5 + 0.1 * layer_idx
@@ -66,28 +66,28 @@ def oracle(
         rule: what is kept.
     """
     full, parts = FullCache(model), regime.split("+")
-    ended, moment_at = False, 0
+    ended, due_at = False, 0
 
     def after(module, args, kwargs, output):
-        nonlocal ended, moment_at
+        nonlocal ended, due_at
         seen, S = full.get_seq_length(), output.last_hidden_state.shape[1]
         read = S > 1 or not ended
         ends = not ended
         due = ("prefill" in parts and ends) or ("chunked" in parts and read)
-        due |= "decode" in parts and ended and seen - moment_at >= every
+        due |= "decode" in parts and ended and seen - due_at >= every
         if due:
             mask = attention_mask[:, :seen].bool()
             before = sum(int((layer & mask[:, None, : layer.shape[-1]]).sum()) for layer in full.kept)
             before += sum(int(mask[:, layer.shape[-1] :].sum()) * layer.shape[1] for layer in full.kept)
             for number, idx in enumerate(evicting(model)):
                 keys = full.layers[idx].keys
-                own = rule(keys, positions_of(mask.long()), mask, idx)
-                held = torch.ones(own.shape, dtype=torch.bool)
+                chosen = rule(keys, positions_of(mask.long()), mask, idx)
+                held = torch.ones(chosen.shape, dtype=torch.bool)
                 held[..., : full.kept[number].shape[-1]] = full.kept[number]
-                full.kept[number] = held & own
+                full.kept[number] = held & chosen
             full.evictions += sum(int(layer.sum()) for layer in full.kept) < before
         if due or ends:
-            moment_at = seen
+            due_at = seen
         ended |= ends
 
     with masked(model, None, attention_mask) as kept:

@@ -38,7 +38,7 @@ ROUNDING = 1e-5
 
 
 def due_after(regime: str, every: int, sizes: Sequence[int], prompt: int) -> list[bool]:
-    """Whether a moment comes after each forward.
+    """True for each forward behind which an eviction is due.
 
     Args:
         regime: as `retain.Cache` takes it.
@@ -60,8 +60,8 @@ def due_after(regime: str, every: int, sizes: Sequence[int], prompt: int) -> lis
 
 @dataclass
 class Seen:
-    """What one layer's attention was called with: queries, inputs, residual streams of each forward, all
-    keys and values."""
+    """The arguments of one layer's attention: queries, inputs, residual streams of each forward, all keys and
+    values."""
 
     queries: list[Tensor] = field(default_factory=list)
     hidden: list[Tensor] = field(default_factory=list)
@@ -74,7 +74,7 @@ class Seen:
 @contextmanager
 def recorded(model: PreTrainedModel, specs: Sequence[LayerSpec]) -> Iterator[dict[int, Seen]]:
     """Inside, what the attention of these layers is called with is noted down."""
-    own = str(model.config._attn_implementation)
+    previous = str(model.config._attn_implementation)
     seen = {spec.layer_idx: Seen() for spec in specs}
 
     def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **how: Any) -> Any:
@@ -82,7 +82,7 @@ def recorded(model: PreTrainedModel, specs: Sequence[LayerSpec]) -> Iterator[dic
             layer.queries.append(query)
             layer.keys, layer.values, layer.scaling = key, value, how["scaling"]
         eager = getattr(__import__(type(module).__module__, fromlist=["x"]), "eager_attention_forward", None)
-        inner = eager if own == "eager" else ALL_ATTENTION_FUNCTIONS[own]
+        inner = eager if previous == "eager" else ALL_ATTENTION_FUNCTIONS[previous]
         return inner(module, query, key, value, mask, **how)
 
     def note(module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -95,14 +95,14 @@ def recorded(model: PreTrainedModel, specs: Sequence[LayerSpec]) -> Iterator[dic
 
     layers = list(model.model.layers)
     AttentionInterface.register("recorded", attention)
-    AttentionMaskInterface.register("recorded", ALL_MASK_ATTENTION_FUNCTIONS[own])
+    AttentionMaskInterface.register("recorded", ALL_MASK_ATTENTION_FUNCTIONS[previous])
     hooks = [spec.module.register_forward_pre_hook(note, with_kwargs=True) for spec in specs]
     hooks += [layers[spec.layer_idx].register_forward_pre_hook(note_stream) for spec in specs]
     model.set_attn_implementation("recorded")
     try:
         yield seen
     finally:
-        model.set_attn_implementation(own)
+        model.set_attn_implementation(previous)
         for hook in hooks:
             hook.remove()
 
@@ -183,17 +183,17 @@ class Naive:
             place_BT = valid_BT.cumsum(-1) - 1
             fresh_BHS = valid_BT[:, None, T - S :].expand(B, H, S)
             zeros_BHS = torch.zeros(B, H, S, dtype=torch.float64)
-            own_BHS = place_BT[:, None, T - S :].expand(B, H, S)
+            place_BHS = place_BT[:, None, T - S :].expand(B, H, S)
             if number == len(self.held):
                 self.held.append(fresh_BHS.clone())
                 self.mass.append(zeros_BHS)
-                self.last.append(own_BHS.clone())
-                self.gap.append(torch.zeros_like(own_BHS))
+                self.last.append(place_BHS.clone())
+                self.gap.append(torch.zeros_like(place_BHS))
             else:
                 self.held[number] = torch.cat([self.held[number], fresh_BHS], -1)
                 self.mass[number] = torch.cat([self.mass[number], zeros_BHS], -1)
-                self.last[number] = torch.cat([self.last[number], own_BHS], -1)
-                self.gap[number] = torch.cat([self.gap[number], torch.zeros_like(own_BHS)], -1)
+                self.last[number] = torch.cat([self.last[number], place_BHS], -1)
+                self.gap[number] = torch.cat([self.gap[number], torch.zeros_like(place_BHS)], -1)
             if self.policy.observed in ("h2o", "lru", "vatp", "lazy_eviction", "keyformer"):
                 self._pay(number, spec, S)
 
@@ -244,28 +244,28 @@ class Naive:
 
     def _evict(self, *, reading: bool) -> None:
         for b in range(len(self.valid_BT)):
-            own = self.valid_BT[b, : self.held[0].shape[-1]].nonzero().flatten()
-            if len(own):
-                self._evict_one(b, own, reading=reading)
+            tokens_T = self.valid_BT[b, : self.held[0].shape[-1]].nonzero().flatten()
+            if len(tokens_T):
+                self._evict_one(b, tokens_T, reading=reading)
 
-    def _evict_one(self, b: int, own: Tensor, *, reading: bool) -> None:
+    def _evict_one(self, b: int, tokens_T: Tensor, *, reading: bool) -> None:
         """Decide about one sequence, of which the tokens `own` have come."""
-        layers = [self._evidence(number, spec, b, own) for number, spec in enumerate(self.specs)]
+        layers = [self._evidence(number, spec, b, tokens_T) for number, spec in enumerate(self.specs)]
         for number, layer in enumerate(layers):  # what the next query cannot see any more is gone
             if layer.window is not None:
-                held_BHT = layer.exists_BHT & (torch.arange(len(own)) > len(own) - layer.window)
+                held_BHT = layer.exists_BHT & (torch.arange(len(tokens_T)) > len(tokens_T) - layer.window)
                 layers[number] = replace(layer, held_BHT=held_BHT)
         prompt = int(self.valid_BT[b, : self.prompt_tokens].sum())
         stock = Stock(
             held_BL=(tuple(int(layer.exists_BHT.sum()) for layer in layers),),
-            lengths_B=(prompt if reading else len(own),),
+            lengths_B=(prompt if reading else len(tokens_T),),
             intact_BT=torch.stack([layer.exists_BHT.all(1) for layer in layers]).all(0),
         )
         valid_BT, pinned_BT = layers[0].valid_BT, None
         if self.pinned is not None:
             spans = self.pinned if isinstance(self.pinned[0][0], int) else self.pinned[b]
-            whole = torch.ones(1, max(prompt, len(own)), dtype=torch.bool)
-            pinned_BT = pinned_mask(spans, whole)[:, : len(own)]
+            whole = torch.ones(1, max(prompt, len(tokens_T)), dtype=torch.bool)
+            pinned_BT = pinned_mask(spans, whole)[:, : len(tokens_T)]
         shapes = [shape_of(layer) for layer in layers]
         given = (self.policy, self.budget, valid_BT, shapes, pinned_BT)
         if plan_of(*given, stock=stock).covers_all:
@@ -282,36 +282,36 @@ class Naive:
             )
             kept = [decision.keep_BHT for decision in decisions]
         for number, keep_BHT in enumerate(kept):
-            self.held[number][b, :, own] = keep_BHT[0]
+            self.held[number][b, :, tokens_T] = keep_BHT[0]
 
-    def _evidence(self, number: int, spec: LayerSpec, b: int, own: Tensor) -> Evidence:
-        """One layer of one sequence, all that ever came."""
+    def _evidence(self, number: int, spec: LayerSpec, b: int, tokens_T: Tensor) -> Evidence:
+        """The evidence of one layer and one sequence, of all tokens that ever came."""
         seen = self.seen[spec.layer_idx]
         assert seen.keys is not None and seen.values is not None
         # Its own definition: it looks at all queries since the last moment. Others look at the last few, or
         # none.
         recent = self.policy.observed in ("expected_attention", "triattention")
-        shown = own[own >= self.since] if recent else own
+        shown = tokens_T[tokens_T >= self.since] if recent else tokens_T
         return Evidence(
             layer_idx=spec.layer_idx,
             queries_BQSD=torch.cat(seen.queries, dim=2)[b : b + 1, :, shown],
-            keys_BHTD=seen.keys[b : b + 1, :, own],
-            values_BHTD=seen.values[b : b + 1, :, own],
+            keys_BHTD=seen.keys[b : b + 1, :, tokens_T],
+            values_BHTD=seen.values[b : b + 1, :, tokens_T],
             output_weight_QDE=spec.output_weight_QDE,
             scaling=seen.scaling,
-            positions_BT=self.positions_BT[b : b + 1, own],
-            valid_BT=torch.ones(1, len(own), dtype=torch.bool),
-            hidden_BTE=torch.cat(seen.hidden, dim=1)[b : b + 1, own],
-            stream_BTE=torch.cat(seen.stream, dim=1)[b : b + 1, own],
-            token_ids_BT=self.ids_BT[b : b + 1, own],
+            positions_BT=self.positions_BT[b : b + 1, tokens_T],
+            valid_BT=torch.ones(1, len(tokens_T), dtype=torch.bool),
+            hidden_BTE=torch.cat(seen.hidden, dim=1)[b : b + 1, tokens_T],
+            stream_BTE=torch.cat(seen.stream, dim=1)[b : b + 1, tokens_T],
+            token_ids_BT=self.ids_BT[b : b + 1, tokens_T],
             window=spec.window,
             sinks_Q=spec.sinks_Q,
             rotary=self.rotary,
             running=RunningStatistics(
-                *(own_side[number][b : b + 1, :, own] for own_side in (self.mass, self.last, self.gap))
+                *(column[number][b : b + 1, :, tokens_T] for column in (self.mass, self.last, self.gap))
             ),
-            held_BHT=self.held[number][b : b + 1, :, own],
-            place_BT=torch.arange(len(own))[None],
+            held_BHT=self.held[number][b : b + 1, :, tokens_T],
+            place_BT=torch.arange(len(tokens_T))[None],
         )
 
     def _score(self, layer: Evidence, seeds: Sequence[int] | None) -> Score:

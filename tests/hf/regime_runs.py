@@ -125,13 +125,13 @@ def gates_of(model: PreTrainedModel) -> GateSet:
 FREE: dict[tuple, list[Tensor]] = {}
 
 
-def eviction_free(model: PreTrainedModel, own: Life) -> list[Tensor]:
+def eviction_free(model: PreTrainedModel, scenario: Life) -> list[Tensor]:
     """Logits of the full cache: the control of every test, run once for each life of a model."""
-    sizes = tuple(ids.shape[1] for ids in own.chunks)
-    parts = (tuple(part.flatten().tolist()) for part in (torch.cat(own.chunks, 1), own.mask))
+    sizes = tuple(ids.shape[1] for ids in scenario.chunks)
+    parts = (tuple(part.flatten().tolist()) for part in (torch.cat(scenario.chunks, 1), scenario.mask))
     key = (id(model), sizes, *parts)
     if key not in FREE:
-        FREE[key] = masked_logits(model, None, own.chunks, own.mask)
+        FREE[key] = masked_logits(model, None, scenario.chunks, scenario.mask)
     return FREE[key]
 
 
@@ -143,17 +143,17 @@ def held_by(cache: Cache, mask: Tensor) -> list[Tensor]:
         held = torch.zeros(len(mask), H, mask.shape[1], dtype=torch.bool)
         positions, rows = (column.cpu() for column in layer.store.flat()[2:])
         for b in range(len(mask)):
-            own = mask[b].nonzero().flatten()
+            scenario = mask[b].nonzero().flatten()
             for h in range(H):
                 mine = positions[rows == b * H + h]
                 assert bool((mine[1:] > mine[:-1]).all())  # in order, none twice
-                held[b, h, own[mine]] = True
+                held[b, h, scenario[mine]] = True
         answer.append(held)
     return answer
 
 
 def assert_same_logits(got: Sequence[Tensor], want: Sequence[Tensor], mask: Tensor) -> None:
-    """Of real tokens, forward by forward, and the tokens that a greedy choice would take."""
+    """Logits of real tokens are equal, forward by forward, and so are greedy choices."""
     start = 0
     for one, two in zip(got, want, strict=True):
         real = mask[:, start : start + one.shape[1]].bool()
@@ -164,7 +164,7 @@ def assert_same_logits(got: Sequence[Tensor], want: Sequence[Tensor], mask: Tens
 
 
 def differs(got: Sequence[Tensor], other: Sequence[Tensor], mask: Tensor) -> bool:
-    """Whether the logits of some real token are visibly others: what eviction has to do to be tested."""
+    """True if the logits of some real token are visibly others, as a tested eviction makes them."""
     start = 0
     for one, two in zip(got, other, strict=True):
         real = mask[:, start : start + one.shape[1]].bool()
@@ -190,11 +190,11 @@ def assert_same_stores(one: Cache, other: Cache) -> None:
 
 
 def of_sequence(
-    own: Life, b: int, logits: Sequence[Tensor], held: Sequence[Sequence[Tensor]]
+    scenario: Life, b: int, logits: Sequence[Tensor], held: Sequence[Sequence[Tensor]]
 ) -> tuple[list[Tensor], list[list[Tensor]]]:
-    """What came of sequence `b` in a batch, as `lived` gives it for `own.alone(b)`."""
-    real = [part[b].bool() for part in own.mask.split([ids.shape[1] for ids in own.chunks], dim=1)]
-    forwards, tokens = [number for number, part in enumerate(real) if part.any()], own.mask[b].bool()
+    """The results of sequence `b` in a batch, as `lived` gives them for `scenario.alone(b)`."""
+    real = [part[b].bool() for part in scenario.mask.split([ids.shape[1] for ids in scenario.chunks], dim=1)]
+    forwards, tokens = [number for number, part in enumerate(real) if part.any()], scenario.mask[b].bool()
     mine = [[layer[b : b + 1, :, tokens[: layer.shape[-1]]] for layer in held[n]] for n in forwards]
     return [logits[number][b : b + 1, real[number]] for number in forwards], mine
 
@@ -202,7 +202,7 @@ def of_sequence(
 def agree(
     model: PreTrainedModel,
     policy: Policy,
-    own: Life,
+    scenario: Life,
     *,
     regime: str = "chunked+decode",
     every: int = 3,
@@ -216,17 +216,17 @@ def agree(
     how = {
         "regime": regime,
         "every": every,
-        "seeds": SEEDS[: len(own.mask)],
+        "seeds": SEEDS[: len(scenario.mask)],
         "gates": gates,
         "pinned": pinned,
     }
     plain = naive(model, policy, budget, **how)
-    want = plain.run(own.chunks, own.mask, own.prompt)
+    want = plain.run(scenario.chunks, scenario.mask, scenario.prompt)
     with retain.attach(model):
         cache = Cache(model, policy, **how, **budget)
-        got, held = lived(model, cache, own)
+        got, held = lived(model, cache, scenario)
     assert_same_held(held, plain.history)
-    assert_same_logits(got, want, own.mask)
+    assert_same_logits(got, want, scenario.mask)
     assert cache.evictions > 1 - (regime == "prefill")
-    assert differs(got, eviction_free(model, own), own.mask)
+    assert differs(got, eviction_free(model, scenario), scenario.mask)
     return plain

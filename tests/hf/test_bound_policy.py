@@ -5,47 +5,17 @@ import pytest
 import torch
 
 import retain
-from retain.gates import build_gates
-from retain.gates.artifact import save_gates
 from retain.hf.cache.bound_policy import MOST_SLACK, seeds_from
 from retain.hf.cache.cache import Cache
-from retain.hf.model.gates import load_gates
-from retain.hf.model.identity import fingerprint
 from retain.hf.version_names import CACHE
 from retain.policy import load_policy
 from retain.protection import Protection
-from tests.evictions import policy_of
 from tests.hf.regime_runs import assert_same_stores
 from tests.refused import refused
 from tests.tiny import tiny_batch, tiny_model
 
 SMALL = Protection(sinks=1, prefix_fraction=0.0, suffix_fraction=0.0, minimum=0, recent=2)
 SEEDS = (3, 4, 5)
-
-
-def test_full_needs_no_budget_and_a_policy_object_is_taken():
-    model = tiny_model("qwen3")
-    ids, mask = tiny_batch((0,), 60)
-    with retain.attach(model):
-        assert Cache(model, policy="full").prefill(ids, mask).entries_evicted == 0
-        mine = policy_of(name="mine", observed="recency", protection=SMALL)
-        assert Cache(model, policy=mine, tokens_per_head=10).prefill(ids, mask).entries_held == 10 * 2 * 3
-
-
-def test_gates_of_a_larger_protected_window_are_refused(tmp_path):
-    model = tiny_model("qwen3")
-    gates = build_gates("linear", {layer: {"E": 48, "H": 2} for layer in range(3)})
-    trained = {"fingerprint": fingerprint(model), "metadata": {"protected_window": 64}}
-    folder = str(save_gates(gates, tmp_path / "gates", **trained))
-    for given in (folder, load_gates(folder, model)):
-        for name, recent in (("gate", 32), ("learned", 8)):
-            wanted = (
-                rf"protects the last {recent} entries, .* protected window of 64: .* at least 64. "
-                rf"Set protection.recent=64, .* smaller target.horizon .at most {recent}."
-            )
-            with pytest.raises(ValueError, match=wanted):
-                Cache(model, policy=name, keep_ratio=0.5, gates=given)
-    Cache(model, policy="gate", keep_ratio=0.5, gates=folder, protection=Protection(recent=64))
 
 
 def test_sections_are_merged_into_the_policy():
@@ -80,18 +50,6 @@ def test_wrong_overrides_are_refused_at_construction_all_at_once():
         "'fusio' (did you mean 'fusion'?)",
     ):
         assert part in str(caught.value)
-    for settings, message in (
-        ({"observed_settings": {"windw": 3}}, "no setting 'windw' .did you mean 'window'"),
-        ({"observed_settings": {"window": 0}}, "window is a whole number of at least 1, got 0"),
-        ({"observed_settings": {"pool": "mean"}}, "pool is 'avg', 'max' or None; got 'mean'"),
-        ({"observed_settings": {"pool_size": 4}}, "pool_size is an odd number.* got 4"),
-        (
-            {"protection": {"sinks": -1}},
-            "protection.sinks: input should be greater .*, got -1",
-        ),
-    ):
-        with pytest.raises(ValueError, match=message):
-            Cache(model, "snapkv", keep_ratio=0.5, **settings)
 
 
 @pytest.mark.parametrize("how", [{"num_beams": 2}, {"num_return_sequences": 2, "do_sample": True}])

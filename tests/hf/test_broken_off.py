@@ -1,5 +1,4 @@
-"""What breaks off midway leaves a cache that says so at its next use, and that can be emptied; what is wrong
-is found before anything is changed."""
+"""A change that breaks off midway leaves a cache that says so at its next use, and that can be emptied."""
 
 import pytest
 import torch
@@ -137,13 +136,13 @@ def test_a_prefill_that_breaks_off_empties_the_cache(model, monkeypatch):
 def test_a_policy_functions_wrong_mask_is_found_before_any_layer_is_cut(layer, model):
     good = [True]
 
-    def own(evidence):
+    def sometimes_wrong(evidence):
         keep = policy(evidence)
         return keep if good[0] or evidence.layer_idx != layer else keep[:, :1]
 
     for regime, ask in (("chunked", turn), ("decode", lambda *how: steps(*how, 4))):
         ids, mask = tiny_batch(PADS)
-        cache = Cache(model, policy=own, regime=regime, every=4)
+        cache = Cache(model, policy=sometimes_wrong, regime=regime, every=4)
         forward(model, cache, ids, mask)
         calls, fresh = [], cache.entries_held
         good[0] = False

@@ -7,12 +7,9 @@ import torch
 from retain.budget.head_weights import format_weights
 from retain.budget.statement import Budget, LayerShape, spread
 from retain.hf.cache.cache import Cache
-from retain.hf.intercept.attach import attachment_of
 from retain.protection import Protection
-from retain.scores import Score, masked_score
 from tests.evictions import policy_of
 from tests.hf.regime_runs import FEW, assert_same_stores
-from tests.refused import refused
 from tests.tiny import attached, tiny_batch
 
 SMALL = Protection(sinks=2, prefix_fraction=0.0, suffix_fraction=0.0, minimum=0, recent=4)
@@ -75,7 +72,7 @@ def test_a_byte_ratio_is_never_exceeded_and_what_fits_stays(correction):
     assert cache.evictions == 1 and cache.bytes_held() <= full - 1
 
 
-def test_a_sequence_that_fits_is_held_as_it_is_beside_one_that_is_merged():
+def test_a_sequence_that_fits_is_held_as_it_is_next_to_one_that_is_merged():
     model, (ids, mask) = attached("qwen3", num_hidden_layers=3), tiny_batch((0, 20), 41)
     how = {"protection": SMALL, "correction": {"threshold": -1.0}}
     alone = Cache(model, "snapkv", bytes=10**6, **how).prefill(ids[1:, 20:])
@@ -93,12 +90,12 @@ def test_a_prefill_holds_exactly_what_was_stated_and_each_head_its_share(budget,
     importance = (0.35, 0.05, 0.2, 0.15, 0.1, 0.15)
     table.write_text(format_weights({i: importance[2 * i : 2 * i + 2] for i in range(3)}))
     allocation = {"weights": str(table)}
-    model, own = attached("qwen3"), policy_of("own", "knorm", protection=FEW, allocation=allocation)
+    model, chosen = attached("qwen3"), policy_of("own", "knorm", protection=FEW, allocation=allocation)
     ids, mask = tiny_batch((0, 5, 30), 120)
-    cache = Cache(model, own, **budget).prefill(ids, mask)
+    cache = Cache(model, chosen, **budget).prefill(ids, mask)
     batch = [layer.store.lengths_R.view(3, 2).tolist() for layer in cache.layers]
     for b in range(3):
-        alone = Cache(model, own, **budget)
+        alone = Cache(model, chosen, **budget)
         alone.prefill(ids[b : b + 1, mask[b].bool()], mask[b : b + 1, mask[b].bool()])
         assert [layer.store.lengths_R.tolist() for layer in alone.layers] == [row[b] for row in batch]
     totals = spread(Budget(**budget), mask.sum(-1).tolist(), [LayerShape(2, 128)] * 3)
@@ -127,31 +124,3 @@ def test_pinned_spans_follow_their_sequences_and_may_be_empty():
     for wrong in ([5], [(1, 2, 3)], "0-5", [[(1, 2)], [3]]):
         with pytest.raises(ValueError, match="spans are .* must be one list of .start, stop. pairs"):
             Cache(model, CROSSING["joint"], keep_ratio=0.3, pinned=wrong)
-
-
-def test_what_cannot_be_is_refused_before_any_layer_runs_and_let_go():
-    model, (ids, mask) = _model(), tiny_batch((0, 11), 60)
-    ran = []
-    model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda *_: ran.append(1))
-    assert attachment_of(model).rotary is not None  # looked at once, through the attention modules
-    ran.clear()
-    for settings, message in (
-        ({"tokens_per_head": 4, "protection": SMALL}, "budget of 4 entries per head.* 6 protected"),
-        ({"keep_ratio": 0.01, "protection": Protection(0, 0.0, 0.0, 0, 0)}, "no head may be empty"),
-    ):
-        cache = Cache(model, "layer_defensivekv", short="raise", observed_settings=WINDOW, **settings)
-        refused(message, cache.prefill, ids, mask)
-        assert not ran and cache.num_seen == 0 and cache.engine._eviction is None
-    # A score may still fail in the middle: what was filled by then is let go.
-    broken = Cache(model, CROSSING["joint"], keep_ratio=0.3, observed=_fails_at_layer_3)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        broken.prefill(ids, mask)
-    assert ran and broken.num_seen == 0
-    assert all(layer.store is None and layer.keys is None for layer in broken.layers)
-
-
-def _fails_at_layer_3(evidence) -> Score:
-    if evidence.layer_idx == 3:
-        raise RuntimeError("out of memory")
-    values = torch.rand(evidence.keys_BHTD.shape[:3])
-    return masked_score(values, evidence.valid_BT, "risk", first_BHT=values)

@@ -39,7 +39,7 @@ Held = list[list[set[int]]]
 
 @dataclass
 class Forward:
-    """What one forward was to one sequence."""
+    """A forward, as one sequence sees it."""
 
     ids: Tensor
     valid: Tensor
@@ -49,7 +49,7 @@ class Forward:
 
 @dataclass
 class Sequence:
-    """One sequence: what came, and the positions that each (layer, head) holds."""
+    """The forwards of a sequence, and the positions that each (layer, head) holds."""
 
     forwards: list[Forward] = field(default_factory=list)
     held: Held = field(default_factory=lambda: [[set() for _ in range(HEADS)] for _ in range(LAYERS)])
@@ -274,9 +274,9 @@ def replay(model, talk: Conversation) -> None:
         for b in range(len(talk.rows)):
             for h in range(HEADS):
                 keys, values, _ = store.row(b, h)
-                own, dense = kept[layer][b, h], full.layers[layer]
-                assert_close(keys, dense.keys[b, h][own], dtype=torch.float32, ops=MODEL)
-                assert_close(values, dense.values[b, h][own], dtype=torch.float32, ops=MODEL)
+                kept_T, dense = kept[layer][b, h], full.layers[layer]
+                assert_close(keys, dense.keys[b, h][kept_T], dtype=torch.float32, ops=MODEL)
+                assert_close(values, dense.values[b, h][kept_T], dtype=torch.float32, ops=MODEL)
 
 
 # Nothing quicker forks, crops, chooses and saves one conversation in any order.

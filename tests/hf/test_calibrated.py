@@ -1,9 +1,5 @@
 """Calibrated gates in a cache and in an artifact: curves and thresholds."""
 
-import re
-import warnings
-
-import pytest
 import torch
 
 from retain.gates import GateSet, MLPGate
@@ -13,12 +9,10 @@ from retain.hf.cache.cache import Cache
 from retain.hf.intercept.observe import observe
 from retain.hf.model.decoder import describe
 from retain.hf.model.identity import fingerprint
-from retain.policy import Policy, score_entries
-from retain.scores import Score
+from retain.policy import Policy
 from retain.train.calibration.fit import CalibrationSettings, calibrate_, look_at
 from tests.evictions import policy_of
-from tests.hf.naive_regimes import Naive
-from tests.hf.regime_runs import FEW, agree, exact_model, gates_of, life
+from tests.hf.regime_runs import FEW, exact_model, gates_of
 from tests.tiny import attached, tiny_batch, tiny_model
 
 RISK = {"observed": "observed_risk", "observed_settings": {"window": 4}}
@@ -42,48 +36,15 @@ def curve(gates: GateSet, *, seed: int = 0) -> GateSet:
     return gates
 
 
-class NaiveCurve(Naive):
-    """Learned scores head by head through the curve, fused by a formula of its own."""
-
-    def _score(self, layer, seeds):
-        shown, gates = layer, self.gates
-        plain = GateSet({number: gates[number] for number in gates.layers})
-        learned = plain.score(shown).values_BHT
-        made = gates.calibrators[str(layer.layer_idx)]
-        for h in range(layer.num_heads):
-            there = learned[0, h] > float("-inf")
-            learned[0, h, there] = made(learned[:, :, there])[0, h]
-        if self.policy.observed is None:
-            return Score(learned, "risk")
-        observed = score_entries(
-            policy_of("o", self.policy.observed, dict(self.policy.observed_settings)), layer
-        ).values_BHT
-        fused = torch.full_like(learned, float("-inf"))
-        for h in range(layer.num_heads):
-            for i in range(layer.num_seen):
-                if learned[0, h, i] > float("-inf"):
-                    fused[0, h, i] = observed[0, h, i] + learned[0, h, i]
-        return Score(fused, "risk")
-
-
-@pytest.mark.parametrize("scope", ["head", "layer", "model"])
-@pytest.mark.parametrize("fused", [False, True], ids=["gate", "learned"])
-def test_a_calibrated_gate_evicts_as_its_formula_says(fused, scope):
-    both = {**RISK, "fusion": "sum"} if fused else {}
-    model = exact_model()
-    gates = curve(gates_of(model))
-    agree(model, policy(scope=scope, **both), life(3), naive=NaiveCurve, gates=gates, keep_ratio=0.3)
-
-
 def test_what_ages_is_calibrated_at_the_time_of_the_eviction():
     model = exact_model()
     gates = GateSet({spec.layer_idx: _Fading(E=48, H=2) for spec in describe(model)})
     bent = curve(gates)
     assert bent.unit == "risk"
     shown = observe(model, *tiny_batch((0,), 30))[0]
-    stored = bent.learned(shown)
+    plain = bent.learned(shown)
     age = torch.arange(29, -1, -1)
-    wanted = bent.calibrators["0"](stored * age)
+    wanted = bent.calibrators["0"](plain * age)
     assert torch.equal(bent.score(shown).values_BHT, wanted)
     Cache(model, policy(**RISK), gates=bent, keep_ratio=0.5)  # max of two risks
 
@@ -137,24 +98,3 @@ def test_calibrated_gates_are_saved_loaded_and_held_to_a_threshold(tmp_path):
         abs(share - ratio) < 0.15 for share, ratio in zip(shares, (0.2, 0.5, 0.8), strict=True)
     )
     assert Cache(model, policy(**RISK), gates=back, keep_ratio=0.3).prefill(ids, mask).entries_evicted > 0
-
-
-def test_heads_that_compete_by_ranks_are_warned_of():
-    """Order inside a head is all that such a gate promises, and one budget for all compares numbers."""
-    model, told = (
-        tiny_model("qwen3"),
-        r"policy 'merge' lets heads compete .* in 'rank'.*calibrate them to risk",
-    )
-    gates = gates_of(model)
-    for unit, warned in (("rank", True), ("mass", False), ("log_risk", False)):
-        for layer in gates.layers:
-            gates[layer].unit = unit
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            Cache(model, gates=gates, keep_ratio=0.5)
-            Cache(model, "gate", gates=gates, keep_ratio=0.5)
-            Cache(model, gates=gates, keep_ratio=0.5, scope="head", draw=None)
-            Cache(model, "gate", gates=gates, keep_ratio=0.5, scope="model")
-        assert len(said) == warned, unit
-        for one in said:
-            assert re.search(told, str(one.message)) and one.filename == __file__

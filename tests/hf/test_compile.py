@@ -51,25 +51,6 @@ def decoding_compiles_no_token_after_the_first_two(family, regime):
     assert cache.evictions == (1 if regime == "prefill" else 5) and cache.entries_evicted > 0
 
 
-def generate_with_a_compiled_forward(num_beams):
-    model = tiny_model("qwen2")
-    ids, mask = tiny_batch((0, 3))
-    how = {"attention_mask": mask, "max_new_tokens": 16, "do_sample": False, "num_beams": num_beams}
-    graphs = torch._dynamo.utils.counters["stats"]
-    with retain.attach(model):
-
-        def run():
-            cache = Cache(model, policy=policy, regime="prefill+decode", every=5)
-            return model.generate(ids, **{CACHE: cache}, **how)
-
-        want = run()
-        model.forward = torch.compile(model.forward, backend="eager")
-        assert torch.equal(run(), want)
-        compiled = graphs["unique_graphs"]
-        assert compiled > 5 and torch.equal(run(), want)
-        assert graphs["unique_graphs"] == compiled  # nor does a second conversation
-
-
 def one_graph_without_our_cache():
     model = tiny_model("llama")
     ids, mask = tiny_batch((0, 3))
@@ -82,7 +63,6 @@ def one_graph_without_our_cache():
 CHECKS = [
     (decoding_compiles_no_token_after_the_first_two, ("llama", "prefill")),
     (decoding_compiles_no_token_after_the_first_two, ("gemma3", "prefill+decode")),
-    (generate_with_a_compiled_forward, (2,)),
     (one_graph_without_our_cache, ()),
 ]
 

@@ -99,7 +99,7 @@ def test_crop_is_refused_where_later_evictions_read_the_last_tokens(regime):
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_chosen_sequences_go_on_as_they_would_have(name):
-    """What a policy looks at follows its sequence: queries, attention inputs, statistics, seeds and pins."""
+    """Evidence follows its sequence: queries, attention inputs, statistics, seeds and pins."""
     model, (ids, mask) = attached("qwen3", dtype=torch.float64), tiny_batch(PADS)
     idx, after = torch.tensor([2, 0, 2]), steps(9, 6)
     settings = {"protection": SMALL, **POLICIES[name]}
@@ -112,11 +112,11 @@ def test_chosen_sequences_go_on_as_they_would_have(name):
     some.batch_select_indices(idx)
     again.reorder_cache(idx)
     want, _ = fed(model, cache, whole, after)
-    for own in (some, again):
-        got, _ = fed(model, own, whole[idx], [tokens[idx] for tokens in after])
+    for one in (some, again):
+        got, _ = fed(model, one, whole[idx], [tokens[idx] for tokens in after])
         assert_close(got, want[idx], dtype=torch.float32, ops=MODEL)
-        assert torch.equal(own.entries_by_head(), cache.entries_by_head()[idx])
-        assert own.evictions == cache.evictions == 3
+        assert torch.equal(one.entries_by_head(), cache.entries_by_head()[idx])
+        assert one.evictions == cache.evictions == 3
 
 
 def test_concatenated_caches_go_back_as_far_as_the_one_that_was_evicted_last():

@@ -7,8 +7,7 @@ from transformers import Gemma2ForCausalLM
 import retain
 from retain.eval.describe import ModelDescription, describe_model, main
 from retain.hf.model.decoder import layout_of
-from retain.models.named import load_named_model
-from retain.models.unloaded import meta_model_of, named_config
+from retain.models.named import load_named_model, meta_model_of, named_config
 from tests.refused import refused
 from tests.tiny import attached, tiny_batch, tiny_model
 
@@ -41,13 +40,11 @@ def test_bytes_are_those_that_a_cache_holds(family, tmp_path):
     assert [row.name for row in report.layers] == [
         f"layer {spec.layer_idx}" for spec in found.layout.evicting
     ]
-    gates = retain.new_gates(model)
-    assert found.gate_parameters == sum(one.numel() for one in gates.parameters())
 
 
 def test_the_command_prints_a_config_or_why_not(tmp_path, capsys):
     tiny_model("cohere2").config.save_pretrained(tmp_path)
-    assert main([str(tmp_path / "config.json"), "--tokens", "100,1000", "--dtype", "float32"]) == 0
+    assert main([str(tmp_path / "config.json"), "--tokens", "100", "1000", "--dtype", "float32"]) == 0
     shown = capsys.readouterr().out
     for line in (
         "model_type    cohere2",
@@ -66,23 +63,17 @@ def test_the_command_prints_a_config_or_why_not(tmp_path, capsys):
 def test_lengths_are_those_that_the_model_has_positions_for():
     (whole,) = describe_model("reference:0").footprints
     assert whole.tokens == 4096
-    shown = str(describe_model("reference:0", [4096, 8192]))
-    within, beyond = (line for line in shown.splitlines() if " tokens " in line)
-    assert within.endswith("keep_ratio 0.2")
-    assert beyond.endswith("(more than the 4,096 positions of its config)")
 
 
-def test_a_training_step_is_counted_for_whoever_sizes_a_device(tmp_path):
-    """Operations of a dense model by hand, and bytes that are no fewer than the weights'."""
+def test_a_training_step_of_a_dense_model_by_hand(tmp_path):
     config = tiny_model("llama").config
     config.save_pretrained(tmp_path)
-    found, N = describe_model(str(tmp_path), [100, 200], dtype="float32"), 100
+    found, N = describe_model(str(tmp_path), [100], dtype="float32"), 100
     L, Q, D, E = config.num_hidden_layers, config.num_attention_heads, config.head_dim, config.hidden_size
     inside = found.parameters - 2 * config.vocab_size * E * (1 - config.tie_word_embeddings / 2) - E
-    flops = 2 * inside * N + 2 * L * 2 * Q * D * N**2 + L * 2 * Q * D * E * N + 6 * found.gate_parameters * N
-    (one, two), weights = found.steps, 4 * found.parameters
-    assert one[0] == pytest.approx(flops) and 2 * one[0] < two[0] < 4 * one[0]
-    assert weights < one[1] < two[1] and two[1] - weights < 2 * (one[1] - weights)
+    ((flops, peak),) = found.steps
+    assert flops == pytest.approx(2 * inside * N + 2 * L * 2 * Q * D * N**2)
+    assert peak == 4 * found.parameters + 4 * N * (3 * E + 4 * (Q + config.num_key_value_heads) * D)
 
 
 def test_a_folder_that_is_not_there_is_said_to_be_none():

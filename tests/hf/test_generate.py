@@ -8,13 +8,11 @@ import torch
 from transformers import (
     DynamicCache,
     GenerationConfig,
-    GenerationMixin,
 )
 
 import retain
 from retain.hf.cache.cache import Cache
 from retain.hf.cache.regime import NAMES
-from retain.hf.intercept.attach import attach
 from retain.hf.version_names import CACHE
 from tests.close import MODEL, assert_close
 from tests.hf.moments import oracle, policy
@@ -122,20 +120,6 @@ def test_a_second_generate_continues_the_first(family, regime):
     assert cache.evictions == full.evictions >= (1 if regime == "prefill" else 3)
 
 
-def test_guidance_reads_its_own_context_beside_ours():
-    model = tiny_model("llama")
-    ids, mask = tiny_batch((0,))
-    how = {"guidance_scale": 1.5, "do_sample": False}
-    want = generated(model, DynamicCache(config=model.config), ids, mask, **how)
-    with retain.attach(model):
-        assert torch.equal(
-            generated(model, Cache(model, policy=None), ids, mask, **how).sequences, want.sequences
-        )
-        cache = Cache(model, policy=policy)
-        got = generated(model, cache, ids, mask, **how)
-    assert not torch.equal(got.sequences, want.sequences) and cache.num_seen == 40 + NEW - 1
-
-
 CANNOT = {
     "assistant_model": ("model", "assisted decoding"),
     "prompt_lookup_num_tokens": (2, "assisted decoding"),
@@ -182,74 +166,6 @@ def test_what_cannot_work_is_refused_before_any_work(name, counted):
     assert cache.num_seen == 15
 
 
-def test_a_forward_refuses_to_give_attention_weights(counted):
-    model, _ = counted
-    ids = tiny_batch((0,), 12)[0]
-    cache = Cache(model, policy=policy)
-    for read in (ids, ids[:, :1]):
-        seen = cache.num_seen
-        for own in (model, model.model):
-            refused(
-                "^output_attentions.*asks for attention weights",
-                own,
-                read,
-                **{CACHE: cache},
-                output_attentions=True,
-            )
-        assert cache.num_seen == seen
-        model(read, **{CACHE: cache}, output_attentions=None)
-    assert cache.num_seen == 13  # which it was told by no call that was refused
-
-
-def test_a_config_that_asks_for_attention_weights_is_refused_and_one_without_caches_is_not():
-    """A decoder goes by the one, and uses a cache that it is given whatever the other says."""
-    model, ids = tiny_model("llama", attn="eager"), tiny_batch((0,), 12)[0]
-    model.config.output_attentions, model.config.use_cache = True, False
-    how = {"max_new_tokens": 4, "do_sample": False}
-    with attach(model):
-        cache = Cache(model, policy=policy).prefill(ids)  # whose outputs nobody sees
-        said = r"^model\.config\.output_attentions=True asks for attention weights"
-        refused(said, model, ids[:, :1], **{CACHE: cache})
-        refused(said, model.generate, ids, **{CACHE: Cache(model, policy=policy)}, **how)
-        assert cache.num_seen == 12
-        want = model(ids[:, :1], output_attentions=False, **{CACHE: cache.fork()}).logits
-        model.config.output_attentions = False
-        assert torch.equal(model(ids[:, :1], **{CACHE: cache}).logits, want) and cache.num_seen == 13
-        model.generate(ids, **{CACHE: (fresh := Cache(model, policy=policy))}, **how)
-        assert fresh.num_seen == 15
-
-
-def test_settings_that_are_off_are_no_reason(counted):
-    model, _ = counted
-    ids = tiny_batch((0,), 12)[0]
-    off = {"use_mtp": False, "use_cache": True, "output_attentions": False}
-    # What checkpoints with sliding windows were published with; transformers takes it for nothing.
-    model.generation_config.cache_implementation = "hybrid"
-    cache = Cache(model, policy=policy)
-    model.generate(ids, **{CACHE: cache}, max_new_tokens=4, do_sample=False, **off)
-    model(ids[:, :1], **{CACHE: cache}, **off)
-    assert cache.num_seen == 16
-
-
-def test_generate_that_gets_round_the_attached_model_is_refused():
-    model, forwards = tiny_model("llama"), []
-    ids = tiny_batch((0,), 12)[0]
-    model.register_forward_pre_hook(lambda *args: forwards.append(1))
-    how = {"max_new_tokens": 4, "do_sample": False}
-    want = model.generate(ids, **how)
-    forwards.clear()
-    with attach(model.model):
-        cache = Cache(model, policy=None)
-        with pytest.raises(ValueError, match="not called through the model that was attached"):
-            model.generate(ids, **{CACHE: cache}, **how)
-        assert untouched(cache, forwards)
-        with attach(model):  # which puts that right
-            assert torch.equal(model.generate(ids, **{CACHE: cache}, **how), want)
-        with pytest.raises(ValueError, match="not called through the model that was attached"):
-            GenerationMixin.generate(model, ids, **{CACHE: Cache(model, policy=None)}, **how)
-    assert "generate" not in vars(model) and torch.equal(model.generate(ids, **how), want)
-
-
 def test_a_cache_of_another_model_is_refused():
     model, other = tiny_model("llama"), tiny_model("llama", seed=1)
     ids = tiny_batch((0,), 12)[0]
@@ -278,3 +194,41 @@ def test_a_learned_prompt_is_no_silent_success(kind):
                 refused("P.*_TUNING., of which a retain.Cache knows nothing", call)
             with wrapped.disable_adapter():
                 assert Cache(wrapped, policy=policy).prefill(ids).num_seen == 12
+
+
+FEW = {"protection": {"recent": 4}, "observed_settings": {"window": 4}}
+HOW = {"max_new_tokens": 3, "do_sample": False}
+
+
+@pytest.mark.parametrize("num_ids", [1, 7, 40, 41, 60])
+def test_ids_of_the_question_alone_are_refused_by_name(num_ids):
+    model, (ids, mask) = tiny_model("llama"), tiny_batch((0, 3))
+    question = tiny_batch((0, 0), num_ids, seed=9)[0]
+    with retain.attach(model):
+        cache = Cache(model, "snapkv", keep_ratio=0.5, **FEW).prefill(ids, mask)
+        said = (
+            f"has {num_ids} tokens a row, and this cache has read 40" if num_ids <= 40 else "does not begin"
+        )
+        for given in ({}, {"attention_mask": torch.ones_like(question)}):
+            with pytest.raises(
+                ValueError, match=rf"input_ids {said}.*torch.cat\(\[context_ids, question_ids"
+            ):
+                model.generate(question, **{CACHE: cache}, **given, **HOW)
+        assert cache.num_seen == 40
+
+
+def test_embeddings_of_both_say_what_ids_of_both_say():
+    model, (ids, mask) = tiny_model("gemma3"), tiny_batch((0, 3))
+    question = tiny_batch((0, 0), 7, seed=9)[0]
+    whole = {"attention_mask": torch.cat([mask, torch.ones_like(question)], dim=1)}
+    embed, both = model.get_input_embeddings(), torch.cat([ids, question], dim=1)
+    with retain.attach(model):
+        cache = Cache(model, "snapkv", keep_ratio=0.5, **FEW).prefill(ids, mask)
+        want = model.generate(both, **{CACHE: cache.fork()}, **whole, **HOW)[:, -3:]
+        rounded = embed(both).bfloat16().float()[:, :40]
+        for given in (embed(both), torch.cat([rounded, embed(question)], dim=1)):
+            got = model.generate(inputs_embeds=given, **{CACHE: cache.fork()}, **whole, **HOW)
+            assert torch.equal(got, want)
+        given = {"input_ids": both, "inputs_embeds": embed(both)}
+        got = model.generate(**given, **{CACHE: cache.fork()}, **whole, **HOW)
+        assert torch.equal(got[:, -3:], want)

@@ -39,7 +39,7 @@ INDEXED = ("index", "index_put", "index_put_")
 
 
 def waits(func, args) -> bool:
-    """Whether an operator's result has a size or a value that only the device knows."""
+    """True if an operator's result has a size or a value that only the device knows."""
     name = func.name().removeprefix("aten::").partition(".")[0]
     if name in INDEXED:
         return any(isinstance(index, Tensor) and index.dtype == torch.bool for index in args[1])
@@ -108,7 +108,7 @@ def steps(
         with backend.using("triton"), Watch() as watch:
             next_B1 = model(input_ids=next_B1, **{CACHE: cache}, **given).logits.argmax(-1)
         grown = any(
-            own is not store.plain.pages for own, store in zip(pages, cache.state.stores, strict=True)
+            before is not store.plain.pages for before, store in zip(pages, cache.state.stores, strict=True)
         )
         kind = (
             "first"

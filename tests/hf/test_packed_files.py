@@ -58,8 +58,8 @@ def test_a_hand_made_precision_and_a_stack_of_caches(tmp_path):
         again = Cache.load(cache.save(tmp_path / "context.safetensors"), model)
         assert_same_state(again, cache)
         assert again.state.bound_policy.precision is None
-        turn, own = tiny_batch((0, 2, 1, 0)[: cache.batch_size], 5, seed=9)
-        whole = grown(mask.repeat(cache.batch_size // 2, 1), own)
+        turn, padded = tiny_batch((0, 2, 1, 0)[: cache.batch_size], 5, seed=9)
+        whole = grown(mask.repeat(cache.batch_size // 2, 1), padded)
         assert torch.equal(forward(model, again, turn, whole), forward(model, cache, turn, whole))
 
 

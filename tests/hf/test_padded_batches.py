@@ -5,8 +5,6 @@ Padding may stand behind tokens of the same call, as transformers runs it: an un
 that is padded on its left, virtual tokens before a padded prompt.
 """
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -19,11 +17,9 @@ from tests.hf.masked import masked_logits
 from tests.hf.moments import policy
 from tests.hf.regime_runs import (
     assert_same_held,
-    assert_same_logits,
     differs,
     eviction_free,
     exact_model,
-    gates_of,
     held_by,
     life,
     lived,
@@ -42,28 +38,28 @@ ALONE = ("gemma3", "gpt_oss", "qwen3_next", "qwen3_5", "gemma2", "cohere2")
 def test_a_left_padded_prompt_steps_a_turn_and_steps_equal_solo_runs(family, chunk, heads_file):
     """In chunks of 9, the first chunk of the third sequence is all padding."""
     model, policy = exact_model(family), small("snapkv", heads_file)
-    own = life(3, chunk=chunk, turn_pads=(0, 0, 0), steps=(7, 7))
+    scenario = life(3, chunk=chunk, turn_pads=(0, 0, 0), steps=(7, 7))
     settings = {"tokens_per_head": 11, "regime": "chunked+decode", "every": 3}
     with retain.attach(model):
         cache = Cache(model, policy, **settings)
-        got, held = lived(model, cache, own)
-        solo = [lived(model, Cache(model, policy, **settings), own.alone(b)) for b in range(3)]
+        got, held = lived(model, cache, scenario)
+        solo = [lived(model, Cache(model, policy, **settings), scenario.alone(b)) for b in range(3)]
     # How far batch and solo runs of the full cache are apart under the same evictions: recurrent states are
     # made in blocks of tokens, so where padding stands moves their last digits.
     plain = masked_logits(
         model,
         None,
-        own.chunks,
-        own.mask,
+        scenario.chunks,
+        scenario.mask,
         after=lambda number, kept: kept.__setitem__(slice(None), held[number]),
     )
     for b, (want, want_held) in enumerate(solo):
-        (ones, mine), (others, _) = (of_sequence(own, b, out, held) for out in (got, plain))
+        (ones, mine), (others, _) = (of_sequence(scenario, b, out, held) for out in (got, plain))
         assert (len(want) < len(got)) == (b == 2 and chunk == 9)
         assert_same_held(mine, want_held)
         for one, logits, other in zip(ones, want, others, strict=True):
             assert_close(one, logits, other, dtype=torch.float32, ops=MODEL)
-    assert cache.evictions >= 6 and differs(got, eviction_free(model, own), own.mask)
+    assert cache.evictions >= 6 and differs(got, eviction_free(model, scenario), scenario.mask)
 
 
 def test_which_families_have_layers_that_are_left_alone():
@@ -97,37 +93,6 @@ def test_padding_that_layers_left_alone_would_take_for_tokens_is_refused(family,
         # It goes on as if nothing had been asked.
         got, want = (forward(model, one, turn, grown(mask, 6)) for one in (cache, before))
         assert torch.equal(got, want)
-
-
-def with_gaps(own, prompt=40):
-    """A life whose turn has a token before its padding."""
-    mask = own.mask.clone()
-    mask[:, prompt + 2] = 1  # before the turn's padding
-    return replace(own, mask=mask)
-
-
-@pytest.mark.parametrize(
-    ("name", "regime", "chunk"),
-    [
-        ("snapkv", "prefill", None),
-        ("h2o", "chunked+decode", None),
-        ("learned", "chunked+decode", 13),
-    ],
-)
-def test_a_batch_with_gaps_equals_solo_runs(name, regime, chunk, heads_file):
-    model, policy = exact_model("qwen3"), small(name, heads_file)
-    own = with_gaps(life(3, chunk=chunk, steps=(2, 1), turn=9, turn_pads=(0, 4, 7)))
-    settings = {"tokens_per_head": 12, "regime": regime, "every": 2}
-    settings |= {"gates": gates_of(model)} if policy.learned else {}
-    with retain.attach(model):
-        cache = Cache(model, policy, **settings)
-        got, held = lived(model, cache, own)
-        for b in range(3):
-            want, want_held = lived(model, Cache(model, policy, **settings), own.alone(b))
-            logits, mine = of_sequence(own, b, got, held)
-            assert_same_held(mine, want_held)
-            assert_same_logits(logits, want, own.alone(b).mask)
-    assert cache.evictions and not bool(own.mask[:, 43:].all())
 
 
 def test_lookahead_tokens_ask_each_sequence_as_alone(heads_file):

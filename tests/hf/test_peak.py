@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from retain.hf.cache.cache import Cache
+from retain.hf.version_names import CACHE
+from tests.hf import test_static_decoding as static
 from tests.memory import Watch
 from tests.tiny import attached, tiny_batch
 
@@ -69,3 +71,37 @@ def test_a_chunked_prefill_holds_the_budget_and_a_chunk(name, chunk):
 def cache_free_chunks(chunk: int) -> int:
     """Chunks after which the budget, a tenth of the whole context, still holds everything."""
     return int(0.1 * TOKENS) // chunk
+
+
+LONG, NEW = 2048, 64  # tokens of a prompt that is decoded in one graph
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("policy", ["full", "snapkv", "layer_defensivekv", "merge", "packed_merged"])
+def test_a_pool_takes_a_quarter_more_than_its_entries_at_most(policy):
+    """Allocated are the kept entries and places for the tokens to come, by 1.25, and tables; and a prefill
+    peaks at the budget and two full layers, the pool included."""
+    one, (ids, mask) = model(), tiny_batch((0, 5), LONG)
+    alone = without_cache(one, ids, mask)
+    with Watch() as watch:
+        bits = {"precision": {"bits": 4, "recent": 32}} if policy in static.PACKED else {}
+        cache = Cache(one, None) if policy == "full" else static.cache_of(one, policy, keep_ratio=0.2, **bits)
+        with cache.engine.generating(NEW):
+            one(ids, attention_mask=mask, logits_to_keep=1, **{CACHE: cache})
+            assert cache.engine.is_static
+            total, stores = cache.report().total, cache.state.stores
+            taken = watch.peak
+    places = tables = 0
+    for store in stores:
+        for part in store.parts:
+            columns = list(part.columns.values())
+            each = sum(column[:1].numel() * column.element_size() for column in columns)
+            # Places for what comes, of codes too; of plain rows beside codes until they are packed.
+            come = NEW if part is store.packed or store.packed is None else 32
+            places += (part.entries_held + len(part.lengths_R) * come) * each
+            tables += sum(column.nbytes for column in part.storages()) - sum(
+                column.nbytes for column in columns
+            )
+    assert total.bytes_held < places < total.bytes_allocated <= 1.25 * places + tables
+    if "merge" not in policy:  # which has temporaries of its own
+        assert taken - alone <= total.bytes_allocated + 2 * LAYER * LONG // TOKENS

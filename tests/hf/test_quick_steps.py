@@ -111,7 +111,7 @@ def test_a_hidden_state_reaches_a_keep_set_through_six_files(policy: str) -> Non
 @pytest.mark.parametrize("there", [False, True], ids=["plain", "C++"])
 @pytest.mark.parametrize("policy", ["snapkv", "layer_defensivekv", "merge"])
 def test_a_step_asks_for_no_number_of_a_tensor(monkeypatch: Any, policy: str, there: bool) -> None:
-    """Of tensors without data a number is an exception."""
+    """Tensors without data give no number, but an exception."""
     monkeypatch.setattr(build, "is_there", lambda: there and build.load())
     model, (ids, mask) = attached("llama"), tiny_batch((0, 3), 60)
     cache = cache_of(model, policy).prefill(ids, mask)

@@ -44,21 +44,21 @@ class Recorder:
         B, H, T = evidence.keys_BHTD.shape[:3]
         ratio = 0.5 + 0.4 * torch.rand(B, H, 1, generator=self.draw)
         keep = (torch.rand(B, H, T, generator=self.draw) < ratio) & evidence.exists_BHT
-        own = [[set(evidence.positions_BT[b][keep[b, h]].tolist()) for h in range(H)] for b in range(B)]
+        scenario = [[set(evidence.positions_BT[b][keep[b, h]].tolist()) for h in range(H)] for b in range(B)]
         layers = self.moments.setdefault(self.forward, {})
         assert evidence.layer_idx not in layers  # once a moment
-        layers[evidence.layer_idx] = own
+        layers[evidence.layer_idx] = scenario
         return keep
 
 
-def oracle(model, recorder: Recorder, own: Life):
+def oracle(model, recorder: Recorder, scenario: Life):
     """Logits of a full cache that hides what was evicted, once it was; and what is left after each."""
     history, seen = [], 0
 
     def after(forward: int, kept: list[torch.Tensor]) -> None:
         nonlocal seen
-        seen += own.chunks[forward].shape[1]
-        valid = own.mask[:, :seen].bool()
+        seen += scenario.chunks[forward].shape[1]
+        valid = scenario.mask[:, :seen].bool()
         for idx, number in recorder.number.items():
             old = kept[number]
             fresh = valid[:, None, old.shape[-1] :].expand(-1, old.shape[1], -1)
@@ -73,23 +73,23 @@ def oracle(model, recorder: Recorder, own: Life):
             kept[number] = held
         history.append([held.clone() for held in kept])
 
-    return masked_logits(model, None, own.chunks, own.mask, after=after), history
+    return masked_logits(model, None, scenario.chunks, scenario.mask, after=after), history
 
 
 @pytest.mark.parametrize(("family", "regime", "batch"), MATRIX)
 def test_any_policy_in_any_regime_equals_a_full_cache_masked_at_the_same_moments(family, regime, batch):
     model = exact_model(family)
-    own = life_of(model, batch)
+    scenario = life_of(model, batch)
     recorder = Recorder(model)
     with retain.attach(model):
         cache = Cache(model, policy=recorder, regime=regime, every=EVERY)
-        got, held = lived(model, cache, own, recorder.watch)
-    want, kept = oracle(model, recorder, own)
-    assert_same_logits(got, want, own.mask)
+        got, held = lived(model, cache, scenario, recorder.watch)
+    want, kept = oracle(model, recorder, scenario)
+    assert_same_logits(got, want, scenario.mask)
     # A layer with a window is not asked about what no later query sees: that goes first.
     assert_same_held(held, kept)
-    sizes = [ids.shape[1] for ids in own.chunks]
-    moments = [number for number, due in enumerate(due_after(regime, EVERY, sizes, own.prompt)) if due]
+    sizes = [ids.shape[1] for ids in scenario.chunks]
+    moments = [number for number, due in enumerate(due_after(regime, EVERY, sizes, scenario.prompt)) if due]
     assert sorted(recorder.moments) == moments and cache.evictions == len(moments)
     assert all(len(layers) == len(recorder.number) for layers in recorder.moments.values())
-    assert differs(got, eviction_free(model, own), own.mask)
+    assert differs(got, eviction_free(model, scenario), scenario.mask)

@@ -42,7 +42,7 @@ def random_gates(model, seed=0):
 
 @torch.no_grad()
 def forward(model, cache, ids, mask):
-    """One forward, with the positions of a sequence's own tokens."""
+    """A forward, with positions that count a sequence's real tokens."""
     where = positions_of(mask)[:, -ids.shape[1] :]
     return model(input_ids=ids, attention_mask=mask, position_ids=where, **{CACHE: cache}).logits
 
@@ -54,9 +54,9 @@ def grown(mask, more):
 def continued(model, cache, mask, steps=9):
     """Logits of a turn (padded, where no layer takes padding for tokens) and of steps after it, through
     further moments."""
-    turn, own = tiny_batch((0, 0, 0) if cache.state.layout.alone else (2, 0, 1), 6, seed=7)
-    turn, own = turn[: mask.shape[0]], own[: mask.shape[0]]
-    mask = grown(mask, own)
+    turn, padded = tiny_batch((0, 0, 0) if cache.state.layout.alone else (2, 0, 1), 6, seed=7)
+    turn, padded = turn[: mask.shape[0]], padded[: mask.shape[0]]
+    mask = grown(mask, padded)
     logits = [forward(model, cache, turn, mask)[:, -1:]]
     for _ in range(steps):
         mask = grown(mask, 1)
@@ -153,8 +153,8 @@ def test_without_a_policy_after_a_hand_made_eviction_and_after_concat(tmp_path):
         again = Cache.load(cache.save(tmp_path / "context.safetensors"), model)
         assert again.state.bound_policy.name == cache.state.bound_policy.name
         assert_same_state(again, cache)
-        turn, own = tiny_batch((0, 2, 1, 0, 3, 0)[: cache.batch_size], 5, seed=9)
-        whole = grown(mask.repeat(cache.batch_size // 3, 1), own)
+        turn, padded = tiny_batch((0, 2, 1, 0, 3, 0)[: cache.batch_size], 5, seed=9)
+        whole = grown(mask.repeat(cache.batch_size // 3, 1), padded)
         assert torch.equal(forward(model, again, turn, whole), forward(model, cache, turn, whole))
 
 
@@ -165,11 +165,11 @@ def test_the_file_is_the_bytes_held_and_little_more(family, regime, tmp_path):
     cache = Cache(model, policy=policy, regime=regime, every=5).prefill(ids, mask)
     forward(model, cache, ids[:, :1], grown(mask, 1))
     size, report = os.path.getsize(cache.save(tmp_path / "context.safetensors")), cache.report()
-    beside = 4 * cache.entries_held  # positions; this policy keeps nothing else
+    extra = 4 * cache.entries_held  # positions; this policy keeps nothing else
     rows = sum(4 * 3 * spec.num_kv_heads for spec in cache.state.specs)
     alone = sum(layer.bytes_held + 8 for layer in report.alone)
     recent = sum(layer.recent.num_bytes for layer in cache.state.ragged)
-    exact = cache.bytes_held() + beside + rows + alone + recent + 3 * (17 * 901 + 8)
+    exact = cache.bytes_held() + extra + rows + alone + recent + 3 * (17 * 901 + 8)
     assert exact <= size <= exact + 1024 * len(cache.layers) + 8192
     assert size < cache.bytes_allocated() + alone + 3 * 18 * 901  # no slack
 

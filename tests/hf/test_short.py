@@ -5,10 +5,8 @@ import pytest
 import torch
 
 import retain
-from retain.budget.statement import Budget, LayerShape
 from retain.hf.cache.cache import Cache
 from retain.hf.version_names import CACHE
-from retain.policy import load_policy, plan_of
 from tests.hf.regime_runs import exact_model
 from tests.refused import refused
 from tests.tiny import PAD, tiny_batch
@@ -69,12 +67,3 @@ def test_what_is_too_short_for_anything():
             assert cache.state.held_whole == [1] and cache.evictions == 1
             with pytest.raises(ValueError, match="sequence 1 of (2 has 3 tokens, which is shorter|3 tokens)"):
                 Cache(model, name, short="raise", **asked).prefill(ids, mask)
-
-
-def test_plans_refuse_unless_told_otherwise():
-    """Comparisons at equal memory plan without a limit."""
-    valid_BT, shapes = torch.ones(2, 60, dtype=torch.bool), [LayerShape(2, 64)] * 3
-    asked = (load_policy("snapkv"), Budget(keep_ratio=0.2), valid_BT, shapes)
-    refused("24 fewer than the 36", plan_of, *asked)
-    plan = plan_of(*asked, short_tokens=60)
-    assert plan.covers_B == [True, True] and plan.select_batch([1]).totals.whole == [0]

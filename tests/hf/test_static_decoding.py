@@ -4,6 +4,7 @@ import itertools
 import subprocess
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from transformers import CompileConfig
 
 from retain.hf.cache import static_decoding
 from retain.hf.cache.cache import Cache
+from retain.hf.intercept.attach import _room
 from retain.hf.version_names import CACHE
 from retain.presets import load_policy
 from tests.hf.regime_runs import FEW, gates_of
@@ -74,11 +76,11 @@ def assert_same_entries(one: Cache, other: Cache) -> None:
 
 
 def assert_accounts(cache: Cache) -> None:
-    """What is allocated is what storages take, each once."""
+    """The report allocates what storages take, each once."""
     report = cache.report()
     assert report.decoded is not None and report.decoded.endswith("tokens in one graph")
-    columns = [own for store in cache.state.stores for part in store.parts for own in part.storages()]
-    storages = {own.untyped_storage().data_ptr(): own.untyped_storage().nbytes() for own in columns}
+    columns = [item for store in cache.state.stores for part in store.parts for item in part.storages()]
+    storages = {item.untyped_storage().data_ptr(): item.untyped_storage().nbytes() for item in columns}
     assert report.total.bytes_allocated == sum(storages.values())
 
 
@@ -97,6 +99,22 @@ def as_written_and_compiled(
         assert_accounts(static)
         new, new_mask = tiny_batch((0,) * batch, 5, seed=7)
         ids, mask = torch.cat([want, new], 1), torch.cat([mask, mask.new_ones(batch, tokens), new_mask], 1)
+
+
+@pytest.mark.parametrize(
+    ("device", "said", "room"),
+    [
+        ("cuda", {"max_new_tokens": 7}, 7),
+        ("cuda", {"max_new_tokens": 7, "num_beams": 2}, 0),
+        ("cuda", {"max_new_tokens": 7, "disable_compile": True}, None),
+        ("cpu", {"max_new_tokens": 7}, None),
+        ("cpu", {"max_length": 67, "compile_config": compiling()}, 7),
+        ("cpu", {"max_new_tokens": 7, "compile_config": CompileConfig()}, None),
+    ],
+)
+def test_steps_are_compiled_by_themselves_on_a_gpu(device, said, room):
+    model = SimpleNamespace(device=torch.device(device))
+    assert _room(model, said, {}, torch.zeros(1, 60)) == room
 
 
 def one_graph_and_the_same_tokens(family: str, policy: str, batch: int) -> None:
@@ -219,12 +237,11 @@ FEW_CHECKS = [
 ]
 ALL_CHECKS = [
     *(
-        (one_graph_and_the_same_tokens, own)
-        for own in itertools.product(FAMILIES, POLICIES, PADS)
-        if own[:2] != ("mistral_window", "packed_merged")  # refused: its prompt is beyond the window
+        (one_graph_and_the_same_tokens, item)
+        for item in itertools.product(FAMILIES, POLICIES, PADS)
+        if item[:2] != ("mistral_window", "packed_merged")  # refused: its prompt is beyond the window
     ),
     (evictions_while_decoding, ("criticalkv", 12)),
-    (evictions_while_decoding, ("packed_ragged", 12)),
     *((further_prompts_make_no_graph, ((policy,),)) for policy in ("merge", *PACKED)),
     (a_crop_comes_back_to_the_graph, ("packed_merged",)),
     (the_same_by_inductor, ("llama",)),

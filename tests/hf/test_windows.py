@@ -56,9 +56,9 @@ def test_batch_mates_decide_nothing(name):
     how = {"gates": gates_of(model), "protection": {"sinks": 2, "recent": 4}} if name == "merge" else {}
     found = []
     with retain.attach(model):
-        for own_ids, own_mask in ((ids[1:, 20:], mask[1:, 20:]), (ids[1:], mask[1:]), (ids, mask)):
-            cache = Cache(model, name, keep_ratio=0.3, **how).prefill(own_ids, own_mask)
-            logits = next_logits(model, cache, own_mask, own_ids[:, -3:])
+        for seq_ids, seq_mask in ((ids[1:, 20:], mask[1:, 20:]), (ids[1:], mask[1:]), (ids, mask)):
+            cache = Cache(model, name, keep_ratio=0.3, **how).prefill(seq_ids, seq_mask)
+            logits = next_logits(model, cache, seq_mask, seq_ids[:, -3:])
             found.append((cache.entries_by_head()[-1], logits[-1]))
     for held_LH, logits in found[1:]:
         assert torch.equal(held_LH, found[0][0])

@@ -12,7 +12,7 @@ import torch
 from retain.kernels import backend, bench, gpu
 from retain.kernels.bench import COPY, main, milliseconds, verdict
 from retain.kernels.build import OPS
-from retain.kernels.measure import FLOOR, Claim, Cost, cast, check, extra_bytes
+from retain.kernels.measure import FLOOR, Claim, Cost, check, extra_bytes
 from tests.close import FLOOR as HOME
 
 CPU = torch.device("cpu")
@@ -64,9 +64,7 @@ def test_a_report_says_what_is_fast_and_what_is_claimed(ops, capsys):
     assert re.search(r"- held: doubling, short: [\d.]+ \([\d.]+ \.\. [\d.]+\) x sum, at most 1e\+06", text)
     assert re.search(r"- \*\*NOT held\*\*: doubling, long: .* of the copy's bandwidth, at least 1e\+06", text)
     rows = [line.split(" | ")[0][2:] for line in text.splitlines() if line.startswith("| ")]
-    assert rows == 2 * ["what", "--- ", "doubling", "sum", COPY] or rows == 2 * [
-        *("what", "---", "doubling", "sum", COPY)
-    ]
+    assert rows == 2 * ["what", "---", "doubling", "sum", COPY]
 
 
 def test_a_wrong_op_gets_no_speed(ops, capsys):
@@ -114,10 +112,6 @@ def test_a_check_sees_what_is_wrong(change, problem):
 
 def test_tolerances_are_those_of_tests():
     assert FLOOR == HOME
-    leaf = torch.ones(2, requires_grad=True)
-    moved = cast({"leaf": leaf, "count": 3, "whole": torch.ones(2, dtype=torch.int64)}, torch.float64)
-    assert moved["leaf"].dtype == torch.float64 and moved["leaf"].requires_grad and moved["leaf"].is_leaf
-    assert moved["count"] == 3 and moved["whole"].dtype == torch.int64
 
 
 def test_memory_is_what_was_held_beyond_inputs_and_outputs():

@@ -18,7 +18,7 @@ def numbers(count: int, width: int, seed: int = 0) -> torch.Tensor:
 
 
 def group_of(count: int, together: bool) -> torch.Tensor | None:
-    """Groups of 1 to 32 entries, which do not lie side by side; None: each entry's own."""
+    """Groups of 1 to 32 entries, which do not lie side by side; None: one for each entry."""
     return (torch.arange(count) * 7 % 10).to(torch.int64) if together else None
 
 
@@ -35,8 +35,8 @@ def stands_for(codes: Codes, i: int, d: int) -> float:
 @pytest.mark.parametrize("how", SPANS)
 @pytest.mark.parametrize("bits", BITS)
 def test_a_code_is_the_nearest_step_of_its_group(bits, how, width):
-    """At most half a step away, and what the ends lose to float16: the least its own rounding, the most that
-    of the least and, over all steps, that of a step."""
+    """At most half a step away, and what the ends lose to float16: the least its rounding, the most that of
+    the least and, over all steps, that of a step."""
     (span, together), count = SPANS[how], 23
     x_ND = numbers(count, width)
     codes = encode(x_ND, bits, span, group_of(count, together))
@@ -45,10 +45,10 @@ def test_a_code_is_the_nearest_step_of_its_group(bits, how, width):
     whole = decode(codes, torch.float64)
     for i in range(count):
         for d in range(width):
-            own = range(count) if together else [i]
-            own = [j for j in own if not together or int(codes.groups_C[j]) == int(codes.groups_C[i])]
-            beside = range(d // span * span, min(width, d // span * span + span))
-            group = [float(x_ND[j, e]) for j in own for e in beside]
+            group_i = range(count) if together else [i]
+            group_i = [j for j in group_i if not together or int(codes.groups_C[j]) == int(codes.groups_C[i])]
+            span_d = range(d // span * span, min(width, d // span * span + span))
+            group = [float(x_ND[j, e]) for j in group_i for e in span_d]
             least, step = min(group), (max(group) - min(group)) / (2**bits - 1)
             stood = stands_for(codes, i, d)
             lost = 2**-11 * (abs(least) + step * (2**bits - 1)) + 2**-25 * 2**bits

@@ -160,21 +160,14 @@ def test_the_window_that_is_protected_holds_so_many_queries(path):
 @pytest.mark.parametrize("path", ["reference", "triton"])
 def test_only_gates_are_asked_for(path):
     """A frozen first layer: nothing but the gate needs a gradient, and it is the same."""
-    case = CASES["gate and decay"]
-    kwargs = inputs(case, torch.float32, DEVICE)
+    kwargs = inputs(CASES["gate and decay"], torch.float32, DEVICE)
     frozen = {name: given.detach() if name in DIFFERENTIABLE[:3] else given for name, given in kwargs.items()}
+    gates = [frozen["log_gate_BHT"], frozen["log_decay_BHT"]]
     with backend.using(path):
-        *_, d_gate, d_decay = run(case, kwargs)
-        out = gated_attention(**frozen)
-        found = torch.autograd.grad(
-            out, [frozen["log_gate_BHT"], frozen["log_decay_BHT"]], torch.ones_like(out)
-        )
-        both = gated_attention(**kwargs)
-        wanted = torch.autograd.grad(
-            both, [kwargs["log_gate_BHT"], kwargs["log_decay_BHT"]], torch.ones_like(out)
-        )
-    assert torch.equal(found[0], wanted[0]) and torch.equal(found[1], wanted[1])
-    assert found[0].shape == d_gate.shape and found[1].shape == d_decay.shape
+        out = gated_attention(**kwargs)
+        wanted = torch.autograd.grad(out, gates, torch.ones_like(out))
+        found = torch.autograd.grad(gated_attention(**frozen), gates, torch.ones_like(out))
+    assert all(map(torch.equal, found, wanted)) and all(one.any() for one in found)
 
 
 @pytest.mark.parametrize("name", ["strided", "everything", "the last queries", "decay"])
@@ -243,9 +236,6 @@ Q, K = torch.zeros(1, 4, 3, 16), torch.zeros(1, 2, 5, 16)
         ({"queries": Q[:, :3]}, "3 query heads are no multiple of 2 KV heads; pass the keys of KV heads"),
         ({"log_gate": torch.zeros(1, 4, 5)}, r"log_gate is \(1, 4, 5\) .* wanted \(1, 2, 5\)"),
         ({"exists_BT": torch.ones(1, 5)}, r"exists is torch.float32: pass a boolean mask"),
-        ({"sinks_Q": torch.zeros(2)}, r"sinks is \(2,\) .* wanted \(4,\), that is \[Q\]"),
-        ({"log_gate": torch.zeros(1, 2, 5, dtype=torch.int64)}, "log_gate is torch.int64: pass floating"),
-        ({"protected": -1}, "protected=-1 must be at least 0"),
         ({"log_gate": torch.zeros(1, 2, 5, device="meta")}, "lie on cpu, meta: move gates"),
     ],
 )

@@ -18,8 +18,7 @@ import retain
 from retain.hf.model.decoder import describe
 from retain.models import packaged
 from retain.models.catalogue import CATALOGUE, Packaged, Wheel
-from retain.models.named import load_named_tokenizer
-from retain.models.unloaded import named_config
+from retain.models.named import load_named_tokenizer, named_config
 from retain.process.half_precision import multiplies
 from tests.refused import refused
 

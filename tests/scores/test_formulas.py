@@ -359,15 +359,6 @@ def test_random(seeds):
         random(evidence, seeds_B=[1, 2, 3])
 
 
-def test_seeds_layers_and_heads_draw_unlike_uniform_numbers():
-    evidence = random_evidence(pads=(0, 0), num_tokens=4000, num_queries=1)
-    layers = (evidence, replace(evidence, layer_idx=4))
-    rows = torch.cat([random(one, seeds_B=[0, 1]).values_BHT.flatten(0, 1) for one in layers])
-    assert ((rows >= 0) & (rows < 1)).all()
-    assert (rows.mean(1) - 0.5).abs().max() < 4 * 12**-0.5 / 4000**0.5
-    assert (torch.corrcoef(rows) - torch.eye(8)).abs().max() < 0.07
-
-
 def test_recency_is_the_place_among_the_valid_entries():
     evidence = random_evidence(pads=(0, 4))
     naive = naive_scores(evidence, lambda b, h, i: int(evidence.valid_BT[b, :i].sum()))

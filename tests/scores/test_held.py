@@ -8,12 +8,9 @@ import pytest
 import torch
 
 from retain.evidence import RunningStatistics
-from retain.policy import score_entries
 from retain.scores import SCORES, random, recency, tova
 from retain.scores.trial import entries_read
 from retain.scores.window import pool_entries
-from tests.close import assert_close
-from tests.evictions import policy_of
 from tests.held import ASKED, compacted, filled, held_evidence, naive_held_attention
 from tests.naive import LAYERS, assert_heads_close, random_evidence, special_layer
 from tests.scores.test_scores import IN_LAYERS, VARIANTS, WINDOW, both, score_of
@@ -106,18 +103,6 @@ def test_poison_in_what_is_not_held_reaches_nothing(name, settings, layer, kept)
         if clean.layer_weight_B is not None:
             assert clean.layer_weight_B.isfinite().all()
             assert torch.equal(score.layer_weight_B, clean.layer_weight_B)
-
-
-@pytest.mark.parametrize(("name", "settings"), VARIANTS)
-def test_a_mask_that_hides_nothing_changes_nothing(name, settings):
-    """Nor do places that are what they would be."""
-    evidence = replace(held_evidence(), held_BHT=None, place_BT=None)
-    full = replace(evidence, held_BHT=evidence.exists_BHT, place_BT=evidence.places_BT)
-    plain, score = (score_of(layer, name, settings) for layer in (evidence, full))
-    for values, other in zip(both(plain), both(score), strict=True):
-        assert_heads_close(other, values.double())
-    if plain.layer_weight_B is not None:
-        assert_close(score.layer_weight_B, plain.layer_weight_B, dtype=torch.float32)
 
 
 def test_tova_is_the_mean_over_the_heads_that_hold_the_entry():
@@ -243,13 +228,6 @@ def test_which_columns_are_shown_changes_no_pool(kind, size, dtype):
         shown = paid[b : b + 1, ..., held]
         alone = pool_entries(shown, kind, size, window=WINDOW, place_BT=held[None])
         assert torch.equal(alone, pooled[b : b + 1, ..., held])
-
-
-def test_without_a_score_what_a_head_does_not_hold_is_no_candidate():
-    evidence = held_evidence()
-    score = score_entries(policy_of("nothing"), filled(evidence, float("nan")))
-    assert torch.equal(score.values_BHT == 0, evidence.exists_BHT)
-    assert torch.equal(score.values_BHT == -math.inf, ~evidence.exists_BHT)
 
 
 def test_what_a_score_reads_of_entries_is_found_by_asking_it():

@@ -62,12 +62,6 @@ def _evidence(**settings):
     return random_evidence(rotary=Rotary(torch.tensor([0.3])), **settings)
 
 
-def test_every_family_says_unit_needs_and_paper():
-    for family in SCORES.values():
-        assert family.unit in UNITS and family.paper
-        assert all(needs <= NEEDS for needs in (family.needs, *family.needs_where.values()))
-
-
 @pytest.mark.parametrize(("name", "settings"), VARIANTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_scores_are_float32_in_their_unit_and_masked_on_padding(name, settings, dtype):
@@ -156,15 +150,6 @@ def test_evidence_that_lacks_something_is_refused():
             score_of(few, name, settings)
     with pytest.raises(ValueError, match="sequence 1 of 2 has 0 tokens, .* window of 1"):
         score_of(random_evidence(pads=(0, 14)), "tova", {})
-
-
-def test_unlike_and_half_precision_scores_are_refused():
-    with pytest.raises(ValueError, match="one of risk, mass, rank; got 'log_risk'"):
-        Score(torch.zeros(1, 1, 2), "log_risk")
-    with pytest.raises(
-        ValueError, match=r"float32 \[B, H, T\]; got torch.bfloat16 \[1, 1, 2\]: .*masked_score"
-    ):
-        Score(torch.zeros(1, 1, 2, dtype=torch.bfloat16), "risk")
 
 
 def test_raw_numbers_are_masked_by_what_exists():

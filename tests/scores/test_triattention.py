@@ -98,7 +98,7 @@ def test_statistics_of_a_file_stand_in_for_the_queries(tmp_path):
     torch.testing.assert_close(in_two[1:], by_itself)
     refused("hold nothing for layer 4", triattention, replace(blank, layer_idx=4), centres=path)
     half = replace(blank, rotary=Rotary(torch.tensor([0.3])))
-    refused("hold 4 of 4 for layer 3, wanted 4 .* turned numbers", triattention, half, centres=path)
+    refused("RoPE turns 2 of 4 numbers", triattention, half, centres=path)
     with pytest.raises(FileNotFoundError, match=r"scripts/calibrate.py .*, or leave centres out"):
         triattention(blank, centres="none.pt")
     refused("no rotary embedding", triattention, replace(evidence, rotary=None))
@@ -134,7 +134,7 @@ def test_a_cache_reads_the_statistics_of_its_model(tmp_path):
     )
     places = decided.keep_BHT.nonzero()[:, 2]
     assert kept.positions_C[kept.index_N()].tolist() == places.tolist()
-    publish(path, {0: found[0]})
+    settings["observed_settings"] = {"centres": publish(tmp_path / "one.pt", {0: found[0]})}
     refused("hold nothing for layer 1.*for this model", retain.Cache, model, "triattention", **settings)
     changes = ["observed_settings.centres=3"]
     refused("path of a file, or null, got 3", retain.load_policy, "triattention", changes)

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from retain.kernels.measure import extra_bytes
 from retain.scores import value_norm as module
 from retain.scores.value_norm import value_norm
 from tests.close import assert_close
@@ -56,14 +55,6 @@ def test_products_in_half_precision_are_near_it(p, monkeypatch):
     norms = value_norm(values * 8, weight * 8, p=p)
     assert norms.dtype == torch.float32
     assert_close(norms, formula(values * 8, weight * 8, p), dtype=torch.float16)
-
-
-def test_memory_is_bounded(monkeypatch):
-    """A block of the product, of entries and of W_O, whatever their number."""
-    monkeypatch.setattr(module, "CPU_BLOCK", 2**16)
-    values, weight = drawn((1, 2, 2, 256, 64, 2048))
-    extra = extra_bytes(lambda: value_norm(values, weight), torch.device("cpu"))
-    assert extra <= 3 * 4 * 2**16 + 4 * (4 * 2**16 // 64 + 3 * 4 * 256) < weight.nbytes / 2
 
 
 def test_no_gradient_passes_and_what_is_no_number_stays_that():

@@ -18,7 +18,6 @@ from retain.scores import (
     tova,
     vatp,
 )
-from retain.scores.value_norm import value_norms
 from retain.scores.window import pool_entries
 from tests.close import assert_close
 from tests.naive import (
@@ -178,12 +177,6 @@ def test_defensive(shape, layer, norm, pool, pool_size):
     assert_heads_close(score.first_BHT, first)
 
 
-def test_the_defaults_of_defensive_and_a_window_over_everything_that_has_no_floor():
-    evidence, window = shaped_evidence("group4")
-    assert_heads_close(defensive(evidence, window=window).values_BHT, naive_defensive(evidence, window)[0])
-    assert defensive(random_evidence(pads=(0,)), window=14).values_BHT.isfinite().all()
-
-
 @shaped
 @pytest.mark.parametrize("over", ["prefix", "all"])
 @pooled
@@ -248,17 +241,3 @@ def test_pooling_with_the_window_apart(kind, size, window):
     rows = [naive_pool(row.double(), kind, size, 14 - window) for row in values.flatten(0, 1)]
     assert_heads_close(pool_entries(values, kind, size, window=window), torch.stack(rows).view(2, 3, 14))
     assert pool_entries(values, None, size, window=window) is values
-
-
-@pytest.mark.parametrize("p", [1, 2])
-@pytest.mark.parametrize("group", [1, 3])
-def test_value_norms(group, p):
-    evidence = random_evidence((0, 4, 1), group=group, num_tokens=7)
-    naive = [
-        [[naive_norm(evidence, b, q, i, p) for i in range(7)] for q in range(2 * group)] for b in range(3)
-    ]
-    norms = value_norms(evidence, p=p)
-    assert_heads_close(norms, torch.tensor(naive, dtype=torch.float64))
-    # Those that were kept are of p = 1 alone.
-    kept = replace(evidence, value_norm_BQT=torch.rand(3, 2 * group, 7))
-    assert torch.equal(value_norms(kept, p=p), kept.value_norm_BQT if p == 1 else norms)

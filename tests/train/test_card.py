@@ -13,7 +13,7 @@ from retain.gates import build_gates
 from retain.gates.artifact import read_metadata, save_gates
 from retain.gates.card import card_of
 from retain.train.distill import distill
-from retain.train.run.card import CURVES, TITLE, write_card
+from retain.train.run.card import write_card
 
 LOOKS = """
 - {loss: 2.0, overlap: 0.2, overlap_random: 0.21, overlap_recency: 0.12, overlap_value_norm: 0.3}
@@ -71,7 +71,6 @@ def test_the_card_says_what_was_made_how_and_how_well() -> None:
             METADATA,
             RECORDS,
             command="accelerate launch train/distill.py",
-            pictures={CURVES: TITLE},
             place="g",
         )
     )
@@ -93,7 +92,6 @@ def test_the_card_says_what_was_made_how_and_how_well() -> None:
         "in units of `rank` before, `risk` after.",
         "````bash\naccelerate launch train/distill.py\n````",
         "4 steps, 2 process(es), 123,456 tokens, 61 seconds of training.",
-        "(curves.png)",
         "revision `abc123`",
         "retain.load_gates('g', model)",
         "- Trained on contexts of at most 4,096 tokens",
@@ -139,7 +137,7 @@ def test_what_was_not_measured_is_not_in_the_card() -> None:
     text = str(card_of({"base_model": "/a/folder", "family": "linear", "layers": {}}, []))
     assert front_matter(text)["tags"][-1] == "gate-linear"
     assert "base_model" not in front_matter(text) and "datasets" not in front_matter(text)
-    for word in ("overlap |", "Calibration", "```bash", "Commit", "curves.png", "None"):
+    for word in ("overlap |", "Calibration", "```bash", "Commit", "None"):
         assert word not in text, word
 
 
@@ -163,11 +161,10 @@ def test_contents_cannot_break_the_card() -> None:
     assert r"| `appendix` | `\"" not in text and r'`"\n{question}\n"`' in text
 
 
-def test_a_run_gets_a_card_with_its_curves(tmp_path: Path) -> None:
+def test_a_run_gets_a_card(tmp_path: Path) -> None:
     save_artifact(tmp_path, METADATA)
     path = write_card(tmp_path, command="run me")
     assert path == tmp_path / "README.md" and "run me" in path.read_text()
-    assert (tmp_path / CURVES).read_bytes().startswith(b"\x89PNG") and f"({CURVES})" in path.read_text()
     assert not list(tmp_path.glob("*.new*"))
 
 

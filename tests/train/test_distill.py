@@ -17,9 +17,7 @@ import yaml
 import retain
 from retain.config import load
 from retain.gates import GATES
-from retain.gates.artifact import save_gates
 from retain.hf.intercept.observe import observe
-from retain.hf.model.identity import fingerprint
 from retain.policy import load_policy
 from retain.train import local_stage as local
 from retain.train.arguments import distill_parser, recipe_of
@@ -36,7 +34,7 @@ Make = Callable[..., Any]
 def test_a_run_writes_an_artifact_that_loads_and_scores(make_config: Make) -> None:
     config = make_config()
     folder = distill(config)
-    files = "README.md config.yaml curves.png gates.json gates.safetensors log.jsonl run.json"
+    files = "README.md config.yaml gates.json gates.safetensors log.jsonl run.json"
     assert sorted(path.name for path in folder.iterdir()) == files.split()
     assert load(folder / "config.yaml", DistillConfig) == config
     log = read_log(folder)
@@ -96,14 +94,8 @@ def test_a_run_killed_after_its_last_step_still_reports_the_held_out_documents(
     assert made["held_out"] == looks[-1]["held_out"] and made["held_out"]
 
 
-def saved_gates(model: Path, folder: Path, *, seed: int) -> str:
-    frozen = load_frozen(str(model), dtype="float32").model
-    gates = retain.new_gates(frozen, F=16, seed=seed)
-    return str(save_gates(gates, folder, fingerprint=fingerprint(frozen)))
-
-
 @pytest.mark.parametrize("finished", [True, False])
-@pytest.mark.parametrize("changed", ["base model", "documents", "initial gates"])
+@pytest.mark.parametrize("changed", ["base model", "documents"])
 def test_a_run_that_would_begin_with_something_else_is_refused(
     make_config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finished: bool, changed: str
 ) -> None:
@@ -112,8 +104,6 @@ def test_a_run_that_would_begin_with_something_else_is_refused(
     shutil.copytree(base.model, model)
     rows.write_bytes(Path(base.data.path).read_bytes())
     config = replace(base, model=str(model), data=replace(base.data, path=str(rows)))
-    if changed == "initial gates":
-        config = replace(config, initial=saved_gates(model, tmp_path / "initial", seed=0))
 
     def killed(folder: Path) -> None:
         raise KeyboardInterrupt
@@ -128,8 +118,6 @@ def test_a_run_that_would_begin_with_something_else_is_refused(
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     if changed == "base model":
         tiny_model("qwen3", seed=1, num_hidden_layers=2).save_pretrained(model)
-    elif changed == "initial gates":
-        saved_gates(model, tmp_path / "initial", seed=1)
     else:
         lines = rows.read_text().splitlines(keepends=True)
         rows.write_text("".join(lines[:-1]) + lines[-1].replace('"context_ids": [1, ', '"context_ids": [2, '))

@@ -89,7 +89,7 @@ class Run:
         outputs: request id -> its last output.
         kept: request id -> tokens seen at an eviction -> places that each head of each layer keeps.
         steps, most_running, most_held: steps, and the most requests at once and blocks held in any.
-        again: request id -> how many tokens it had answered when it was preempted, each time.
+        preempted: ids of requests that lost their blocks while they answered.
     """
 
     def __init__(self, llm: Any):
@@ -102,7 +102,7 @@ class Run:
         self.answers: dict[str, list[int]] = {}
         self.outputs: dict[str, Any] = {}
         self.kept: dict[str, dict[int, list[list[list[int]]]]] = {}
-        self.again: dict[str, list[int]] = {}
+        self.preempted: set[str] = set()
         self.steps = self.most_running = self.most_held = 0
         self.worker = getattr(get_kv_transfer_group(), "worker", None) if has_kv_transfer_group() else None
         if self.worker is not None:
@@ -134,9 +134,8 @@ class Run:
         self.most_running = max(self.most_running, len(self.scheduler.running))
         self.most_held = max(self.most_held, self.held)
         for request in self.scheduler.requests.values():
-            times = self.again.setdefault(_asked(request.request_id), [])
-            if request.num_preemptions > len(times):
-                times.append(request.num_output_tokens)
+            if request.num_preemptions and request.num_output_tokens:
+                self.preempted.add(request.request_id)
 
     def finish(self) -> None:
         """Step until all are answered."""

@@ -45,32 +45,26 @@ def read(folder: str, tokens: tuple[int, ...]) -> tuple[Any, torch.Tensor]:
 
 @torch.no_grad()
 def answer(case: dict[str, Any]) -> dict[str, Any]:
-    """Greedy tokens, their log-probabilities, the margins between the first two, and the positions that each
-    head keeps.
+    """Greedy tokens, the margins between the first two, and the positions that each head keeps.
 
     Args:
         case: `model`, a folder; `cache`, the settings of the plug-in, None for a full cache; `prompt`; `new`,
-            tokens to generate; `again`, numbers of answered tokens at which the request lost its blocks, so
-            that entries of the answer are computed anew from the full prompt; `entries`, lists of layer, head
-            and position of which is asked whether noise moves them.
+            tokens to generate; `entries`, lists of layer, head and position of which is asked whether noise
+            moves them.
     """
     model, prompt = model_in(case["model"]), case["prompt"]
     whole, logits = read(case["model"], tuple(prompt))
     fragile = fragile_entries(case, whole.evidence) if "entries" in case else []
     held = whole.fork()
     held.evict_with(keep_masks(case, held.evidence))
-    found: dict[str, Any] = {"length": len(prompt), "tokens": [], "margins": [], "logprobs": []}
+    found: dict[str, Any] = {"length": len(prompt), "tokens": [], "margins": []}
     found |= {"kept": kept_positions(held, len(prompt)), "fragile": fragile}
-    for number in range(1, case["new"] + 1):
+    for _ in range(case["new"]):
         logits = logits.float()
         top = logits.topk(2)
         found["tokens"].append(int(top.indices[0, 0]))
         found["margins"].append(float(top.values[0, 0] - top.values[0, 1]))
-        found["logprobs"].append(float(logits.log_softmax(-1).amax()))
-        if number in (case.get("again") or ()):
-            logits = recompute_(model, held, prompt, found["tokens"])[:, -1]
-        else:
-            logits = model(input_ids=top.indices[:, :1], past_key_values=held).logits[:, -1]
+        logits = model(input_ids=top.indices[:, :1], past_key_values=held).logits[:, -1]
     return found
 
 
@@ -126,29 +120,6 @@ def keep_masks(
         fields = {name: shaken(getattr(score, name)) for name in ("values_BHT", "draw_BHT")}
         candidates.append(candidates_of(plan, replace(score, **fields)))
     return keep_pages(plan, candidates, PAGE)
-
-
-def recompute_(model: Any, held: Any, prompt: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
-    """Compute prompt and answer in one go, without any eviction, and put the answer's entries in the place
-    of those in the cache; returns the logits after them."""
-    import retain
-
-    T, whole = len(prompt), retain.Cache(model, None)
-    logits = model(input_ids=torch.tensor([[*prompt, *tokens]]), past_key_values=whole).logits
-    # The last token's entries are not there yet.
-    model(input_ids=torch.tensor([list(tokens[-1:])]), past_key_values=held)
-    for mine_store, whole_store in zip(held.state.stores, whole.state.stores, strict=True):
-        store, full = mine_store.plain, whole_store.plain
-        for row in range(len(store.lengths_R)):
-            here, there = (
-                slice(int(one.offsets_R1[row]), int(one.offsets_R1[row]) + int(one.lengths_R[row]))
-                for one in (store, full)
-            )
-            mine, theirs = store.positions_C[here] >= T, full.positions_C[there] >= T
-            assert torch.equal(store.positions_C[here][mine], full.positions_C[there][theirs])
-            for name in ("keys_CD", "values_CD"):
-                getattr(store, name)[here][mine] = getattr(full, name)[there][theirs]
-    return logits
 
 
 def kept_positions(held: Any, length: int) -> list[list[list[int]]]:

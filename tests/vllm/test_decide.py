@@ -101,13 +101,3 @@ def test_a_prompt_that_is_shorter_than_the_window_is_held_whole():
 
 def test_a_policy_that_keeps_everything_frees_nothing():
     assert Rules(load_policy("full"), 4, (2, 2), 24).kept(400, Budget(keep_ratio=0.5)) == 100
-
-
-@pytest.mark.parametrize("name", ["snapkv", "learned"])
-def test_the_number_of_pages_follows_from_length_and_budget_alone(name):
-    rules, _, _ = made(name, 20)
-    for length in (1, PAGE - 1, PAGE, PAGE + 1, 299, 304, 999):
-        budget = Budget(keep_ratio=0.3)
-        kept = rules.kept(length, budget)
-        assert 0 <= kept <= length // PAGE
-        assert rules.kept(length, Budget(keep_ratio=1.0)) == length // PAGE

@@ -95,11 +95,6 @@ def test_a_block_that_does_not_hold_what_was_written_is_refused(writes):
     refused("number by number.*kv_cache_dtype 'auto'", PageStore, list(whole), writes)
 
 
-def test_a_cache_of_codes_is_refused():
-    whole = torch.zeros(1, 2, 1, 4, 8, dtype=torch.uint8)
-    refused("number by number.*kv_cache_dtype 'auto'", PageStore, list(whole), write)
-
-
 def test_layers_that_lie_apart_or_differ_are_refused():
     one, other, whole = torch.zeros(2, 1, 4, 8), torch.zeros(2, 1, 4, 8), torch.zeros(3, 2, 1, 4, 8)
     turned = torch.zeros(2, 4, 3, 8).transpose(1, 2)

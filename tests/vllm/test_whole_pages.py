@@ -171,16 +171,6 @@ def test_heads_and_entries_are_those_of_plain_loops(name, seed, ties, ratio, pag
     check_by_hand(policy, layers, made_scores(layers, seed, ties=ties), ratio, page)
 
 
-@pytest.mark.parametrize(
-    "name", ["learned", "duoattention", "layer_defensivekv", "pyramidkv", "lava", "cake"]
-)
-@settings(deadline=None, max_examples=4)
-@given(st.integers(0, 10**6), st.sampled_from([0.6, 0.8]), st.sampled_from(SIZES))
-def test_presets_are_those_of_plain_loops(heads_file, name, seed, ratio, page):
-    policy, layers, scores = case(name, heads_file, seed)
-    check_by_hand(policy, layers, scores, ratio, page)
-
-
 def test_a_tail_beyond_the_budget_is_no_error_and_guarantees_beyond_it_are():
     layers = make_evidence(0, 1, 31, (0,))
     policy = replace(load_policy("recency"), protection=FIXED)

@@ -118,26 +118,6 @@ def test_heads_read_what_stays_of_a_prompt_and_then_its_answer(name, length, chu
     forget(steps)
 
 
-def test_a_prompt_whose_end_comes_with_its_answer_is_evicted_from_alone():
-    """As after a preemption: the answer so far is computed with the prompt, and is no part of it."""
-    steps = make_steps()
-    steps.add("a", 41, arrival(steps, "a", 41), seed=1)
-    steps.step({"a": 41})
-    for _ in range(9):
-        steps.step({"a": 1})
-    check(steps, "a")
-    before = steps.held("a")
-    for chunks in ([50], [20, 30], [40, 10], [41, 9]):
-        steps.preempt("a")
-        for chunk in chunks:
-            steps.step({"a": chunk})
-        check(steps, "a")
-        for one, again in zip(sum(before, []), sum(steps.held("a"), []), strict=True):
-            assert torch.equal(one[0], again[0]) and torch.equal(one[1], again[1])
-    assert steps.counts["evictions"] == 5
-    forget(steps)
-
-
 @pytest.mark.parametrize("seed", range(12))
 def test_any_order_of_steps_preemptions_and_aborts(seed):
     """Evicted, being read and untouched requests in one step, in an order that changes."""

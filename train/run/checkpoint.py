@@ -1,6 +1,6 @@
 """Manages a run's folder: decides fresh, resume or finished; writes the checkpoint and the log.
 
-    run.json                  hashes of base model, documents and initial gates; whether the run is finished
+    run.json                  hashes of base model and documents; whether the run is finished
     config.yaml               the resolved config, written before the first step
     log.jsonl                 one line a step, one more whenever the held-out documents are looked at
     LOCK                      who trains in it (`retain.process.lock`)
@@ -8,8 +8,8 @@
                               what the loop wants to find again; removed when the run is finished
     gates.safetensors, gates.json    the artifact; there only once a run has finished
 
-A run is known by the part of its config that decides what is trained, and by the model, the documents and the
-initial gates that the config named when it began. The same run resumes or has nothing left to do; another one
+A run is known by the part of its config that decides what is trained, and by the model and the documents that
+the config named when it began. The same run resumes or has nothing left to do; another one
 never touches the folder unless `overwrite=true`.
 
 A checkpoint is independent of the number of processes: state is saved whole, and documents and draws are
@@ -128,7 +128,7 @@ def check_inputs(folder: Path, inputs: Mapping[str, str]) -> None:
     ]
     if differ:
         raise ValueError(
-            f"{folder} holds a run of this config with another model, other documents or other initial gates "
+            f"{folder} holds a run of this config with another model or other documents "
             f"({'; '.join(differ)}): choose another `output`, or pass overwrite=true to replace it."
         )
 

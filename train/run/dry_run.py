@@ -28,8 +28,7 @@ def dry_run(lesson: Lesson, accelerator: Accelerator) -> str:
         ValueError, FloatingPointError: as the first step of the run would.
     """
     documents = longest_of(lesson)
-    if lesson.ready is not None:
-        lesson.ready(documents)
+    lesson.objective.prepare_(documents)
     step = replace(lesson, corpus=Corpus(tuple(documents), (), len(documents)))
     synchroniser = synchroniser_of(step, accelerator)
     began = time.perf_counter()

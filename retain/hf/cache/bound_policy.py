@@ -75,7 +75,7 @@ def bind_policy(
     if not isinstance(policy, str | os.PathLike | Policy):
         return _bind_function(policy, [*stated, *overrides], gates=gates, pinned=pinned)
 
-    chosen: Policy = policy if isinstance(policy, Policy) else load_policy(policy)
+    chosen: Policy = policy if isinstance(policy, Policy) else load_policy(os.fspath(policy))
     scorer: Scorer | None = overrides.pop("observed") if callable(overrides.get("observed")) else None
     problems, keep = [], Budget(keep_ratio=1.0)
     try:
@@ -200,7 +200,7 @@ def seeds_from(seeds: Any) -> Sequence[int] | None:
 
 
 def one_per_sequence(given: Sequence[Any] | None, num_sequences: int, what: str) -> Sequence[Any] | None:
-    """One a sequence of what was stated for prompts, which `generate` repeats (for beams, ...).
+    """Repeat what was stated for prompts as `generate` repeats them (for beams, ...): one a sequence.
 
     Raises:
         ValueError: a number that does not fit.

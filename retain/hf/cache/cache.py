@@ -31,7 +31,7 @@ from retain.hf.cache.engine import Engine
 from retain.hf.cache.regime import Regime
 from retain.hf.cache.report import Report, held_BLH, report_of
 from retain.hf.cache.state import State, concat
-from retain.hf.intercept.interceptor import PREVIOUS, InterceptedCache
+from retain.hf.intercept.interceptor import InterceptedCache
 from retain.hf.model.decoder import base_model, layout_of, refuse_learned_prompt
 from retain.hf.version_names import CACHE
 from retain.process.registry import lookup
@@ -125,25 +125,6 @@ class Cache(InterceptedCache):
     def is_compileable(self) -> bool:
         """True if transformers compiles decoding steps (`retain.hf.cache.static_decoding`)."""
         return self.engine.generation.compiles()
-
-    @property
-    def _is_user_defined(self) -> bool:
-        """A flag that transformers' `generate` sets on a cache that it is given, before a forward."""
-        return True
-
-    @_is_user_defined.setter
-    def _is_user_defined(self, value: bool) -> None:
-        if not self.engine.generation.runs:
-            if base_model(self.model).config._attn_implementation not in PREVIOUS.values():
-                raise ValueError(
-                    "this model is not attached, so the cache would not be used: call retain.attach(model) "
-                    "first."
-                )
-            raise ValueError(
-                "generate was not called through the model that was attached, so that settings which cannot "
-                "work on this cache would go unseen: retain.attach the causal language model itself (not its "
-                "decoder), and call its own generate."
-            )
 
     @torch.no_grad()
     def prefill(

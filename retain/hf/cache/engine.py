@@ -60,9 +60,7 @@ class Engine:
         self.model, self.state = model, state
         self.generation = Generation()
         self.evict_at_prefill, self.hold_evidence = True, False
-        self.recorded: frozenset[str] = (
-            frozenset()
-        )  # inputs of gates that held evidence shows beyond the usual
+        self.recorded: frozenset[str] = frozenset()  # inputs of gates that held evidence shows
         self._rotary: Rotary | None = None
         self._forget()
 
@@ -393,10 +391,7 @@ class Engine:
         if self._waiting:
             self._cut_waiting(call)
         due, read, problem = state.due(call), state.is_read(call), None
-        if self._next is None and state.history is not None:
-            state.history.add_(call)
-        else:
-            state.history = self._after(call)
+        state.history = self._after(call)
         ends = state.prompt_B is None and state.num_seen >= state.prompt_width
         for layer in state.ragged:
             layer.seen = state.num_seen

@@ -16,7 +16,6 @@ class Generation:
     """The side of a cache that hears from `generate`."""
 
     def __init__(self) -> None:
-        self.runs = False
         self.static: StaticDecoding | None = None  # while steps are one graph
         self.as_written = False  # torch.compile was told to run what it compiled as written
         self.forget()
@@ -39,7 +38,6 @@ class Generation:
             state: of the cache.
             room: tokens that may come, where steps are to be compiled; 0: beams come; None: they are not.
         """
-        before, self.runs = self.runs, True
         self.forget()
         if room is not None:
             why = refused(state) if room else "beams select among sequences at each step"
@@ -59,7 +57,6 @@ class Generation:
             self.decode_as_written(state)
             self._run_as_written(False)
             self.forget()
-            self.runs = before
 
     def _run_as_written(self, on: bool) -> None:
         """While rows are not static, what transformers has compiled runs as written."""

@@ -1,4 +1,4 @@
-"""One evicting layer of `retain.Cache`, as transformers sees it.
+"""A layer of `retain.Cache` that evicts, as transformers sees it.
 
 Lengths and mask sizes are those of a cache from which nothing was evicted. `update` stores nothing but a
 prefill's dense tensors and returns what it was given; the attention function, which knows the padding, does
@@ -81,7 +81,7 @@ class Recent:
 
 
 class Layer(CacheLayerMixin):
-    """One layer: nothing, dense keys and values (a prefill that was not evicted), or a ragged store.
+    """A layer: nothing, dense keys and values (a prefill that was not evicted), or a ragged store.
 
     Args:
         window: a query sees only the last `window` entries, itself included; None for all.

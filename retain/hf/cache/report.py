@@ -24,7 +24,7 @@ CALLED = {"triton": "Triton kernels over ragged rows", "reference": "plain PyTor
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One layer that evicts, or the total of all.
+    """Report of a layer that evicts, or the total of all.
 
     Args:
         name: `layer 0`, ..., `total`.
@@ -54,7 +54,7 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class LeftAloneReport:
-    """One layer that no policy evicts from: its attention has a window, or a recurrent state is all it has.
+    """Report of a layer that no policy evicts from, with a window or a recurrent state.
 
     Args:
         name: `layer 0`, ...
@@ -120,11 +120,11 @@ class Report:
         return "\n".join(lines)
 
 
-def _folded(rows: Sequence[LayerReport] | Sequence[LeftAloneReport]) -> list[tuple[str, str]]:
+def _folded(rows: Sequence[LayerReport | LeftAloneReport]) -> list[tuple[str, str]]:
     """Rows as text with their names; neighbours that hold the same are one row."""
     found = []
     for text, group in groupby(rows, key=str):
-        names = [row.name for row in group]
+        names: list[str] = [row.name for row in group]
         first, last = (int(name.removeprefix("layer ")) for name in (names[0], names[-1]))
         count = "" if last - first + 1 == len(names) else f"{len(names)} of "
         found.append((names[0] if len(names) == 1 else f"{count}layers {first}-{last}, each", text))

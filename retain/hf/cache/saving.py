@@ -127,7 +127,7 @@ def _made(
     if rule["policy"] is None and not rule["function"]:
         state.bound_policy = BoundPolicy(rule["name"], precision=precision_of(rule))
     then, now = rule["gates"], _digest(state.bound_policy)
-    if None not in (then, now) and then != now:
+    if then is not None and now is not None and then != now:
         raise ValueError(
             f"it was evicted with gates {then[:12]}, and these are {now[:12]} (sha256): pass the gates that "
             "it was made with."
@@ -200,8 +200,7 @@ def _fill(cache: "Cache", header: Mapping[str, Any], tensors: Mapping[str, Tenso
     state, base = cache.state, base_model(model)
     device = base.get_input_embeddings().weight.device
     past = {name: tensor.to(device) for name, tensor in within(tensors, "history.").items()}
-    ids = [past["ids"]] if "ids" in past else None
-    state.history = History(past["valid"], [past["positions"]], ids, past["last"])
+    state.history = History(past["valid"], past["positions"], past.get("ids"), past["last"])
     for spec, layer in zip(state.specs, state.ragged, strict=True):
         saved = within(tensors, f"layer.{spec.layer_idx}.")
         saved = {name: tensor.to(spec.device) for name, tensor in saved.items()}

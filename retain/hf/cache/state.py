@@ -7,6 +7,7 @@ import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -32,55 +33,49 @@ from retain.hf.model.layout import Layout
 from retain.protection import pinned_mask
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class History:
-    """All tokens of a batch, padding included: their validity, positions and ids.
-
-    Chunks are kept as they came and joined when asked for, so that a decoding step copies nothing.
+    """All tokens of a batch, padding included.
 
     Args:
         valid_BT: True on real tokens.
-        position_chunks: int64 RoPE positions `[B, S]` of each call.
-        id_chunks: token ids of each call; None once a call passed embeddings.
+        positions_BT: int64 RoPE positions.
+        token_ids_BT: None once a call passed embeddings.
         last_B: position of the last real token of each sequence, -1 where there is none yet.
     """
 
     valid_BT: Bool[Tensor, "B T"]
-    position_chunks: list[Tensor]
-    id_chunks: list[Tensor] | None
+    positions_BT: Int[Tensor, "B T"]
+    token_ids_BT: Int[Tensor, "B T"] | None
     last_B: Int[Tensor, " B"]
-
-    # Answers that the device was waited for, until the next token.
-    _answers: dict[Any, Any] = field(default_factory=dict, repr=False)
+    # What the device was asked for once.
+    _first_of_last: dict[int, int] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, call: Call) -> "History":
         """The history after the first call."""
-        empty = call.mask_BT[:, :0], [], [], call.positions_BS.new_full((len(call.positions_BS),), -1)
-        return cls(*empty).after(call)
+        last_B = _last(call.mask_BT, call.positions_BS)
+        return cls(call.mask_BT, call.positions_BS, call.token_ids_BS, last_B)
 
-    def add_(self, call: Call) -> None:
-        """Add the tokens of another call."""
+    def after(self, call: Call) -> "History":
+        """The history once this call has gone through."""
         last_B = call.positions_BS[:, -1]
         if call.valid_BS is not None:
             last_B = torch.maximum(_last(call.valid_BS, call.positions_BS), self.last_B.to(last_B.device))
-        self._extend_(call.mask_BT, call.positions_BS, call.token_ids_BS, last_B)
+        return self._with(call.mask_BT, call.positions_BS, call.token_ids_BS, last_B)
 
-    def add_decoded_(self, positions_BN: Int[Tensor, "B N"], ids_BN: Int[Tensor, "B N"] | None) -> None:
-        """Add tokens that were decoded in a graph."""
+    def after_decoding(self, came: int, ids_BN: Int[Tensor, "B N"] | None) -> "History":
+        """The history after `came` tokens that were decoded in a graph; None: their ids are not known."""
+        positions_BN = self.last_B[:, None] + torch.arange(1, came + 1, device=self.last_B.device)
         valid_BT = torch.cat([self.valid_BT, self.valid_BT.new_ones(positions_BN.shape)], dim=1)
-        self._extend_(valid_BT, positions_BN, ids_BN, self.last_B + positions_BN.shape[1])
+        return self._with(valid_BT, positions_BN, ids_BN, self.last_B + came)
 
-    def _extend_(self, valid_BT: Tensor, positions_BS: Tensor, ids_BS: Tensor | None, last_B: Tensor) -> None:
-        self.id_chunks = None if self.id_chunks is None or ids_BS is None else [*self.id_chunks, ids_BS]
-        self.position_chunks.append(positions_BS)
-        self.valid_BT, self.last_B, self._answers = valid_BT, last_B, {}
-
-    def after(self, call: Call) -> "History":
-        """A copy to which this call is added."""
-        other = self.fork()
-        other.add_(call)
-        return other
+    def _with(
+        self, valid_BT: Tensor, positions_BS: Tensor, ids_BS: Tensor | None, last_B: Tensor
+    ) -> "History":
+        ids, device = self.token_ids_BT, self.positions_BT.device
+        ids = None if ids is None or ids_BS is None else torch.cat([ids, ids_BS.to(device)], dim=1)
+        return History(valid_BT, torch.cat([self.positions_BT, positions_BS.to(device)], dim=1), ids, last_B)
 
     @property
     def num_seen(self) -> int:
@@ -90,58 +85,37 @@ class History:
     def batch_size(self) -> int:
         return self.valid_BT.shape[0]
 
-    @property
-    def positions_BT(self) -> Int[Tensor, "B T"]:
-        """RoPE position of every token."""
-        if len(self.position_chunks) > 1:
-            self.position_chunks = [torch.cat(self.position_chunks, dim=1)]
-        return self.position_chunks[0]
-
-    @property
-    def token_ids_BT(self) -> Int[Tensor, "B T"] | None:
-        """The id of every token; None if a caller ever passed embeddings."""
-        if self.id_chunks is not None and len(self.id_chunks) > 1:
-            self.id_chunks = [torch.cat(self.id_chunks, dim=1)]
-        return None if self.id_chunks is None else self.id_chunks[0]
-
-    @property
+    @cached_property
     def lengths_B(self) -> list[int]:
         """Real tokens of each sequence (asks the device once)."""
-        if "lengths" not in self._answers:
-            self._answers["lengths"] = self.valid_BT.sum(-1).tolist()
-        return self._answers["lengths"]
+        return self.valid_BT.sum(-1).tolist()
 
     def first_of_last(self, num_tokens: int) -> int:
         """The first token that is among the last `num_tokens` of some sequence (asks the device once)."""
-        if num_tokens not in self._answers:
-            self._answers[num_tokens] = int(last_tokens(self.valid_BT, num_tokens).min())
-        return self._answers[num_tokens]
-
-    def fork(self) -> "History":
-        ids = None if self.id_chunks is None else list(self.id_chunks)
-        return History(self.valid_BT, list(self.position_chunks), ids, self.last_B)
+        if num_tokens not in self._first_of_last:
+            self._first_of_last[num_tokens] = int(last_tokens(self.valid_BT, num_tokens).min())
+        return self._first_of_last[num_tokens]
 
     def select_batch(self, idx: Int[Tensor, " N"]) -> "History":
         """The sequences `idx`, in that order."""
         idx = idx.to(self.valid_BT.device)
-        ids = None if self.token_ids_BT is None else [self.token_ids_BT[idx]]
-        return History(self.valid_BT[idx], [self.positions_BT[idx]], ids, self.last_B[idx])
+        ids = None if self.token_ids_BT is None else self.token_ids_BT[idx]
+        return History(self.valid_BT[idx], self.positions_BT[idx], ids, self.last_B[idx])
 
     def cut(self, length: int) -> "History":
         """The first `length` tokens."""
         valid_BT, positions_BT = self.valid_BT[:, :length], self.positions_BT[:, :length]
-        ids = None if self.token_ids_BT is None else [self.token_ids_BT[:, :length]]
-        return History(valid_BT, [positions_BT], ids, _last(valid_BT, positions_BT))
+        ids = None if self.token_ids_BT is None else self.token_ids_BT[:, :length]
+        return History(valid_BT, positions_BT, ids, _last(valid_BT, positions_BT))
 
     @classmethod
     def concat(cls, parts: "list[History]") -> "History":
         """Stack histories of one length along the batch."""
-        ids = [part.token_ids_BT for part in parts]
-        known = [ids_BT for ids_BT in ids if ids_BT is not None]
+        known = [part.token_ids_BT for part in parts if part.token_ids_BT is not None]
         return cls(
             torch.cat([part.valid_BT for part in parts]),
-            [torch.cat([part.positions_BT for part in parts])],
-            [torch.cat(known)] if len(known) == len(parts) else None,
+            torch.cat([part.positions_BT for part in parts]),
+            torch.cat(known) if len(known) == len(parts) else None,
             torch.cat([part.last_B for part in parts]),
         )
 
@@ -421,7 +395,6 @@ class State:
             copy.deepcopy(layer) if idx in alone else layer.fork() for idx, layer in enumerate(self.layers)
         ]
         other.evidence = None if self.evidence is None else list(self.evidence)
-        other.history = None if self.history is None else self.history.fork()
         return other
 
     def select_batch(self, indices: Int[Tensor, " N"]) -> None:

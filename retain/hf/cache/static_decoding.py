@@ -247,7 +247,6 @@ class StaticDecoding:
                 store.came_(came)
             for idx, layer in self.windowed.items():
                 _put_back(layer, self.stores[idx], came)
-            steps_N = torch.arange(1, came + 1, device=history.last_B.device)
-            history.add_decoded_(history.last_B[:, None] + steps_N, ids_BN)
+            state.history = history.after_decoding(came, ids_BN)
             for layer in state.ragged:
                 layer.seen = state.num_seen

@@ -205,17 +205,16 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _room(model: Any, given: Mapping[str, Any], configs: Mapping[str, Any], ids: Any) -> int | None:
-    """Tokens that a `generate` may add, where its steps are to be compiled, 0 where that was asked for and
-    beams stand against it; None: they are not."""
+    """Tokens that a `generate` may add, where its steps are to be compiled, 0 where beams stand against it;
+    None: they are not compiled."""
 
     def stated(name: str) -> Any:
         return _stated(name, given, configs)[1]
 
-    # On a GPU transformers would compile without being asked to: not until the kernel has met one.
+    # As transformers has it for its StaticCache: by itself on a GPU, elsewhere where it is asked to.
     config = stated("compile_config")
-    if config is None or stated("disable_compile"):
-        return None
-    if not (config._compile_all_devices or model.device.type == "cuda"):
+    everywhere = config is not None and config._compile_all_devices
+    if stated("disable_compile") or not (everywhere or model.device.type == "cuda"):
         return None
     if (stated("num_beams") or 1) > 1:
         return 0

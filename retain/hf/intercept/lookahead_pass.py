@@ -6,8 +6,8 @@ prompt. Every layer of the model must evict.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -24,8 +24,7 @@ from retain.hf.model.projection import input_width
 from retain.hf.version_names import CACHE
 
 
-@dataclass(frozen=True, eq=False)
-class Asked:
+class Asked(NamedTuple):
     """Queries (after norm and RoPE) and keys of tokens behind a prompt, in one layer."""
 
     queries_BQSD: Float[Tensor, "B Q S D"]
@@ -121,21 +120,13 @@ def look_ahead(
         model: attached; as it was when this returns.
         cache: of the prompt.
         evidence: one per layer, nothing evicted from.
-
-    Raises:
-        ValueError: something was evicted; or the extension does not fit the model.
     """
-    base, first = base_model(model), evidence[0]
-    if first.held_BHT is not None:
-        raise ValueError(
-            "lookahead tokens ask behind a whole prompt, and this evidence shows what is left of one: ask "
-            "before the first eviction."
-        )
+    first = evidence[0]
+    assert first.held_BHT is None, "lookahead tokens ask behind a whole prompt"
     extension = gates.extension
     assert isinstance(extension, LookaheadExtension)
-    with extension.extend(model):
-        like = torch.empty(0, dtype=base.dtype, device=base.get_input_embeddings().weight.device)
-        embeds_BSE = extension.embeds(first.valid_BT.shape[0], like)
+    with extension.extend(base_model(model)):
+        embeds_BSE = lookahead_embeds(model, extension, len(first.valid_BT))
         asked = run_behind(model, cache, embeds_BSE, first.valid_BT, first.positions_BT)
     return [
         replace(
@@ -147,14 +138,17 @@ def look_ahead(
     ]
 
 
+def lookahead_embeds(
+    model: nn.Module, extension: LookaheadExtension, num_sequences: int
+) -> Float[Tensor, "B lookahead E"]:
+    """The tokens as input embeddings of a model's decoder, one copy a sequence."""
+    base = base_model(model)
+    device = base.get_input_embeddings().weight.device
+    return extension.tokens_SE.to(device, base.dtype).expand(num_sequences, -1, -1)
+
+
 def lookahead_gates(
-    model: nn.Module,
-    *,
-    reduce: str = "mean",
-    num_tokens: int = 32,
-    rank: int = 8,
-    alpha: float = 32.0,
-    seed: int = 0,
+    model: nn.Module, *, num_tokens: int = 32, rank: int = 8, alpha: float = 32.0, seed: int = 0
 ) -> GateSet:
     """Fresh lookahead gates for a model, in float32 on the CPU. The defaults are the paper's.
 
@@ -163,7 +157,6 @@ def lookahead_gates(
 
     Args:
         model: a causal language model of transformers.
-        reduce: of the query heads of a group: `mean` or `max`.
         num_tokens: lookahead tokens.
         rank, alpha: of the adapters.
         seed: of the first weights.
@@ -183,14 +176,12 @@ def lookahead_gates(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         sizes: dict[str, Any] = {"num_tokens": num_tokens, "rank": rank, "alpha": alpha}
-        modules = adapted_modules(base, specs[-1])
-        extension = LookaheadExtension(E=specs[-1].hidden_size, modules=modules, **sizes)
+        sizes["modules"] = adapted_modules(base, specs[-1])
+        extension = LookaheadExtension(E=specs[-1].hidden_size, **sizes)
         drawn = torch.randint(base.config.get_text_config().vocab_size, (num_tokens,))
     with torch.no_grad():
         extension.tokens_SE.copy_(embedding(drawn.to(embedding.weight.device)).float().cpu())
-    gates = {
-        one.layer_idx: LookaheadGate(E=one.hidden_size, H=one.num_kv_heads, reduce=reduce) for one in specs
-    }
+    gates = {one.layer_idx: LookaheadGate(E=one.hidden_size, H=one.num_kv_heads) for one in specs}
     return GateSet(gates, extension=extension)
 
 
