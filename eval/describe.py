@@ -63,8 +63,8 @@ def footprint(layout: Layout, tokens: int, keep_ratio: float) -> Footprint:
 
     kept = round(keep_ratio * tokens)
     evicting, alone = [spec.window for spec in layout.evicting], [one.window for one in layout.alone.values()]
-    full_kept = (sum(held(window, entries) for window in evicting) for entries in (tokens, kept))
-    return Footprint(tokens, *full_kept, None if None in alone else sum(held(one, tokens) for one in alone))
+    full, kept = (sum(held(window, entries) for window in evicting) for entries in (tokens, kept))
+    return Footprint(tokens, full, kept, None if None in alone else sum(held(one, tokens) for one in alone))
 
 
 @dataclass(frozen=True, eq=False)

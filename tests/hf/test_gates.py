@@ -87,16 +87,3 @@ def test_each_gate_follows_its_layer() -> None:
         assert gates.score(layers[0]).values_BHT.device.type == "cpu"
     assert [next(gates[layer].parameters()).device.type for layer in range(3)] == ["cpu", "meta", "cpu"]
     assert not any(parameter.is_inference() for parameter in gates.parameters())
-
-
-def test_a_hub_id_fetches_the_two_files_alone(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = {}
-
-    def download(repo_id: str, **settings: object) -> str:
-        asked.update(settings, repo_id=repo_id)
-        return str(artifact)
-
-    monkeypatch.setattr("retain.gates.hub.snapshot_download", download)
-    assert retain.load_gates("someone/gates").family == "linear"
-    assert asked["repo_id"] == "someone/gates"
-    assert asked["allow_patterns"] == ["gates.json", "gates.safetensors"]

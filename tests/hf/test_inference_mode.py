@@ -54,10 +54,7 @@ def conversation(model, cache, order: str) -> tuple[list, Cache]:
         with torch.no_grad():
             model(input_ids=ids[:, TOKENS : TOKENS + 1], **{CACHE: fork}, **step)
     with MODES[next(modes)]():
-        if fork.state.evicts_again:  # where a crop is refused
-            fork = cache.fork()
-        else:
-            fork.crop(TOKENS)
+        fork = cache.fork()
     with MODES[next(modes)]():
         chosen = torch.tensor([2, 0, 0, 1])
         fork.batch_select_indices(chosen)

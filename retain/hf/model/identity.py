@@ -8,7 +8,6 @@ turn.
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
-from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -75,7 +74,7 @@ def identity_of(model: nn.Module, *, head: bool = False) -> dict[str, str | int]
         known["adapters"] = _hash(adapters)
     output: Any = model.get_output_embeddings() if head else None
     if output is not None:
-        weights = chain.from_iterable((name, _sample(tensor)) for name, tensor in _weights(output))
+        weights = [part for name, tensor in _weights(output) for part in (name, _sample(tensor))]
         known["head"] = _hash([*weights, *_adapters(output)])
     return known
 

@@ -147,7 +147,7 @@ class _Reader:
             undo.enter_context(attach(self.base))
             undo.enter_context(masks_unmade("all"))
             for idx, layer in enumerate(self.base.layers[: len(self.layout.kinds)]):
-                hooks = []
+                hooks: list[tuple[nn.Module, Callable[..., Any]]] = []
                 if stream and idx in self.layout.spec_of:
                     hooks.append((layer, self._before_layer))
                 if hasattr(layer, "self_attn"):
@@ -170,7 +170,8 @@ class _Reader:
         """Read texts in one forward."""
         ids: list[int] = []
         positions: list[int] = []
-        self.spans = spans = {}
+        spans: dict[int, list[slice]] = {}
+        self.spans = spans
         for row, text in texts.items():
             spans[row] = []
             for part in (text.document, *text.branches):

@@ -163,7 +163,8 @@ class SoftGated(nn.Module):
         step = kwargs.get(STEP)
         if not isinstance(step, _Step) or step.gated is not self:
             return None
-        return args, {**kwargs, STEP: replace(step, spec=spec, **{name: hidden_of(args, kwargs)})}
+        shown: dict[str, Any] = {name: hidden_of(args, kwargs)}
+        return args, {**kwargs, STEP: replace(step, spec=spec, **shown)}
 
 
 @dataclass(frozen=True, eq=False)
