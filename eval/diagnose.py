@@ -39,6 +39,7 @@ from retain.eval.config import resolve_device
 from retain.eval.run.answers import respond
 from retain.eval.run.memory import positions_held
 from retain.eval.run.scores import oracle
+from retain.eval.tasks.encode import encode, opening_ids
 from retain.eval.text_table import text_table
 from retain.evidence import Evidence
 from retain.hf.cache.cache import Cache
@@ -278,7 +279,6 @@ def documents_of(given: argparse.Namespace, model: Any, tokenizer: Any) -> list[
     """The documents that the command line asks for. ValueError: an unknown task, or a text that cannot be
     read or is too short."""
     if given.task is not None:
-        from retain.eval.tasks.encode import encode
         from retain.eval.tasks.sources import load_rows
 
         how = {"context_tokens": given.context_tokens, "first_item": 0, "items": given.documents}
@@ -289,10 +289,7 @@ def documents_of(given: argparse.Namespace, model: Any, tokenizer: Any) -> list[
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--text {given.text} cannot be read: {error}. Pass a file in UTF-8.") from error
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    # The special tokens that begin a text: those that the tokenizer puts there, else its `bos_token`.
-    opening = [id for id in tokenizer("")["input_ids"] if id != tokenizer.eos_token_id]
-    opening = opening or [id for id in [tokenizer.bos_token_id] if id is not None]
-    return cut(ids, opening, given.context_tokens, given.steps, given.documents)
+    return cut(ids, opening_ids(tokenizer), given.context_tokens, given.steps, given.documents)
 
 
 def cut(

@@ -17,7 +17,8 @@ released code lets the model write the answer, and counts an item only if it is 
 
 import argparse
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,91 +49,76 @@ BETA = 1.5
 CHUNK = 128
 
 
+def summed(
+    model: Any, ids: Sequence[int], first: int, measured: Callable[[int, int, Tensor], Tensor]
+) -> Float64[Tensor, "L heads"]:
+    """`measured(KV heads, first query, attention [Q, s, K])`, summed over chunks of the queries from `first`
+    on; a row for each layer that evicts."""
+    rows = []
+    for evidence in observe(model, torch.tensor([ids], device=model.device)):
+        chunks = attention_chunks(evidence, CHUNK, first=first)
+        parts = [measured(evidence.num_heads, start, probs[0]).double().cpu() for start, probs in chunks]
+        rows.append(torch.stack(parts).sum(0))
+    return torch.stack(rows)
+
+
 @torch.no_grad()
 def measure_far_attention(
-    model: Any,
-    documents: Iterable[tuple[Sequence[int], Sequence[int]]],
-    *,
-    sinks: int = SINKS,
-    recent: int = RECENT,
+    model: Any, items: Iterable[Encoded], *, sinks: int = SINKS, recent: int = RECENT
 ) -> Float64[Tensor, "L H"]:
-    """Share of each head's attention that a streaming head could not pay.
+    """Share of each head's attention that a streaming head, which holds its first and last entries, could not
+    pay: in [0, 1], a row for each layer that evicts.
 
-    `share[l, h] = mean_documents mean_j max_{q in group(h)} sum_{sinks <= i <= j - recent} a_qj[i]`, over the
-    queries j of what comes after the context.
-
-    Args:
-        documents: tokens of a context, and of what came after it (question and answer); every document counts
-            the same.
-        sinks, recent: first and last entries that a streaming head holds; the query's is one of the last.
-
-    Returns:
-        shares in [0, 1], one row for each layer that evicts.
-
-    Raises:
-        ValueError: a document that is no longer than what a streaming head holds.
+    `share[l, h] = mean_items mean_j max_{q in group(h)} sum_{sinks <= i <= j - recent} a_qj[i]`, over the
+    queries j of question and answer. ValueError: an item that is no longer than what a streaming head holds.
     """
-    shares: list[Tensor] = []
-    for number, (context, appendix) in enumerate(documents):
-        ids = [*context, *appendix]
+
+    def far(num_heads: int, start: int, probs_QsK: Tensor) -> Tensor:
+        entry_K = torch.arange(probs_QsK.shape[2], device=probs_QsK.device)
+        query_s1 = torch.arange(start, start + probs_QsK.shape[1], device=probs_QsK.device)[:, None]
+        held_sK = (entry_K < sinks) | (entry_K > query_s1 - recent)
+        far_Qs = probs_QsK.masked_fill(held_sK, 0.0).sum(-1)
+        return far_Qs.unflatten(0, (num_heads, -1)).amax(1).sum(-1)
+
+    shares = []
+    for item in items:
+        ids, first = [*item.context_ids, *item.question_ids, *item.answer_ids], len(item.context_ids)
         if len(ids) <= sinks + recent:
             raise ValueError(
-                f"document {number} has {len(ids)} tokens, and a streaming head holds {sinks} + {recent} "
-                "of them: nothing is far. Pass longer documents."
+                f"a document has {len(ids)} tokens, and a streaming head holds {sinks} + {recent} of them: "
+                "nothing is far. Pass longer documents."
             )
-        rows = []
-        for evidence in observe(model, torch.tensor([ids], device=model.device)):
-            far_H = torch.zeros(evidence.num_heads, dtype=torch.float64)
-            for start, probs_BQsK in attention_chunks(evidence, CHUNK, first=len(context)):
-                entry_K = torch.arange(probs_BQsK.shape[3], device=probs_BQsK.device)
-                query_s1 = torch.arange(start, start + probs_BQsK.shape[2], device=probs_BQsK.device)[:, None]
-                held_sK = (entry_K < sinks) | (entry_K > query_s1 - recent)
-                far_Qs = probs_BQsK[0].masked_fill(held_sK, 0.0).sum(-1)
-                far_H += far_Qs.unflatten(0, (len(far_H), -1)).amax(1).sum(-1).double().cpu()
-            rows.append(far_H / len(appendix))
-        shares.append(torch.stack(rows))
+        shares.append(summed(model, ids, first, far) / (len(ids) - first))
     return torch.stack(shares).mean(0)
 
 
 @torch.no_grad()
-def measure_head_importance(model: Any, items: Iterable[tuple[Encoded, int]]) -> Float64[Tensor, "L Q"]:
-    """Importance of every query head, scaled so that the largest is 1.
+def measure_head_importance(model: Any, items: Iterable[Encoded]) -> Float64[Tensor, "L Q"]:
+    """Importance of every query head, scaled so that the largest is 1; a row for each layer that evicts.
 
     With the needle's places N and `a_j` the attention at step j (the query that should produce the j-th token
     of the right answer), the mean over items of
     `sum_j sum_{i in N and among the |N| largest of a_j} a_j[i] / |N|`.
 
     Not All Heads Matter: A Head-Level KV Cache Compression Method with Integrated Retrieval and Reasoning,
-    arXiv 2410.19258; its HeadKV-R2.
-
-    Args:
-        items: with their needles as evidence, and the most tokens of an answer; every item counts the same.
-
-    Returns:
-        importances, one row for each layer that evicts.
-
-    Raises:
-        ValueError: an item without a needle or answer.
+    arXiv 2410.19258; its HeadKV-R2. ValueError: an item without a needle or answer.
     """
-    found: list[Tensor] = []
-    for item, longest in items:
-        answer = [token for token in item.answer_ids[:longest] if token not in item.end_ids]
-        places = sorted({place for start, stop in item.evidence for place in range(start, stop)})
-        if not places or not answer:
+    found = []
+    for item in items:
+        answer = [token for token in item.answer_ids if token not in item.end_ids]
+        needle = torch.tensor(sorted({i for start, stop in item.evidence for i in range(start, stop)}))
+        if not len(needle) or not answer:
             raise ValueError(
-                f"an item has {len(places)} tokens of a needle and {len(answer)} of an answer: heads are "
+                f"an item has {len(needle)} tokens of a needle and {len(answer)} of an answer: heads are "
                 "measured on items that have both, such as those of niah/grid."
             )
-        ids = torch.tensor([[*item.context_ids, *item.question_ids, *answer][:-1]], device=model.device)
-        first, needle = ids.shape[1] - len(answer), torch.tensor(places)
-        rows = []
-        for evidence in observe(model, ids):
-            found_Q = torch.zeros(evidence.queries_BQSD.shape[1], dtype=torch.float64)
-            for _, probs_BQsK in attention_chunks(evidence, CHUNK, first=first):
-                values_Qsn, places_Qsn = probs_BQsK[0].double().cpu().topk(len(needle), dim=-1)
-                found_Q += (values_Qsn * torch.isin(places_Qsn, needle)).sum((-1, -2)) / len(needle)
-            rows.append(found_Q)
-        found.append(torch.stack(rows))
+
+        def hits(num_heads: int, start: int, probs_QsK: Tensor, needle: Tensor = needle) -> Tensor:
+            values_Qsn, places_Qsn = probs_QsK.double().cpu().topk(len(needle), dim=-1)
+            return (values_Qsn * torch.isin(places_Qsn, needle)).sum((-1, -2)) / len(needle)
+
+        ids = [*item.context_ids, *item.question_ids, *answer][:-1]
+        found.append(summed(model, ids, len(ids) - len(answer), hits))
     mean_LQ = torch.stack(found).mean(0)
     return mean_LQ / mean_LQ.amax().clamp_min(torch.finfo(torch.float64).tiny)
 
@@ -185,10 +171,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "layers have unlike numbers of heads, and heads are compared over layers of as many."
         )
     if given.policy == DUO:
-        documents = ((item.context_ids, (*item.question_ids, *item.answer_ids)) for item, _ in items)
-        weights_LH = class_weights(measure_far_attention(model, documents))
+        weights_LH = class_weights(measure_far_attention(model, (item for item, _ in items)))
     else:
-        weights_LH = importance_weights(measure_head_importance(model, items), specs[0].num_kv_heads)
+        # The reference model's answers have an end token that is none of theirs.
+        cut = (replace(item, answer_ids=item.answer_ids[:longest]) for item, longest in items)
+        weights_LH = importance_weights(measure_head_importance(model, cut), specs[0].num_kv_heads)
     given.output.parent.mkdir(parents=True, exist_ok=True)
     layers = [spec.layer_idx for spec in specs]
     write_text(given.output, format_weights(dict(zip(layers, weights_LH.tolist(), strict=True))))

@@ -80,7 +80,6 @@ class Setting:
     rounds: Annotated[int, _option("measured lives of each cache, behind one that does not count", ge=2)] = 5
     device: Annotated[str, _option("cpu, cuda, cuda:1, auto")] = "cpu"
     dtype: Annotated[str, _option("of weights and cache; auto: as the checkpoint says")] = "auto"
-    threads: Annotated[int, _option("of the CPU", ge=1)] = 2
     shape: Annotated[str, _option("layers, width, heads, KV heads, feed-forward width of a random model")] = (
         "4,512,8,2,1376"
     )
@@ -119,14 +118,23 @@ def load_model(setting: Setting) -> Any:
     return made.eval().requires_grad_(False)
 
 
-@dataclass(eq=False, kw_only=True)
 class Subjects:
-    """The model, its copy that is not attached, and the tokens that every cache reads."""
+    """The model, its copy that is not attached, the gates, and the tokens that every cache reads.
 
-    model: Any
-    twin: Any
-    gates: Any
-    ids_BT: Tensor
+    Raises:
+        ValueError: as `load_model`, or gates that are not the model's.
+    """
+
+    def __init__(self, setting: Setting) -> None:
+        self.model = model = load_model(setting)
+        # A copy whose weights are the same tensors.
+        self.twin = copy.deepcopy(model, {id(weight): weight for weight in model.parameters()})
+        self.gates: Any = load_gates(setting.gates, model) if setting.gates not in ("", RANDOM) else None
+        if setting.gates == RANDOM:
+            self.gates = new_gates(model, "linear").to(setting.device).eval().requires_grad_(False)
+        shape, draw = (setting.batch, setting.tokens + setting.steps), torch.Generator().manual_seed(0)
+        ids_BT = torch.randint(model.config.get_text_config().vocab_size, shape, generator=draw)
+        self.ids_BT = ids_BT.to(setting.device)
 
     def cache(self, policy: str | None, keep_ratio: float = 1.0) -> retain.Cache:
         """An empty cache; without a policy, it keeps everything."""
@@ -134,21 +142,6 @@ class Subjects:
             return retain.Cache(self.model, None)
         gates = self.gates if load_policy(policy).learned else None
         return retain.Cache(self.model, policy, keep_ratio=keep_ratio, gates=gates, short="raise")
-
-
-def subjects_of(setting: Setting) -> Subjects:
-    """Loads what is timed; ValueError: as `load_model`, or gates that are not the model's."""
-    model = load_model(setting)
-    # A copy whose weights are the same tensors.
-    twin = copy.deepcopy(model, {id(weight): weight for weight in model.parameters()})
-    gates: Any = None
-    if setting.gates == RANDOM:
-        gates = new_gates(model, "linear").to(setting.device).eval().requires_grad_(False)
-    elif setting.gates:
-        gates = load_gates(setting.gates, model)
-    shape, draw = (setting.batch, setting.tokens + setting.steps), torch.Generator().manual_seed(0)
-    ids_BT = torch.randint(model.config.get_text_config().vocab_size, shape, generator=draw)
-    return Subjects(model=model, twin=twin, gates=gates, ids_BT=ids_BT.to(setting.device))
 
 
 def collected(runs: Mapping[str, Callable[[], X]], rounds: int) -> dict[str, list[X]]:
@@ -229,7 +222,7 @@ def bytes_of(cache: Any) -> int:
 
 def measure(setting: Setting) -> list[dict[str, Any]]:
     """Times all caches: a row for each, with ratios to other caches' times of the same round."""
-    subjects = subjects_of(setting)
+    subjects = Subjects(setting)
     model, twin, ratio = subjects.model, subjects.twin, setting.keep_ratio
     same: dict[str, Any] = {"ids_BT": subjects.ids_BT, "tokens": setting.tokens}
     plain = partial(DynamicCache, config=twin.config)
@@ -240,7 +233,7 @@ def measure(setting: Setting) -> list[dict[str, Any]]:
     }
     for name in setting.policies.split(","):
         runs[name] = partial(live, model, partial(subjects.cache, name, ratio), **same)
-    with quiet(setting.threads), retain.attach(model), torch.no_grad():
+    with quiet(torch.get_num_threads()), retain.attach(model), torch.no_grad():
         found = collected(runs, setting.rounds)
     rows = []
     for policy, lives in found.items():
@@ -263,24 +256,17 @@ def spread(values: Sequence[float]) -> dict[str, Any]:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Rows as lines of text: medians (20 % .. 80 %) over lives, medians of ratios within a round."""
+    """Rows as lines of text: medians over lives, medians of ratios within a round."""
+    columns = {"first token ms": "ttft_ms", "first / plain": "ttft_over_plain", "token ms": "token_ms"}
+    columns |= {f"token / {other}": f"token_over_{other}" for other in (PLAIN, FULL, DENSE)}
+    columns |= {"peak MiB": "peak_bytes", "held MiB": "bytes_held"}
 
-    def cell(row: Mapping[str, Any], name: str, form: str, scale: int = 1) -> str:
+    def cell(row: Mapping[str, Any], name: str) -> str:
         value = row.get(name)
-        if not isinstance(value, Mapping):
-            return "-" if value is None else format(value / scale, form)
-        wide = f" ({value['p20']:{form}}..{value['p80']:{form}})" if name.endswith("_ms") else ""
-        return format(value["median"], form) + wide
+        median = value["median"] if isinstance(value, Mapping) else value
+        return "-" if median is None else f"{median / (2**20 if 'bytes' in name else 1):.2f}"
 
-    columns: dict[str, tuple[Any, ...]] = {
-        "first token ms": ("ttft_ms", ".1f"),
-        "first / plain": ("ttft_over_plain", ".3f"),
-        "token ms": ("token_ms", ".2f"),
-        **{f"token / {other}": (f"token_over_{other}", ".3f") for other in (PLAIN, FULL, DENSE)},
-        "peak MiB": ("peak_bytes", ".1f", 2**20),
-        "held MiB": ("bytes_held", ".2f", 2**20),
-    }
-    cells = [[row["policy"], *(cell(row, *how) for how in columns.values())] for row in rows]
+    cells = [[row["policy"], *(cell(row, name) for name in columns.values())] for row in rows]
     return text_table(["policy", *columns], cells)
 
 
@@ -331,8 +317,8 @@ def compiled_runs(
 
 def compiled_lines(setting: Setting, compiled: Callable[..., Any]) -> list[str]:
     """Times decoded tokens as written and compiled: the lines of the report, aims behind them."""
-    subjects = subjects_of(setting)
-    with quiet(setting.threads), retain.attach(subjects.model), torch.no_grad():
+    subjects = Subjects(setting)
+    with quiet(torch.get_num_threads()), retain.attach(subjects.model), torch.no_grad():
         times = collected(compiled_runs(setting, subjects, compiled), setting.rounds)
     found = {name: spread(ms) for name, ms in times.items()}
     rivals = [name for name in (DYNAMIC, STATIC) if name in found]
@@ -380,10 +366,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = setting.device
     if setting.on_gpu:
         device = f"{device} ({torch.cuda.get_device_name(device)})"
-    by = ["retain", "speed"] if sys.argv[0] == "retain speed" else ["python", "-m", "retain.eval.speed"]
     record = {
-        **{"command": shlex.join([*by, *typed]), "date": date, "setting": asdict(setting), "rows": rows},
-        "environment": environment(device, setting.threads),
+        **{
+            "command": shlex.join(["retain", "speed", *typed]),
+            "date": date,
+            "setting": asdict(setting),
+            "rows": rows,
+        },
+        "environment": environment(device, torch.get_num_threads()),
         "code": code_state(Path(__file__).parent),
     }
     output.parent.mkdir(parents=True, exist_ok=True)

@@ -101,7 +101,7 @@ def test_help_needs_the_core_alone_and_running_names_the_extra(tmp_path: Path) -
     asked += [("retain.eval.cli", [name, "--help"]) for name in retain]
     (tmp_path / "d.parquet").write_bytes(b"PAR1")
     distill = ["--config", "configs/distill/hub.yaml", "model=reference:0", f"output={tmp_path}/gates"]
-    distill += ["data.source=parquet", f"data.path={tmp_path}/d.parquet"]
+    distill += ["data.source=hub", f"data.path={tmp_path}"]
     wanting = {
         "eval": [
             ("retain.eval.cli", ["compare", "--config", "configs/compare/demo.yaml"]),

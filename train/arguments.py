@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from retain.config import key_help
-from retain.train.data.sources import ENDINGS
 
 # The recipe of a run without a YAML; in a wheel the recipes lie in the package.
 _PACKAGED = Path(__file__).resolve().parent.parent / "recipes"
@@ -45,8 +44,8 @@ def distill_parser() -> argparse.ArgumentParser:
         "words",
         nargs="*",
         metavar="MODEL DATA, key=value",
-        help="a hub name or a folder; documents: a file, folder or pattern (jsonl, parquet, txt), a hub data "
-        "set, or `reference` (generated); and changes, for instance training.steps=100",
+        help="a hub name or a folder; documents: files of jsonl, a hub data set or a folder of one, "
+        "or `reference` (generated); and changes, for instance training.steps=100",
     )
     parser.add_argument("--config", metavar="YAML", help="for instance configs/distill/reference.yaml")
     parser.add_argument(
@@ -62,7 +61,7 @@ def recipe_of(parsed: argparse.Namespace) -> tuple[Path | None, list[str]]:
     """Returns the YAML of a request (None: defaults alone) and its `key=value` changes, in order.
 
     Raises:
-        ValueError: neither a YAML nor MODEL and DATA, or more than these; a folder without documents.
+        ValueError: neither a YAML nor MODEL and DATA, or more than these; documents of an unknown kind.
     """
     named = [word for word in parsed.words if "=" not in word]
     changes = [word for word in parsed.words if "=" in word]
@@ -80,22 +79,16 @@ def recipe_of(parsed: argparse.Namespace) -> tuple[Path | None, list[str]]:
         return None, [*about, *changes]
     kind = kind_of(data)
     about += [f"data.source={kind}", f"data.path={json.dumps(data)}", "data.subset=null"]
-    if kind != "hub":
-        about.append("data.streaming=false")
+    about += ["data.streaming=false"] if kind == "jsonl" else []
     return RECIPE, [*about, *changes]
 
 
 def kind_of(data: str) -> str:
-    """Returns the kind of documents by the ending of a file, of a pattern, or of the files in a folder; `hub`
-    where nothing is there. ValueError: a folder without documents, or with several kinds of them."""
+    """Returns `jsonl` for a file, a pattern or a folder of these, else `hub`. ValueError: a file that is
+    neither."""
     place = Path(data)
-    names = [path.name for path in place.rglob("*")] if place.is_dir() else [data]
-    found = [kind for kind, ending in ENDINGS.items() if any(name.lower().endswith(ending) for name in names)]
-    if not found and not place.exists():
-        return "hub"
-    if len(found) != 1:
-        raise ValueError(
-            f"{data} holds {' and '.join(found) or 'no'} documents: name a file or pattern of one kind, such "
-            f"as {place / '*.jsonl'}."
-        )
-    return found[0]
+    if data.lower().endswith(".jsonl") or (place.is_dir() and any(place.rglob("*.jsonl"))):
+        return "jsonl"
+    if place.is_file():
+        raise ValueError(f"{data} is no .jsonl file: name one, or the folder of a data set.")
+    return "hub"

@@ -16,6 +16,7 @@ query_aware -> when=[prefill] question=[known]
 suite suites -> tasks alone, e.g. tasks=[reference] or tasks=[ruler]
 text -> task_settings for its changes, and chat, dtype, revision, device_map as keys
 template -> chat alone, with the template's defaults
+batch_items -> max_sequences: a context is read alone, and its candidates are decoded together
 unit_items workers -> accelerate launch --num_processes N
 preset_protection under -> protections, which every policy is measured under too
 gate_sets uses -> a variant that names its gates: [learned, gates=FOLDER]

@@ -294,22 +294,11 @@ def test_the_oracle_covers_more_of_the_reference_models_tasks(tmp_path):
     assert oracle["coverage"] > snapkv["coverage"]
 
 
-@pytest.mark.parametrize(
-    ("whole", "bos", "opening"),
-    [([1, 2], 1, (1, 2)), ([1, 3], 1, (1,)), ([], 1, (1,)), ([3], 3, (3,)), ([], None, ())],
-    ids=["two", "and an end", "left out", "both", "none"],
-)
-def test_a_text_is_cut_behind_its_special_tokens(local, whole, bos, opening):
-    class Tokenizer:
-        bos_token_id, eos_token_id = bos, 3
-
-        def __call__(self, text, add_special_tokens=True):
-            return {"input_ids": whole if add_special_tokens else [*map(ord, text)]}
-
-    given, (first, *_) = parser().parse_args(typed(local, context_tokens=30, documents=3, steps=2)), "T"
-    made = documents_of(given, None, Tokenizer())
-    assert len(made) == 3 and made[0].context_ids[: len(opening) + 1] == (*opening, ord(first))
-    assert {(len(one.context_ids), len(one.continuation_ids)) for one in made} == {(30, 2)}
+def test_documents_of_a_text(local):
+    tokenizer = load_tokenizer()
+    ids = tokenizer((local / "text.txt").read_text(), add_special_tokens=False)["input_ids"]
+    given = parser().parse_args(typed(local, context_tokens=30, documents=3, steps=2))
+    assert documents_of(given, None, tokenizer) == cut(ids, [tokenizer.bos_token_id], 30, 2, 3)
 
 
 @pytest.mark.parametrize(

@@ -25,21 +25,21 @@ from tests.refused import refused
 from tests.tiny import tiny_batch, tiny_model
 
 
-def _documents(*lengths):
-    """Contexts, and what comes after each."""
-    documents = []
-    for seed, (context, appendix) in enumerate(lengths):
-        ids = tiny_batch((0,), context + appendix, seed=seed)[0][0].tolist()
-        documents.append((ids[:context], ids[context:]))
-    return documents
+def drawn(*lengths):
+    """Items of a context, question and answer; the needle is two spans, with some tokens of the answer."""
+    items = []
+    for seed, (context, question, answer) in enumerate(lengths):
+        ids = tuple(tiny_batch((0,), context + question, seed=seed)[0][0].tolist())
+        items.append(Encoded(ids[:context], ids[context:], ids[3 : 3 + answer], (), ((2, 6), (9, 10))))
+    return items
 
 
-def _naive_shares(model, documents, sinks, recent):
-    """Loops over documents, layers, heads, queries and entries, in float64."""
-    of_documents = []
-    for context, appendix in documents:
-        ids = [*context, *appendix]
-        queries = range(len(ids))[len(context) :]
+def naive_shares(model, items, sinks, recent):
+    """Loops over items, layers, heads, queries and entries, in float64."""
+    of_items = []
+    for item in items:
+        ids = [*item.context_ids, *item.question_ids, *item.answer_ids]
+        queries = range(len(ids))[len(item.context_ids) :]
         shares = torch.zeros(model.config.num_hidden_layers, model.config.num_key_value_heads).double()
         for evidence in observe(model, torch.tensor([ids])):
             attention, group = naive_attention(evidence), evidence.group
@@ -49,22 +49,19 @@ def _naive_shares(model, documents, sinks, recent):
                 heads = range(h * group, (h + 1) * group)
                 far = max(sum(float(attention[0, q, j, i]) for i in lost) for q in heads)
                 shares[evidence.layer_idx, h] += far / len(queries)
-        of_documents.append(shares)
-    return torch.stack(of_documents).mean(0)
+        of_items.append(shares)
+    return torch.stack(of_items).mean(0)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-@pytest.mark.parametrize("lengths", [((17, 4),), ((15, 3), (23, 1), (9, 6))])
-def test_shares_are_the_attention_that_a_streaming_head_could_not_pay(family, lengths, monkeypatch):
-    model, documents, ids = tiny_model(family), _documents(*lengths), tiny_batch()[0]
+def test_shares_are_the_attention_that_a_streaming_head_could_not_pay(family, monkeypatch):
+    model, items, ids = tiny_model(family), drawn((15, 2, 1), (23, 1, 2), (11, 6, 1)), tiny_batch()[0]
     before = model(ids).logits
-    shares = measure_far_attention(model, documents, sinks=2, recent=5)
-    naive = _naive_shares(model, documents, 2, 5)
-    assert shares.shape == (model.config.num_hidden_layers, model.config.num_key_value_heads)
-    assert_close(shares, naive, dtype=torch.float32)
+    shares = measure_far_attention(model, items, sinks=2, recent=5)
+    assert_close(shares, naive_shares(model, items, 2, 5), dtype=torch.float32)
     assert (shares > 0.05).any()  # else nothing was measured
     monkeypatch.setattr(head_weights, "CHUNK", 3)
-    assert_close(measure_far_attention(model, documents, sinks=2, recent=5), shares, dtype=torch.float32)
+    assert_close(measure_far_attention(model, items, sinks=2, recent=5), shares, dtype=torch.float32)
     assert torch.equal(model(ids).logits, before)  # the model is left as it was
 
 
@@ -89,28 +86,16 @@ def test_weights_by_importance_are_the_published_budgets():
 
 
 def test_what_cannot_be_measured_is_refused():
-    said = "document 1 has 7 tokens, and a streaming head holds 2 \\+ 5"
-    refused(said, measure_far_attention, tiny_model(), _documents((9, 1), (6, 1)), sinks=2, recent=5)
-    refused(
-        "0 tokens of a needle", measure_head_importance, tiny_model(), [(Encoded((1,), (3,), (4,), ()), 1)]
-    )
+    said = "a document has 7 tokens, and a streaming head holds 2 \\+ 5"
+    refused(said, measure_far_attention, tiny_model(), drawn((9, 1, 2), (4, 1, 2)), sinks=2, recent=5)
+    refused("0 tokens of a needle", measure_head_importance, tiny_model(), [Encoded((1,), (3,), (4,), ())])
 
 
-def _items(*lengths):
-    """Items of a context, question and answer; the needle is two spans, with some tokens of the answer."""
-    items = []
-    for seed, (context, question, answer) in enumerate(lengths):
-        ids = tuple(tiny_batch((0,), context + question, seed=seed)[0][0].tolist())
-        gold = (*ids[3 : 3 + answer], 0)
-        items.append((Encoded(ids[:context], ids[context:], gold, (), ((2, 6), (9, 10))), answer))
-    return items
-
-
-def _naive_importance(model, items):
+def naive_importance(model, items):
     """Loops over items, layers, heads, steps and entries."""
     found = torch.zeros(model.config.num_hidden_layers, model.config.num_attention_heads).double()
-    for item, longest in items:
-        prompt, answer = [*item.context_ids, *item.question_ids], item.answer_ids[:longest]
+    for item in items:
+        prompt, answer = [*item.context_ids, *item.question_ids], item.answer_ids
         needle = [2, 3, 4, 5, 9]
         for evidence in observe(model, torch.tensor([[*prompt, *answer]])):
             attention = naive_attention(evidence)[0]
@@ -123,8 +108,8 @@ def _naive_importance(model, items):
 
 
 def test_importance_is_what_the_paper_measures():
-    model, items = tiny_model(), _items((14, 2, 3), (19, 1, 2), (12, 3, 1))
-    naive = _naive_importance(model, items)
+    model, items = tiny_model(), drawn((14, 2, 3), (19, 1, 2), (12, 3, 1))
+    naive = naive_importance(model, items)
     assert naive.max() > 0
     got = measure_head_importance(model, items)
     assert_close(got, naive / naive.max(), dtype=torch.float32)

@@ -9,12 +9,12 @@ import torch
 from transformers import DynamicCache
 
 from retain.eval import speed
-from retain.eval.speed import Setting, compiled_lines, live, main, subjects_of
+from retain.eval.speed import Setting, Subjects, compiled_lines, live, main
 from retain.eval.text_table import text_table
 from retain.hf.intercept.attach import attach
 
 SHAPE = {"model": "random", "shape": "2,32,4,2,48"}
-TINY = {**SHAPE, "tokens": 96, "steps": 3, "rounds": 2, "threads": 1, "gates": "random"}
+TINY = {**SHAPE, "tokens": 96, "steps": 3, "rounds": 2, "gates": "random"}
 ENTRY = 2 * 2 * 8 * 4  # layers x (key and value) x width x float32, of a KV head
 
 
@@ -37,7 +37,7 @@ def test_a_record_has_every_policy_and_the_full_caches(tmp_path, capsys):
         assert compared == {"plain", "full", "dense"} - {row["policy"]}
     shown = capsys.readouterr().out.splitlines()
     assert shown[0].startswith("policy") and len(shown) == 7
-    assert record["command"].startswith("python -m retain.eval.speed --model random --shape 2,32,4,2,48 ")
+    assert record["command"].startswith("retain speed --model random --shape 2,32,4,2,48 ")
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_a_cache_without_memory_is_said_and_the_others_go_on(monkeypatch):
 
 
 def test_transformers_caches_have_the_same_weights_in_a_model_that_is_not_attached():
-    subjects = subjects_of(Setting(**TINY))
+    subjects = Subjects(Setting(**TINY))
     pairs = zip(subjects.twin.parameters(), subjects.model.parameters(), strict=True)
     assert subjects.twin is not subjects.model and all(mine is its for mine, its in pairs)
     with attach(subjects.model), torch.no_grad():

@@ -95,8 +95,8 @@ def jittered(module: torch.nn.Module, seed: int) -> torch.nn.Module:
 
 
 def run(cell: str, jitter: int = 0) -> np.ndarray:
-    """What the cache of a cell holds in the end, `[document, layer, head, position]`; `jitter` above 0 draws
-    noise on the weights of model and gates."""
+    """Positions that the cache of a cell holds in the end, `[document, layer, head, position]`; `jitter`
+    above 0 draws noise on the weights of model and gates."""
     name, policy_name, regime = cell.split("/")
     policy_name, _, family = policy_name.partition("@")
     kind, keep_ratio, chunk = MODELS[name]
@@ -128,7 +128,7 @@ def run(cell: str, jitter: int = 0) -> np.ndarray:
             with torch.no_grad():
                 model(input_ids=new_ids, attention_mask=mask, position_ids=positions, **{CACHE: cache})
     held = [layer.store.flat()[2:] for layer in cache.state.ragged]
-    heads, width = model.config.num_key_value_heads, 1 + max(int(own.max()) for own, _ in held)
+    heads, width = model.config.num_key_value_heads, 1 + max(int(positions.max()) for positions, _ in held)
     bits = np.zeros((len(SEEDS), len(held), heads, width), dtype=bool)
     for layer, (positions_N, rows_N) in enumerate(held):
         bits[rows_N // heads, layer, rows_N % heads, positions_N] = True
@@ -173,7 +173,7 @@ def decode(line: dict[str, Any]) -> np.ndarray:
 def moved(one: np.ndarray, two: np.ndarray) -> set[tuple[int, ...]]:
     """(document, layer, head, position) of every entry that only one of two keeps."""
     width = max(one.shape[-1], two.shape[-1])
-    one, two = (np.pad(own, [(0, 0)] * 3 + [(0, width - own.shape[-1])]) for own in (one, two))
+    one, two = (np.pad(cell, [(0, 0)] * 3 + [(0, width - cell.shape[-1])]) for cell in (one, two))
     return {tuple(map(int, place)) for place in np.argwhere(one != two)}
 
 
@@ -183,7 +183,7 @@ def make() -> None:
 
 
 def check(names: Sequence[str], *, say: Callable[[str], None] = print) -> list[str]:
-    """What differs from the golden file, one text a cell.
+    """Differences from the golden file, one text a cell.
 
     Args:
         names: which cells are compared.

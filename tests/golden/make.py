@@ -62,10 +62,10 @@ def differing_lines(found: str, golden: str) -> Iterator[str]:
     lines, wanted = found.splitlines(), golden.splitlines()
     if len(lines) != len(wanted):
         yield f"{len(lines)} lines, golden: {len(wanted)}"
-    for number, (line, own) in enumerate(zip(lines, wanted, strict=False), 1):
-        if line != own:
-            what = "words" if NUMBER.findall(line) == NUMBER.findall(own) else "NUMBERS"
-            yield f"line {number}, {what}: {line!r}, golden: {own!r}"
+    for number, (line, golden) in enumerate(zip(lines, wanted, strict=False), 1):
+        if line != golden:
+            what = "words" if NUMBER.findall(line) == NUMBER.findall(golden) else "NUMBERS"
+            yield f"line {number}, {what}: {line!r}, golden: {golden!r}"
 
 
 def make_manifest() -> None:
@@ -79,13 +79,13 @@ def check_manifest() -> list[str]:
 
 
 def cpu() -> dict[str, str]:
-    """What the rounding of a training depends on, as far as it can be told."""
+    """The parts of a machine on which the rounding of a training depends, as far as they can be told."""
     info = Path("/proc/cpuinfo")
     pairs = [line.partition(":") for line in info.read_text().splitlines()] if info.exists() else []
     found = {name.strip(): value.strip() for name, _, value in pairs}
     names = ("model name", "cpu family", "model", "stepping")
-    own = {name: found.get(name, "unknown") for name in names}
-    return {**own, "capability": torch.backends.cpu.get_cpu_capability(), "torch": torch.__version__}
+    stated = {name: found.get(name, "unknown") for name in names}
+    return {**stated, "capability": torch.backends.cpu.get_cpu_capability(), "torch": torch.__version__}
 
 
 def train_demo() -> dict[str, str]:
@@ -111,16 +111,16 @@ def make_demo() -> None:
 
 
 def check_demo() -> list[str]:
-    """What differs in the gates of seed 0; on another CPU nothing is compared, and that is said."""
+    """Differences in the gates of seed 0; on another CPU nothing is compared, and that is said."""
     golden = json.loads(DEMO.read_text())
     if cpu() != golden["cpu"]:
         print(f"demo: NOT compared: made on {golden['cpu']}, this is {cpu()}; rounding differs between them")
         return []
     found = train_demo()
     return [
-        f"{name}: {found[name]}, golden: {own}"
-        for name, own in golden["sha256"].items()
-        if found[name] != own
+        f"{name}: {found[name]}, golden: {digest}"
+        for name, digest in golden["sha256"].items()
+        if found[name] != digest
     ]
 
 

@@ -47,7 +47,7 @@ def yaml_keys(cls: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         key = f"{prefix}{field.name}"
         if not field.init:
             continue
-        sections = [own for own in _inside(hints[field.name]) if is_dataclass(own)]
+        sections = [kind for kind in _inside(hints[field.name]) if is_dataclass(kind)]
         default = field.default_factory() if field.default_factory is not MISSING else field.default
         if default is MISSING:
             yield key, "required"
@@ -56,14 +56,14 @@ def yaml_keys(cls: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         else:
             yield key, _plain(default)
         for section in sections:
-            named = any(_is_mapping(own) for own in (hints[field.name], *get_args(hints[field.name])))
+            named = any(_is_mapping(kind) for kind in (hints[field.name], *get_args(hints[field.name])))
             yield from yaml_keys(section, f"{key}.{'NAME.' if named else ''}")
 
 
 def _inside(hint: Any) -> list[Any]:
     """A type, or the types that a generic or a union is made of."""
     arguments = get_args(hint)
-    return [inner for own in arguments for inner in _inside(own)] if arguments else [hint]
+    return [inner for kind in arguments for inner in _inside(kind)] if arguments else [hint]
 
 
 def _is_mapping(hint: Any) -> bool:
@@ -74,9 +74,9 @@ def _is_mapping(hint: Any) -> bool:
 def _plain(value: Any) -> Any:
     """A default as JSON holds it."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(own) for key, own in value.items()}
+        return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, tuple | list):
-        return [_plain(own) for own in value]
+        return [_plain(item) for item in value]
     return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
@@ -95,7 +95,7 @@ def options(call: Callable[..., None], name: str) -> dict[str, list[str]]:
 
 
 def help_of(call: Callable[..., None], *name: str) -> str:
-    """What a command prints for `--help`."""
+    """The text that a command prints for `--help`."""
     out, columns, typed = io.StringIO(), os.environ.get("COLUMNS"), sys.argv
     os.environ["COLUMNS"] = "200"
     try:
@@ -131,7 +131,7 @@ def _script(name: str) -> None:
 def parameters(what: Any) -> str:
     """Parameters of a function or class with their defaults; annotations name modules, and are left out."""
     signature = inspect.signature(what)
-    plain = [own.replace(annotation=own.empty) for own in signature.parameters.values()]
+    plain = [one.replace(annotation=one.empty) for one in signature.parameters.values()]
     return str(signature.replace(parameters=plain, return_annotation=signature.empty))
 
 
@@ -140,15 +140,15 @@ def methods(what: Any) -> Iterator[tuple[str, str]]:
     if not inspect.isclass(what):
         return
     for name in sorted(name for name in dir(what) if not name.startswith("_")):
-        own = inspect.getattr_static(what, name)
-        function = getattr(own, "fget", None) or getattr(own, "__func__", own)
+        found = inspect.getattr_static(what, name)
+        function = getattr(found, "fget", None) or getattr(found, "__func__", found)
         if not (getattr(function, "__module__", None) or "").startswith("retain"):
             continue
-        yield name, "property" if isinstance(own, property) else parameters(function)
+        yield name, "property" if isinstance(found, property) else parameters(function)
 
 
 def differences(found: Any, golden: Any, where: str = "") -> Iterator[str]:
-    """What one of two nested mappings has and the other has not, one text each."""
+    """Differences of two nested mappings, one text each."""
     if isinstance(found, dict) and isinstance(golden, dict):
         for key in sorted({*found, *golden}):
             place = f"{where} / {key}" if where else key

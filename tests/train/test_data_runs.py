@@ -42,7 +42,8 @@ def test_bad_data_leaves_the_last_checkpoint_whole(
         else:
             (folder / f"{name}.jsonl").write_text("".join(part))
     stream = STREAM if kind == "parquet" else {}
-    config = make_config(**{"data.source": kind, "data.path": str(folder), **stream})
+    source = "hub" if kind == "parquet" else "jsonl"
+    config = make_config(**{"data.source": source, "data.path": str(folder), **stream})
     whole = distill(replace(config, output=str(tmp_path / "whole")))
     with killed_at(6):
         distill(config)
@@ -52,8 +53,11 @@ def test_bad_data_leaves_the_last_checkpoint_whole(
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     good = last.read_bytes()
     for damage, message in (
-        (b"", "empty data set: '.*z.* holds nothing"),
-        (b'{"context_ids": [1, 2', "z.jsonl line 1 is not JSON" if kind == "jsonl" else "file is damaged"),
+        (b"", "empty data set: '.*z.* holds nothing" if kind == "jsonl" else "a file in it is damaged"),
+        (
+            b'{"context_ids": [1',
+            "z.jsonl line 1 is not JSON" if kind == "jsonl" else "a file in it is damaged",
+        ),
     ):
         last.write_bytes(damage)
         with pytest.raises(SystemExit, match=f"error: .*{message}"):

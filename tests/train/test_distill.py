@@ -285,7 +285,7 @@ def test_processes_that_would_train_alone_are_refused(
             ["seed=3", "overwrite=true"],
         ),
         (["o/m", "o/data"], "laptop.yaml", ["data.source=hub"]),
-        (["o/m", "folder"], "laptop.yaml", ["data.source=parquet", "data.streaming=false"]),
+        (["o/m", "folder"], "laptop.yaml", ["data.source=hub", 'data.path="folder"']),
         (["reference:0", "reference"], None, ['model="reference:0"', 'output="runs/reference-0"']),
         (["--config", "c.yaml", "seed=3"], "c.yaml", ["seed=3"]),
     ],

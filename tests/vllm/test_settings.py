@@ -64,7 +64,7 @@ def test_settings_that_do_not_fit_are_refused(asked, says):
 SETTINGS = Settings(policy="snapkv", keep_ratio=0.25)
 
 
-def test_the_budget_of_a_request_is_its_own_or_its_engines():
+def test_a_request_has_a_budget_or_takes_that_of_its_engine():
     for none in (None, {}, {"other": 1, 7: 2}):
         assert budget_of(SETTINGS, none) == SETTINGS.budget
     assert budget_of(SETTINGS, {"retain.keep_ratio": 1, "other": 1}) == Budget(keep_ratio=1.0)

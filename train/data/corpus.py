@@ -113,10 +113,7 @@ class StreamingCorpus:
                 "data.min_tokens and data.short, raise data.held_out_share, or hold out fewer."
             )
         self.held_out = tuple(kept)
-        # The same files elsewhere are the same source.
-        files = [file.name for file in source.files]
-        known = asdict(settings) | ({"path": files} if files else {})
-        known |= {"first": tokens_digest(first), "order": [batch_documents, seed]}
+        known = asdict(settings) | {"first": tokens_digest(first), "order": [batch_documents, seed]}
         self._sha256 = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
         self.restore_({"step": 0, "epoch": 0, "block": 0, "rows_of_block": 0, "source": None})
 
@@ -228,7 +225,7 @@ def load_corpus(
             check(document)
         return document
 
-    source = None
+    source: Dataset | None = None
     if settings.source == "reference":
         most = MOST_GENERATED * (settings.documents + settings.held_out)
         documents: Iterable[Document | None] = islice(_reference_documents(settings, seed), most)
@@ -236,14 +233,14 @@ def load_corpus(
         documents = map(reader.document, read_jsonl(settings.path or ""))
     else:
         of_hub = {"subset": settings.subset, "split": settings.split, "revision": settings.revision}
-        source = Dataset(settings.source, settings.path or "", **of_hub)  # type: ignore[arg-type]
+        source = Dataset(settings.path or "", **of_hub)  # type: ignore[arg-type]
         if settings.streaming:
             how = {"batch_documents": batch_documents, "seed": seed}
             return StreamingCorpus(source, lambda row: usable(reader.document(row)), settings, **how)
         documents = map(reader.document, source.rows())
     bar = tqdm(documents, desc="documents", disable=not progress, leave=False)
     train, held_out = _split(filter(None, map(usable, bar)), settings)
-    commit = None if source is None else source.commit
+    commit = source.commit if source else None
     return Corpus(tuple(train), tuple(held_out), batch_documents, seed, commit)
 
 

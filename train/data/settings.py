@@ -23,11 +23,11 @@ ROLES = tuple(role for form, others in FORMS.items() for role in (form, *others)
 class DataSettings:
     """The source of documents, their split and their lengths."""
 
-    source: Literal["reference", "jsonl", "parquet", "text", "hub"] = "reference"
-    """`reference` (generated, seen families only), `jsonl`, `parquet` or `text` (local files), or `hub` (a
-    data set by name, or a local folder as `datasets` loads it)."""
+    source: Literal["reference", "jsonl", "hub"] = "reference"
+    """`reference` (generated, seen families only), `jsonl` (local files), or `hub` (a data set by name, or a
+    local folder, of parquet for instance, as `datasets` loads it)."""
     path: str | None = None
-    """A local file, a folder or a pattern such as `data/**/*.jsonl`; or the hub data set's name."""
+    """jsonl: a file, a folder or a pattern such as `data/**/*.jsonl`; hub: a name or a folder."""
     subset: str | None = None
     """Configuration of the hub data set."""
     split: str = "train"
@@ -68,11 +68,8 @@ def check_data(settings: DataSettings) -> None:
     source, least, most = settings.source, settings.min_tokens, settings.max_tokens
     reference, columns = source == "reference", settings.columns
     # Which keys mean something for some sources only.
-    only = {
-        **dict.fromkeys(("subset", "revision"), ("hub",)),
-        **dict.fromkeys(("path", "lengths"), ("jsonl", "parquet", "text", "hub")),
-        **{"columns": ("jsonl", "parquet", "hub"), "streaming": ("parquet", "text", "hub")},
-    }
+    only = dict.fromkeys(("subset", "revision", "streaming"), ("hub",))
+    only |= dict.fromkeys(("path", "lengths", "columns"), ("jsonl", "hub"))
     outside = [n for n in settings.lengths if not least <= n <= most]
     forms = [form for form in FORMS if form in columns]
     loose = [role for role in columns if role not in forms and role not in FORMS[forms[0]]] if forms else []
@@ -87,8 +84,7 @@ def check_data(settings: DataSettings) -> None:
         ),
         (
             not reference and not settings.path,
-            f"data.source={source} needs data.path (a local file, folder or pattern, or a hub data set's "
-            "name)",
+            f"data.source={source} needs data.path (files of jsonl, or a data set's name or folder)",
         ),
         (
             reference and settings.documents < 1,
