@@ -29,7 +29,7 @@ from retain.hf.model.layout import Layout
 from retain.kernels.backend import why_reference
 from retain.kernels.build import OPS
 from retain.models.catalogue import CATALOGUE
-from retain.models.named import dtype_of, meta_model_of, named_config, named_precision, reference_seed
+from retain.models.named import REFERENCE, dtype_of, meta_model_of, named_config, named_precision
 from retain.process.command import command
 from retain.process.provenance import version_of
 
@@ -55,16 +55,12 @@ class Footprint(NamedTuple):
 
 def footprint(layout: Layout, tokens: int, keep_ratio: float) -> Footprint:
     """Bytes of entries alone; of a window of W tokens, a later query can see W - 1."""
-
-    def held(window: int | None, entries: int) -> int:
-        spec = layout.evicting[0]  # heads are alike in all layers
-        most = entries if window is None else min(entries, window - 1)
-        return most * spec.num_kv_heads * spec.entry_width * spec.dtype.itemsize
-
-    kept = round(keep_ratio * tokens)
-    evicting, alone = [spec.window for spec in layout.evicting], [one.window for one in layout.alone.values()]
-    full, kept = (sum(held(window, entries) for window in evicting) for entries in (tokens, kept))
-    return Footprint(tokens, full, kept, None if None in alone else sum(held(one, tokens) for one in alone))
+    spec = layout.evicting[0]  # heads are alike in all layers
+    width = spec.num_kv_heads * spec.entry_width * spec.dtype.itemsize
+    full, kept = (len(layout.evicting) * width * entries for entries in (tokens, round(keep_ratio * tokens)))
+    windows = [left.window for left in layout.alone.values()]
+    alone = None if None in windows else sum(min(tokens, window - 1) * width for window in windows)
+    return Footprint(tokens, full, kept, alone)
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,9 +132,8 @@ def layer_rows(layout: Layout) -> list[tuple[str, str]]:
     """Lines on the layers that evict and on those that are left alone; layers of one kind share a line."""
     kinds = defaultdict(list)
     for spec in layout.evicting:
-        window = "" if spec.window is None else f", inside a window of {spec.window:,} tokens"
         heads = f"{spec.num_kv_heads} KV heads of width {spec.head_dim}, {spec.num_heads} query heads"
-        kinds["layers evict", heads + window].append(spec.layer_idx)
+        kinds["layers evict", heads].append(spec.layer_idx)
     for idx, left in layout.alone.items():
         window = "" if left.window is None else f" of {left.window:,} tokens"
         kinds["left alone", left.name + window].append(idx)
@@ -182,7 +177,7 @@ def describe_model(
         raise ValueError(f"keep_ratio is {keep_ratio}: pass a number above 0, at most 1.")
     config: Any = named_config(name)
     text = config.get_text_config()
-    named = torch.float32 if reference_seed(name) is not None else named_precision(config)
+    named = torch.float32 if name == REFERENCE else named_precision(config)
     precision = (named or UNSTATED) if dtype == "auto" else dtype_of(dtype)
     refusals: list[str] = []
     for part in [config] if text is config else [config, text]:

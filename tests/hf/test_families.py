@@ -18,12 +18,9 @@ both = pytest.mark.parametrize("batch", [1, 3])
 
 
 def choose(model, keep):
-    """A policy that keeps what a test chose: one mask for each layer that evicts.
-
-    Where a layer has a window, the evidence may show its end only.
-    """
+    """A policy that keeps what a test chose: one mask for each layer that evicts."""
     masks = dict(zip(evicting(model), keep, strict=True))
-    return lambda evidence: masks[evidence.layer_idx][..., -evidence.num_seen :]
+    return lambda evidence: masks[evidence.layer_idx]
 
 
 def chunks_of(batch: int, num_tokens: int = 40, steps: int = 4):
@@ -70,8 +67,7 @@ def test_generate_equals_the_masked_full_cache(family, batch, attn):
             assert_close(a, b, **INSIDE)
     assert apart(got.logits, plain.logits) > 0.1
     later = 19 * batch * keep[0].shape[1] * len(keep)
-    if model.config.model_type != "mistral" or family == "mistral":  # a window lets go of more
-        assert cache.entries_held == sum(int(kept.sum()) for kept in keep) + later
+    assert cache.entries_held == sum(int(kept.sum()) for kept in keep) + later
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -54,7 +54,10 @@ def conversation(model, cache, order: str) -> tuple[list, Cache]:
         with torch.no_grad():
             model(input_ids=ids[:, TOKENS : TOKENS + 1], **{CACHE: fork}, **step)
     with MODES[next(modes)]():
-        fork = cache.fork()
+        if fork.state.bound_policy.wants.running:  # where a crop is refused
+            fork = cache.fork()
+        else:
+            fork.crop(TOKENS)
     with MODES[next(modes)]():
         chosen = torch.tensor([2, 0, 0, 1])
         fork.batch_select_indices(chosen)

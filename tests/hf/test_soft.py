@@ -65,8 +65,6 @@ def dense(model, gates, attention_mask, *, protected, to_log_gate=None, ungated_
         bias = log_gate[:, :, None] * (distance if gates.ages else 1.0)
         bias = torch.where(distance >= protected, bias, 0.0)
         seen = (distance >= 0) & valid[:, None, None]
-        if spec.window is not None:
-            seen = seen & (distance < spec.window)
         # A pad's own query may see nothing; let it see itself, nobody looks at what comes out.
         bias = bias.masked_fill(~(seen | (distance == 0)), float("-inf"))
         mask = bias.to(hidden.dtype).repeat_interleave(module.num_key_value_groups, dim=1)
@@ -241,7 +239,7 @@ def test_the_kernel_is_given_one_precision(dtype, autocast, monkeypatch):
 
 def test_no_mask_of_all_pairs_is_made():
     """Layers that evict need none, padded or not, with a window or not; those left alone keep theirs."""
-    for family in ("llama", "mistral_window", "gemma3"):
+    for family in ("llama", "gemma3"):
         (model, gates), seen, handles = small(family), {}, []
 
         def look(module, args, kwargs, seen=seen):

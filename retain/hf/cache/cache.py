@@ -350,7 +350,8 @@ class Cache(InterceptedCache):
         `reset()`.
 
         Raises:
-            ValueError: something was evicted since, or the regime evicts again: nothing was changed.
+            ValueError: something was evicted since, or a later eviction would read what is no longer there:
+                nothing was changed.
         """
         num_tokens = int(num_tokens)
         length = num_tokens if num_tokens >= 0 else max(0, self.num_seen + num_tokens)

@@ -17,23 +17,19 @@ import torch
 from torch import Tensor
 
 from retain.attention.rotary import Rotary
-from retain.budget.statement import Stock
 from retain.cache.attend import attend_store
 from retain.cache.equal_rows import StepRows, step_rows_of
 from retain.cache.precision import GROUP
 from retain.correction.cuts import cut_
 from retain.eviction import Eviction
-from retain.evidence import Evidence
+from retain.evidence import Evidence, Stock
 from retain.hf.cache.bound_policy import one_per_sequence, pins_per_sequence
 from retain.hf.cache.generation import Generation, check_ids
 from retain.hf.cache.later_evidence import (
     evidence_of,
-    expire_,
     intact_tokens,
     metadata_of,
-    stock_in_reach,
     store_metadata_,
-    without_expired,
     without_inputs,
 )
 from retain.hf.cache.layer import MOST_RECENT, Layer
@@ -189,7 +185,6 @@ class Engine:
                     store,
                     scaling=layer.scaling,
                     soft_cap=layer.soft_cap,
-                    window=spec.window,
                     sinks=spec.sinks_Q is not None,
                 )
             if store.step_rows is None:
@@ -215,11 +210,12 @@ class Engine:
         state.arriving(call.mask_BT)  # refuses pinned spans that are none
         if not self.evict_at_prefill:
             return
-        stock, whole = stock_in_reach(state.specs, call.mask_BT, call.positions_BS), self._reads_whole_prompt
-        bound.refuse(*(() if whole else ("chunks",)), *(() if stock is None else ("window",)))
-        if whole and state.due(call):
-            self._eviction = bound.begin(state.arriving(call.mask_BT, stock))
-        elif state.regime.evicts_prompt:
+        if not self._reads_whole_prompt:
+            bound.refuse("chunks")
+        elif state.due(call):
+            self._eviction = bound.begin(state.arriving(call.mask_BT))
+            return
+        if state.regime.evicts_prompt:
             bound.begin(state.arriving(state.with_prompt(call.mask_BT)))  # refuses what cannot be
 
     def _check_turn(self, valid_BS: Tensor) -> None:
@@ -308,8 +304,6 @@ class Engine:
             scaling=layer.scaling,
             soft_cap=layer.soft_cap,
             sinks_Q=spec.sinks_Q,
-            window=spec.window,
-            query_positions_BS=None if spec.window is None else positions_BS,
         )
         if self._looks_again:
             wants = state.bound_policy.wants
@@ -347,9 +341,7 @@ class Engine:
         if self._looks_again:
             evidence = bound.counted(bound.with_metadata(evidence))
             layer.recent.add("queries", queries_BQSD.detach())
-            layer.recent.keep("queries", self._num_queries(self._after(call)))
-        if self._reads_whole_prompt:
-            evidence = without_expired(evidence, bound)
+            layer.recent.keep("queries", state.num_queries(self._after(call)))
         if not self.evict_at_prefill:
             if state.evidence is not None:
                 state.evidence.append(evidence)
@@ -467,19 +459,13 @@ class Engine:
             self._next = History.of(call) if state.history is None else state.history.after(call)
         return self._next
 
-    def _num_queries(self, history: History) -> int:
-        """The number of last tokens whose queries a later eviction reads."""
-        queries = self.state.bound_policy.wants.queries
-        first = self.state.last_due if queries is None else history.first_of_last(queries)
-        return history.num_seen - first
-
     @without_autocast
     def _store_metadata(self, layer: Layer, spec: LayerSpec, history: History) -> None:
         """Store what later evictions read of a layer's last tokens, and free what it was made from."""
         state = self.state
         num_tokens = history.num_seen - state.recorded
         store_metadata_(layer, spec, state.bound_policy, history, self._rotary, num_tokens=num_tokens)
-        layer.recent.keep("queries", self._num_queries(history))
+        layer.recent.keep("queries", state.num_queries(history))
 
     @without_autocast
     def _evict_again(self, *, release: bool) -> ValueError | None:
@@ -499,9 +485,6 @@ class Engine:
         held_before = sum(map(sum, state.held_BL()))
         if not held_before:  # so far all sequences are padding
             return None
-        for layer, spec in zip(layers, state.specs, strict=True):
-            if spec.window is not None and layer.store is not None:
-                expire_(layer.store, spec.window, history.last_B)
         # A ratio is one of what was seen, or of the whole prompt while that is being read.
         stock = Stock(
             held_BL=state.held_BL(),
@@ -528,7 +511,7 @@ class Engine:
                 spec,
                 history,
                 self._rotary,
-                num_queries=self._num_queries(history),
+                num_queries=state.num_queries(history),
                 each=wants.queries,
                 keys=wants.keys,
                 values=wants.values,

@@ -15,8 +15,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from retain.budget.statement import Stock
-from retain.cache.dense_view import last_tokens
+from retain.attention.dense_view import last_tokens
 from retain.cache.layer_store import Store, stacked
 from retain.cache.layout import normal_tensors
 from retain.cache.precision import Precision
@@ -24,7 +23,7 @@ from retain.cache.store import LOG_WEIGHT, RaggedStore
 from retain.correction.cuts import correct_, cut_
 from retain.correction.merge import Merge
 from retain.eviction import Arriving, BoundPolicy
-from retain.evidence import Evidence, in_reach
+from retain.evidence import Evidence, Stock
 from retain.hf.cache.layer import Layer, Recent
 from retain.hf.cache.regime import Regime
 from retain.hf.intercept.forward_call import Call
@@ -157,9 +156,7 @@ class State:
         layout = self.layout
         # In place: transformers' side of the cache holds the same list.
         blank = layout.blank_layers()
-        self.layers[:] = [
-            blank[idx] if idx in layout.alone else Layer(kind.window) for idx, kind in enumerate(layout.kinds)
-        ]
+        self.layers[:] = [blank[idx] if idx in layout.alone else Layer() for idx in range(len(layout.kinds))]
         self.seeds, self.pinned = self.stated
         self.history: History | None = None
         self.evidence: list[Evidence] | None = None
@@ -234,6 +231,11 @@ class State:
         """True if a call is part of a prompt or a turn, rather than a decoding step."""
         return call.is_prefill or self.prompt_B is None or call.positions_BS.shape[1] > 1
 
+    def num_queries(self, history: History) -> int:
+        """The number of last tokens whose queries a later eviction reads."""
+        queries = self.bound_policy.wants.queries
+        return history.num_seen - (self.last_due if queries is None else history.first_of_last(queries))
+
     def due(self, call: Call) -> bool:
         """True if an eviction is due after this call."""
         if self.bound_policy.keeps_all:
@@ -301,8 +303,7 @@ class State:
         precision: Precision | None = None,
         pack: bool = True,
     ) -> Store:
-        """Cut a layer's dense keys and values to a store, corrected and packed, and free them. Entries that
-        have left the layer's window are evicted with the others, uncorrected.
+        """Cut a layer's dense keys and values to a store, corrected and packed, and free them.
 
         Args:
             keep_BHT: None keeps all but padding.
@@ -312,8 +313,6 @@ class State:
         """
         layer.check(keep_BHT)
         keys, values = layer.dense()
-        if keep_BHT is not None and layer.window is not None:
-            valid_BT = in_reach(layer.window, valid_BT, positions_BT)
         exists_BHT = valid_BT.to(keys.device)[:, None].expand(keys.shape[:3])
         correction = None if keep_BHT is None else correction
         keep_BHT = exists_BHT if keep_BHT is None else keep_BHT.to(keys.device) & exists_BHT
@@ -421,8 +420,17 @@ class State:
         """The reason why the conversation cannot go back to a length; None if it can."""
         if length < self.evicted_at:
             return f"entries were evicted when it had seen {self.evicted_at}"
-        if self.evicts_again or self.prompt_B is None:
-            return f"regime {self.regime.name!r} evicts by what the last tokens showed"
+        if self.prompt_B is None:
+            return "the first prompt is still being read"
+        if self.evicts_again and self.history is not None:
+            wants, recent = self.bound_policy.wants, self.ragged[0].recent
+            if wants.running:
+                return "statistics of all queries are kept, the last ones' among them"
+            if length < self.last_due:
+                return f"an eviction was due when it had seen {self.last_due}"
+            left = max(0, recent.num_tokens("queries") - (self.num_seen - length))
+            if left < self.num_queries(self.history.cut(length)):
+                return "later evictions read queries from before it, which are freed"
         if any(left.window is None or self.num_seen >= left.window for left in self.layout.alone.values()):
             return "a layer with a recurrent state, or whose sliding window is full, cannot forget tokens"
         return None
@@ -435,14 +443,16 @@ class State:
             for left in self.pass_through:
                 left.crop(-forgotten)
                 pass_through_layers.trim_(left)
-            self.evidence, self.history = None, cut
             for layer in self.ragged:
+                layer.recent.forget(forgotten)
                 layer.seen = length
                 if layer.store is not None:
                     layer.store.crop_(cut.last_B + 1)
                 else:
                     layer.hold(*(tensor[:, :, :length].clone() for tensor in layer.dense()))
-        self.packed_at, self.last_due = min(self.packed_at, length), min(self.last_due, length)
+            self.evidence, self.history = None, cut
+        for name in ("packed_at", "last_due", "recorded"):
+            setattr(self, name, min(getattr(self, name), length))
         if self.prompt_B is not None:
             self.prompt_B = [*map(min, self.prompt_B, cut.lengths_B)]
 

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from retain.attention.rotary import Rotary
-from retain.hf.model.families import ALONE, FAMILIES, FIXED, FULL, SLIDING, SUPPORTED, Kind, kinds_of
+from retain.hf.model.families import ALONE, FAMILIES, FIXED, FULL, SUPPORTED, kinds_of
 from retain.hf.model.layout import LayerSpec, Layout
 from retain.hf.model.projection import input_width, stored
 
@@ -57,8 +57,7 @@ def describe(model: nn.Module) -> list[LayerSpec]:
 def layout_of(model: nn.Module, *, on_meta: bool = False) -> Layout:
     """All layers of a model: those that evict, and those that are left alone.
 
-    Full-attention layers evict; layers with a sliding window or linear attention are left alone. Where every
-    attention layer has a window (Mistral 7B v0.1), those evict, inside their window.
+    Full-attention layers evict; layers with a sliding window or linear attention are left alone.
 
     Args:
         model: a causal language model of transformers, or its decoder.
@@ -79,20 +78,20 @@ def layout_of(model: nn.Module, *, on_meta: bool = False) -> Layout:
     kinds = kinds_of(config, len(layers))
     for idx, kind in enumerate(kinds):
         check(kind.name in (FULL, *ALONE), f"layer {idx} is of type {kind.name}, which is not understood")
-    evicts = FULL if any(kind.name == FULL for kind in kinds) else SLIDING
-    specs = [
-        _spec(base, idx, layers[idx], kind, check, on_meta)
-        for idx, kind in enumerate(kinds)
-        if kind.name == evicts
-    ]
-    check(specs, "none of its layers has attention whose entries could be evicted")
-    alone = {idx: kind for idx, kind in enumerate(kinds) if kind.name != evicts}
-    return Layout(tuple(specs), alone, tuple(kinds), config)
+    found = ", ".join(sorted({kind.name for kind in kinds}))
+    check(
+        any(kind.name == FULL for kind in kinds),
+        f"no layer has full attention (all are {found}, as in Mistral-7B-v0.1 and Phi-3-mini-4k), and others "
+        "are left alone",
+    )
+    evicting = [idx for idx, kind in enumerate(kinds) if kind.name == FULL]
+    specs = tuple(_spec(base, idx, layers[idx], check, on_meta) for idx in evicting)
+    return Layout(
+        specs, {idx: kinds[idx] for idx in range(len(kinds)) if idx not in evicting}, tuple(kinds), config
+    )
 
 
-def _spec(
-    base: Any, idx: int, layer: Any, kind: Kind, check: Callable[[object, str], None], on_meta: bool
-) -> LayerSpec:
+def _spec(base: Any, idx: int, layer: Any, check: Callable[[object, str], None], on_meta: bool) -> LayerSpec:
     """Describes one layer that evicts, and checks that it has every part."""
     family = FAMILIES[base.config.model_type]
     attention: Any = getattr(layer, "self_attn", None)
@@ -118,7 +117,6 @@ def _spec(
         head_dim=D,
         hidden_size=input_width(first) or base.config.hidden_size,
         scaling=float(attention.scaling),
-        window=kind.window,
         compute_dtype=base.dtype,
     )
 

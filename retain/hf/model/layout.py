@@ -26,7 +26,6 @@ class LayerSpec:
         family: what the attention module calls its parts.
         hidden_size: E, width of the attention input (and output).
         scaling: factor on the attention logits.
-        window: tokens that a query sees, itself included; None for all.
         compute_dtype: precision in which a quantised weight is made dense.
     """
 
@@ -38,7 +37,6 @@ class LayerSpec:
     head_dim: int
     hidden_size: int
     scaling: float
-    window: int | None
     compute_dtype: torch.dtype
 
     @property
@@ -92,7 +90,6 @@ class LayerSpec:
             output_weight_QDE=self.output_weight_QDE if output else unread_QDE,
             scaling=self.scaling if scaling is None else scaling,
             soft_cap=soft_cap,
-            window=self.window,
             sinks_Q=self.sinks_Q,
             **shown,
         )
