@@ -58,9 +58,9 @@ def footprint(layout: Layout, tokens: int, keep_ratio: float) -> Footprint:
     spec = layout.evicting[0]  # heads are alike in all layers
     width = spec.num_kv_heads * spec.entry_width * spec.dtype.itemsize
     full, kept = (len(layout.evicting) * width * entries for entries in (tokens, round(keep_ratio * tokens)))
-    windows = [left.window for left in layout.alone.values()]
-    alone = None if None in windows else sum(min(tokens, window - 1) * width for window in windows)
-    return Footprint(tokens, full, kept, alone)
+    windows = [left.window for left in layout.alone.values() if left.window is not None]
+    alone = sum(min(tokens, window - 1) * width for window in windows)
+    return Footprint(tokens, full, kept, alone if len(windows) == len(layout.alone) else None)
 
 
 @dataclass(frozen=True, eq=False)
