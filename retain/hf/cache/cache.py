@@ -26,7 +26,7 @@ from retain.correction.merge import Merge
 from retain.evidence import Evidence
 from retain.gates.base import INPUTS
 from retain.hf.cache import saving
-from retain.hf.cache.bound_policy import MOST_SLACK, bind_policy, seeds_from, whole
+from retain.hf.cache.bound_policy import MOST_SLACK, bind_policy, whole
 from retain.hf.cache.engine import Engine
 from retain.hf.cache.regime import Regime
 from retain.hf.cache.report import Report, held_BLH, report_of
@@ -116,7 +116,8 @@ class Cache(InterceptedCache):
         when = Regime(regime, plain_numbers(every))
         bound.refuse(*(("again",) if when.again else ()))
         self.model, self.short = model, short
-        slack, seeds = whole(slack, "slack", 0, MOST_SLACK), seeds_from(seeds)
+        slack = whole(slack, "slack", 0, MOST_SLACK)
+        seeds = None if seeds is None else [whole(seed, "seeds", -(2**63)) for seed in seeds]
         self.state = State(layout, bound, when, slack=slack, seeds=seeds, pinned=pinned)
         self.engine = Engine(model, self.state)
         super().__init__(layers=self.state.layers)

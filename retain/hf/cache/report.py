@@ -4,9 +4,7 @@
 them; the storage behind them (slack, unequal rooms, positions, metadata) is `bytes_allocated`.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import groupby
 
 import torch
 from jaxtyping import Int64
@@ -77,7 +75,7 @@ class LeftAloneReport:
 
 @dataclass(frozen=True)
 class Report:
-    """The contents of a cache. Its `str` is a table, with one row for neighbouring layers that hold the same.
+    """The contents of a cache. Its `str` is a table, one row a layer.
 
     Args:
         policy: name of the policy that evicted.
@@ -103,32 +101,18 @@ class Report:
     decoded: str | None = None
 
     def __str__(self) -> str:
-        rows = [*_folded(self.layers), ("total", str(self.total)), *_folded(self.alone)]
-        wide = max(9, *(len(name) for name, _ in rows))
         times = "once" if self.evictions == 1 else f"{self.evictions} times"
         lines = [f"policy {self.policy}, evicted {times}; attention: {self.path}"]
         lines += [f"gates: {self.gates}"] * (self.gates is not None)
         lines += [f"decoded: {self.decoded}"] * (self.decoded is not None)
         lines.append(
-            f"{'':>{wide}} {'seen':>10} {'held':>10} {'evicted':>10} {'held':>10} {'of full':>8} "
-            f"{'allocated':>10}"
+            f"{'':>9} {'seen':>10} {'held':>10} {'evicted':>10} {'held':>10} {'of full':>8} {'allocated':>10}"
         )
-        lines += [f"{name:>{wide}} {row}" for name, row in rows]
+        lines += [f"{row.name:>9} {row}" for row in (*self.layers, self.total, *self.alone)]
         if self.held_whole:
             whole = ", ".join(map(str, self.held_whole))
             lines.append(f"    short sequences held whole, more than their budget: {whole}")
         return "\n".join(lines)
-
-
-def _folded(rows: Sequence[LayerReport | LeftAloneReport]) -> list[tuple[str, str]]:
-    """Rows as text with their names; neighbours that hold the same are one row."""
-    found = []
-    for text, group in groupby(rows, key=str):
-        names: list[str] = [row.name for row in group]
-        first, last = (int(name.removeprefix("layer ")) for name in (names[0], names[-1]))
-        count = "" if last - first + 1 == len(names) else f"{len(names)} of "
-        found.append((names[0] if len(names) == 1 else f"{count}layers {first}-{last}, each", text))
-    return found
 
 
 def _mib(num_bytes: int | float) -> str:

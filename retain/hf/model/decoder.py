@@ -91,8 +91,8 @@ def layout_of(model: nn.Module, *, on_meta: bool = False) -> Layout:
     found = ", ".join(sorted({kind.name for kind in kinds}))
     check(
         any(kind.name == FULL for kind in kinds),
-        f"no layer has full attention (all are {found}, as in Mistral-7B-v0.1 and Phi-3-mini-4k), and others "
-        "are left alone",
+        f"none of its layers has attention whose entries could be evicted: all are {found}, and left alone "
+        "(layers with a window too, as those of Mistral-7B-v0.1 and Phi-3-mini-4k)",
     )
     blank = DynamicCache(config=config).layers if any(kind.name != FULL for kind in kinds) else []
     specs, alone = [], {}
