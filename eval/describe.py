@@ -30,7 +30,7 @@ from retain.hf.model.layout import Layout
 from retain.kernels.backend import why_reference
 from retain.kernels.build import OPS
 from retain.models.catalogue import CATALOGUE
-from retain.models.named import dtype_of, meta_model_of, named_config, named_precision, reference_seed
+from retain.models.named import REFERENCE, dtype_of, meta_model_of, named_config, named_precision
 from retain.presets import load_policy
 from retain.process.command import command
 from retain.process.provenance import version_of
@@ -162,7 +162,7 @@ def describe_model(
     chosen = load_policy(policy)
     config: Any = named_config(name)
     text = config.get_text_config()
-    named = torch.float32 if reference_seed(name) is not None else named_precision(config)
+    named = torch.float32 if name == REFERENCE else named_precision(config)
     precision = (named or UNSTATED) if dtype == "auto" else dtype_of(dtype)
     refusals: list[str] = []
     for part in [config] if text is config else [config, text]:

@@ -19,7 +19,7 @@ FOLDERS = {"retain": "retain", "kernels": "retain.kernels", "train": "retain.tra
 STAGES = (
     *("scores", "gates", "fusion", "protection"),
     *("budget.statement", "budget.joint"),
-    *("budget.two_stage", "correction.merge"),
+    *("attention.two_stage", "correction.merge"),
 )
 COMPOSED = (
     *("policy", "budget.allocation", "budget.cascade", "presets", "cache"),

@@ -4,7 +4,7 @@ A full DynamicCache runs under the masks of `tests.hf.masked`, and its attention
 keys, values and attention inputs of every token that ever came. At each moment each sequence is decided on
 its own, without its padding, by the stages that a single eviction runs through
 (`retain.policy.decide_layers`), on all of its tokens, `held_BHT` saying what is still there. Nothing of
-`retain.hf.{cache,engine,later,request}` or of `retain.cache.dense_view` runs.
+`retain.hf.{cache,engine,later,request}` or of `retain.attention.dense_view` runs.
 
 Two things of a later moment are counted here by formulas of their own: when one is due, and running
 statistics.
@@ -21,8 +21,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from retain.budget.statement import Budget, Stock
-from retain.evidence import Evidence, RunningStatistics
+from retain.budget.statement import Budget
+from retain.evidence import Evidence, RunningStatistics, Stock
 from retain.hf.model.decoder import describe, rotary_of
 from retain.hf.model.layout import LayerSpec
 from retain.policy import decide_layers, plan_of, score_entries, shape_of

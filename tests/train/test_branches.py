@@ -13,6 +13,7 @@ from retain.train.objectives.targets import TargetSettings
 from retain.train.recipe import document_check
 from retain.train.teacher import Frozen
 from tests.memory import Watch
+from tests.refused import refused
 from tests.tiny import tiny_model
 from tests.train.made import draw_ids
 
@@ -62,6 +63,8 @@ def test_an_appendix_is_a_branch_where_there_is_one() -> None:
     read = settings("repeat", "continuation", repeat_chunk=10, continuation_tokens=5)
     assert row_tokens(DOCUMENTS[0], read) == 25 + (25 + 3 * (32 + 8)) + 5
     assert all(not reading.branches for reading in readings_of(DOCUMENTS, settings("own"), frozen))
+    said = r"target.sources=\[appendix\] needs something .* document 1 has nothing"
+    refused(said, readings_of, DOCUMENTS, settings("appendix"), frozen)
 
 
 def test_a_repetition_is_asked_for_chunk_by_chunk() -> None:
@@ -80,13 +83,8 @@ def test_a_repetition_is_asked_for_chunk_by_chunk() -> None:
     assert [branch.ids for branch in second.branches] == [prompt + DOCUMENTS[1].context_ids]
     parts = [branch.ids for branch in first.branches]
     assert parts[0][3:] + parts[1][11:] + parts[2][11:] == ids, "all of it, once"
-
-
-def test_without_a_tokenizer_there_is_no_prompt() -> None:
-    given = settings("repeat", repeat_chunk=20)
-    first, _, _ = readings_of(DOCUMENTS, given, Frozen(tiny_model(), None, 0))
-    ids = DOCUMENTS[0].context_ids
-    assert [branch.ids for branch in first.branches] == [ids[:20], ids[12:20] + ids[20:]]
+    alone, _, _ = readings_of(DOCUMENTS, settings("repeat", repeat_chunk=20), Frozen(tiny_model(), None, 0))
+    assert [branch.ids for branch in alone.branches] == [ids[:20], ids[12:20] + ids[20:]], "no prompt"
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt_oss", "qwen3_next"])
@@ -131,15 +129,6 @@ def test_continuations_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(calls) == 4, "of another length it is another one"
 
 
-def test_a_document_without_any_source_is_refused() -> None:
-    frozen = Frozen(tiny_model(), None, 0)
-    with pytest.raises(
-        ValueError, match=r"target.sources=\[appendix\] needs something .* document 1 has nothing"
-    ):
-        readings_of(DOCUMENTS, settings("appendix"), frozen)
-    readings_of(DOCUMENTS, settings("appendix", "repeat"), frozen)
-
-
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_memory_of_writing_is_linear(family: str) -> None:
     """No mask of all pairs."""
@@ -168,6 +157,5 @@ def test_a_document_is_named_by_its_origin_before_anything_is_written(
         ({"continuation": 1.0}, "rows.jsonl line 7 has 25 tokens, 45 with its continuation"),
     ):
         target = {"sources": sources | changes, "continuation_tokens": 20, "horizon": 8}
-        with pytest.raises(ValueError, match=message):
-            document_check(make_config(target=target), frozen)(document)
+        refused(message, document_check(make_config(target=target), frozen), document)
     document_check(make_config(), frozen)(document)

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from retain import config
-from retain.budget.head_weights import check_weights
+from retain.attention.head_weights import check_weights
 from retain.budget.statement import Budget
 from retain.capability import BEFORE_ROPE, Use, check_gates, refuse
 from retain.eviction import BoundPolicy, Scorer

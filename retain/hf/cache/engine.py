@@ -17,13 +17,12 @@ import torch
 from torch import Tensor
 
 from retain.attention.rotary import Rotary
-from retain.budget.statement import Stock
 from retain.cache.attend import attend_store
 from retain.cache.equal_rows import StepRows, step_rows_of
 from retain.cache.precision import GROUP
 from retain.correction.cuts import cut_
 from retain.eviction import Eviction
-from retain.evidence import Evidence
+from retain.evidence import Evidence, Stock
 from retain.hf.cache.bound_policy import one_per_sequence, pins_per_sequence
 from retain.hf.cache.generation import Generation
 from retain.hf.cache.later_evidence import (

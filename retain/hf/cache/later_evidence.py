@@ -11,8 +11,8 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from retain.attention.dense_view import DenseView, align_last, dense_view, last_tokens
 from retain.attention.rotary import Rotary
-from retain.cache.dense_view import DenseView, align_last, dense_view, last_tokens
 from retain.cache.layer_store import Store
 from retain.cache.store import LOG_WEIGHT, tail_index_RS
 from retain.eviction import BoundPolicy

@@ -15,8 +15,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from retain.budget.statement import Stock
-from retain.cache.dense_view import last_tokens
+from retain.attention.dense_view import last_tokens
 from retain.cache.layer_store import Store, stacked
 from retain.cache.layout import normal_tensors
 from retain.cache.precision import Precision
@@ -24,7 +23,7 @@ from retain.cache.store import LOG_WEIGHT, RaggedStore
 from retain.correction.cuts import correct_, cut_
 from retain.correction.merge import Merge
 from retain.eviction import Arriving, BoundPolicy
-from retain.evidence import Evidence
+from retain.evidence import Evidence, Stock
 from retain.hf.cache.layer import Layer, Recent
 from retain.hf.cache.regime import Regime
 from retain.hf.intercept.forward_call import Call

@@ -3,9 +3,10 @@
 import math
 from dataclasses import dataclass
 
-from retain.budget.statement import Budget, LayerShape, spread
+from retain.budget.statement import Budget, spread
 from retain.hf.model.layout import Layout
 from retain.presets import Policy
+from retain.shapes import LayerShape
 
 
 @dataclass(frozen=True)
