@@ -166,7 +166,7 @@ def _overridden(policy: Policy, overrides: Mapping[str, Any]) -> Policy:
         raise ValueError(f"unfit settings of Cache or of policy {policy.name!r}:\n{problems}{also}") from None
 
 
-def whole(value: Any, name: str, least: int, most: int = 2**63) -> int:
+def whole(value: Any, name: str, least: int, most: int = 2**31) -> int:
     """A whole number (numpy's too) between two bounds.
 
     Raises:
@@ -174,7 +174,7 @@ def whole(value: Any, name: str, least: int, most: int = 2**63) -> int:
     """
     number = getattr(value, "item", lambda: value)()
     if isinstance(number, bool) or not isinstance(number, int) or not least <= number <= most:
-        raise ValueError(f"{name} is {value!r:.60}: pass a whole number from {least} to {most}.")
+        raise ValueError(f"{name} is {value!r:.60}: pass a whole number of at least {least}, at most {most}.")
     return number
 
 

@@ -6,11 +6,6 @@ them; the storage behind them (slack, unequal rooms, positions, metadata) is `by
 
 from dataclasses import dataclass, fields, replace
 
-import torch
-from jaxtyping import Int64
-from torch import Tensor
-from torch.nn.functional import pad
-
 from retain.cache.static_rows import spare_bytes
 from retain.hf.cache.state import State
 from retain.hf.model import pass_through_layers
@@ -157,16 +152,3 @@ def report_of(state: State) -> Report:
         gates=state.bound_policy.gates_source,
         decoded=state.decoded,
     )
-
-
-def held_BLH(state: State) -> Int64[Tensor, "B L H"]:
-    """Entries that each sequence holds in each layer and KV head, on the CPU; zero for heads that a layer
-    does not have."""
-    seen_B, counts = state.valid_BT.sum(-1).cpu(), []
-    for spec, layer in zip(state.specs, state.ragged, strict=True):
-        if layer.store is None:
-            counts.append(seen_B[:, None].expand(-1, spec.num_kv_heads))
-        else:
-            counts.append(layer.store.lengths_BH.cpu().long())
-    most = max(count_BH.shape[1] for count_BH in counts)
-    return torch.stack([pad(count_BH, (0, most - count_BH.shape[1])) for count_BH in counts], dim=1)
