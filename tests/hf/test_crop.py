@@ -146,7 +146,7 @@ def test_crop_into_tokens_whose_metadata_is_stored(name, why, monkeypatch):
         ("keydiff", "decode", 39, "entries were evicted when it had seen 48"),
     ],
 )
-def test_crop_is_refused_where_a_later_eviction_would_read_what_is_freed(name, regime, length, why):
+def test_crop_is_refused_where_later_evictions_would_read_freed_data(name, regime, length, why):
     settings = {"h2o": POLICIES["h2o"], "keydiff": AGAIN["keydiff"]}[name]
     model, mask, cache = evicts_again("llama", name, regime, 8, **settings)
     fed(model, cache, mask, steps(7 if name == "h2o" else 9, 5))

@@ -117,7 +117,7 @@ def test_layers_heads_and_bytes_are_those_that_were_counted_by_hand(described):
 
 
 def test_models_whose_layers_all_have_a_window_are_refused(described):
-    refused = {name for name, found in described.items() if "full attention" in str(found.refusal)}
+    refused = {name for name, found in described.items() if "all are sliding_attention" in str(found.refusal)}
     assert refused == {"mistralai/Mistral-7B-v0.1", "microsoft/Phi-3-mini-4k-instruct"}
 
 

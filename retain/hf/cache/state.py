@@ -181,11 +181,6 @@ class State:
         return [self.layers[spec.layer_idx] for spec in self.specs]
 
     @property
-    def pass_through(self) -> list[Any]:
-        """Cache layers of transformers, where the model has layers that are left alone."""
-        return [self.layers[idx] for idx in self.layout.alone]
-
-    @property
     def stores(self) -> list[Store]:
         """The stores of layers that have been cut, in the order of `specs`."""
         return [layer.store for layer in self.ragged if layer.store is not None]
@@ -366,8 +361,8 @@ class State:
                 layer.recent = Recent()
                 if layer.store is not None:
                     _drop_metadata(layer.store)
-        for left in self.pass_through:
-            pass_through_layers.trim_(left)
+        for idx in self.layout.alone:
+            pass_through_layers.trim_(self.layers[idx])
 
     def shrink(self, lower: Sequence[Tensor | None], rows: list[int] | None) -> None:
         """Evict from lower layers what a cascade no longer keeps, one layer at a time.
@@ -401,8 +396,8 @@ class State:
         assert self.history is not None
         rows = indices.tolist()
         with self.changing():
-            for left in self.pass_through:
-                left.reorder_cache(indices)
+            for idx in self.layout.alone:
+                self.layers[idx].reorder_cache(indices)
             for layer in self.ragged:
                 layer.select_batch(indices)
             if self.evidence is not None:

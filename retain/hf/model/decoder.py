@@ -81,8 +81,8 @@ def layout_of(model: nn.Module, *, on_meta: bool = False) -> Layout:
     found = ", ".join(sorted({kind.name for kind in kinds}))
     check(
         any(kind.name == FULL for kind in kinds),
-        f"no layer has full attention (all are {found}, as in Mistral-7B-v0.1 and Phi-3-mini-4k), and others "
-        "are left alone",
+        f"none of its layers has attention whose entries could be evicted: all are {found}, and left alone "
+        "(layers with a window too, as those of Mistral-7B-v0.1 and Phi-3-mini-4k)",
     )
     evicting = [idx for idx, kind in enumerate(kinds) if kind.name == FULL]
     specs = tuple(_spec(base, idx, layers[idx], check, on_meta) for idx in evicting)
