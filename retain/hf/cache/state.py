@@ -435,7 +435,7 @@ class State:
         assert self.history is not None
         cut, forgotten = self.history.cut(length), self.num_seen - length
         with self.changing():
-            for left in self.pass_through:
+            for left in (self.layers[idx] for idx in self.layout.alone):
                 left.crop(-forgotten)
                 pass_through_layers.trim_(left)
             for layer in self.ragged:
