@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, get_args
 import torch
 from pydantic import Field
 
-from retain.budget.head_weights import read_weights
+from retain.attention.head_weights import read_weights
 from retain.budget.statement import Budget
 from retain.config import Count, Many, ProperShare, Whole, key_help, load, meanings_of
 from retain.presets import Policy, load_policy

@@ -33,7 +33,7 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
 from retain.attention.chunked import attention_chunks
-from retain.budget.ranking import rank_entries
+from retain.attention.ranking import rank_entries
 from retain.budget.statement import Budget
 from retain.eval.config import resolve_device
 from retain.eval.run.answers import respond
@@ -246,9 +246,10 @@ def ids_on(model: Any, tokens: Sequence[int]) -> Int[Tensor, "1 S"]:
 
 def summarise(readings: Sequence[Sequence[Reading]]) -> list[dict[str, Any]]:
     """A row for each policy and budget: means over the steps of all documents together (of overlap and
-    entries, which have no steps, over documents), the least single number of coverage, and the standard error
-    of the documents' mean KL (None: of one document)."""
-    rows = []
+    entries, which have no steps, over documents), the least single number of coverage, the standard error of
+    the documents' mean KL (None: of one document), and the perplexity over that of the first row, the full
+    cache's."""
+    rows: list[dict[str, Any]] = []
     for same in zip(*readings, strict=True):
         together = {
             name: torch.cat([getattr(one, name).double().flatten() for one in same])

@@ -3,7 +3,7 @@
     python -m retain.eval.head_weights --policy duoattention --model reference:0 --output duoattention.json
     python -m retain.eval.head_weights --policy headkv --model reference:0 --output headkv.json
 
-It writes JSON that `allocation.weights` names (`retain.budget.head_weights`). Heads are measured on texts
+It writes JSON that `allocation.weights` names (`retain.attention.head_weights`). Heads are measured on texts
 with a needle, of which none is in a comparison.
 
 For `duoattention` it *measures attention*: a head is a retrieval head if much of its attention goes far back.
@@ -28,13 +28,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 from retain.attention.chunked import attention_chunks
-from retain.budget.head_weights import format_weights
+from retain.attention.head_weights import format_weights
 from retain.eval.config import resolve_device
 from retain.eval.tasks.encode import Encoded, encode
 from retain.eval.tasks.sources import load_rows
 from retain.hf.intercept.observe import observe
 from retain.hf.model.decoder import describe
-from retain.models.named import load, reference_seed
+from retain.models.named import REFERENCE, load
 from retain.process.command import command
 from retain.process.provenance import write_text
 
@@ -161,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if tokenizer is None:
         raise ValueError(f"model={given.model!r} has no tokenizer, and documents are texts.")
     model = model.to(device).requires_grad_(False)
-    task, seed = (TASK, SEED) if reference_seed(given.model) is None else (REFERENCE_TASK, 0)
+    task, seed = (REFERENCE_TASK, 0) if given.model == REFERENCE else (TASK, SEED)
     size = {"context_tokens": given.context_tokens, "items": given.documents}
     rows = tqdm(load_rows(task, tokenizer, seed=seed, **size), unit="item")
     items = ((encode(row, tokenizer, model), row.max_new_tokens) for row in rows)

@@ -1,8 +1,7 @@
 """Times inference under policies against the full cache and a dense cache of as many entries.
 
     retain speed --model smollm2-135m --policies snapkv,merge --keep-ratio 0.1
-    retain speed --model random --shape 32,4096,32,8,14336 --tokens 32768 --device cuda --dtype bfloat16
-        --gates random [--compiled]
+    retain speed --shape 32,4096,32,8,14336 --tokens 32768 --device cuda --dtype bfloat16 [--compiled]
 
 Measured are the time to the first token (the prompt read, evicted from, and the next token chosen), the time
 of a decoded token, the bytes of the cache, and on CUDA the peak of memory beyond what was held before. Every
@@ -55,7 +54,7 @@ from retain.process.command import command
 from retain.process.provenance import code_state, environment, now, write_json
 
 X = TypeVar("X")
-PLAIN, FULL, DENSE, RANDOM = "plain", "full", "dense", "random"
+PLAIN, FULL, DENSE = "plain", "full", "dense"
 DYNAMIC, ATTACHED, STATIC = "DynamicCache", "DynamicCache, attached", "StaticCache"
 # Aims of compiled steps: the ratio of two medians, the other, and its bound; on a narrow model, and on a GPU.
 HOST = ((ATTACHED, DYNAMIC, 1.05), ("", DYNAMIC, 1.15), ("compiled", STATIC, 1.05))
@@ -70,19 +69,19 @@ def _option(about: str, **bounds: Any) -> Any:
 class Setting:
     """The options of the command, one a field; values out of range are refused."""
 
-    model: Annotated[str, _option("a name, folder or hub id; random: of `shape`")] = "smollm2-135m"
+    model: Annotated[str, _option("a name, folder or hub id")] = "smollm2-135m"
     policies: Annotated[str, _option("presets, between commas")] = "snapkv,layer_defensivekv,merge"
     keep_ratio: Annotated[float, _option("kept / seen", gt=0, le=1)] = 0.1
     batch: Annotated[int, _option("prompts read at once", ge=1)] = 1
-    gates: Annotated[str, _option("folder or hub id; random: right in time alone; empty: that ship")] = ""
+    gates: Annotated[str, _option("folder or hub id; empty: those that ship")] = ""
     tokens: Annotated[int, _option("length of a prompt", ge=1)] = 1024
     steps: Annotated[int, _option("tokens decoded behind it", ge=1)] = 16
     rounds: Annotated[int, _option("measured lives of each cache, behind one that does not count", ge=2)] = 5
     device: Annotated[str, _option("cpu, cuda, cuda:1, auto")] = "cpu"
     dtype: Annotated[str, _option("of weights and cache; auto: as the checkpoint says")] = "auto"
-    shape: Annotated[str, _option("layers, width, heads, KV heads, feed-forward width of a random model")] = (
-        "4,512,8,2,1376"
-    )
+    shape: Annotated[
+        str, _option("layers,width,heads,KV heads,feed-forward of a random model with gates")
+    ] = ""
     compiled: Annotated[bool, _option("time compiled steps")] = False
 
     def __post_init__(self) -> None:
@@ -99,7 +98,7 @@ def load_model(setting: Setting) -> Any:
     Raises:
         ValueError: It cannot be loaded, or a shape that is none.
     """
-    if setting.model != RANDOM:
+    if not setting.shape:
         model = load_named_model(setting.model, dtype=setting.dtype)
         return model.to(setting.device).requires_grad_(False)
     sizes = [int(part) for part in setting.shape.split(",") if part.strip().isdigit()]
@@ -129,8 +128,8 @@ class Subjects:
         self.model = model = load_model(setting)
         # A copy whose weights are the same tensors.
         self.twin = copy.deepcopy(model, {id(weight): weight for weight in model.parameters()})
-        self.gates: Any = load_gates(setting.gates, model) if setting.gates not in ("", RANDOM) else None
-        if setting.gates == RANDOM:
+        self.gates: Any = load_gates(setting.gates, model) if setting.gates else None
+        if setting.shape and not setting.gates:  # right in time alone
             self.gates = new_gates(model, "linear").to(setting.device).eval().requires_grad_(False)
         shape, draw = (setting.batch, setting.tokens + setting.steps), torch.Generator().manual_seed(0)
         ids_BT = torch.randint(model.config.get_text_config().vocab_size, shape, generator=draw)

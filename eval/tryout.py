@@ -29,22 +29,23 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--text", type=Path, help="file in UTF-8; without it, a text that ships")
     made.add_argument("--question", help="asked of the text")
-    made.add_argument("--begins", help="how the answer begins: small models need it (left out: it is theirs)")
+    made.add_argument("--begins", default="", help="how the answer begins, which small models need")
     made.add_argument("--model", default="smollm2-135m", help="name, folder or hub name of a model")
     made.add_argument("--gates", help="folder or hub id; left out: those that ship for the model")
     made.add_argument("--keep-ratio", type=float, default=0.1, help="kept / seen")
     made.add_argument("--out", type=Path, default=Path("retain-try.html"), help="the page")
-    made.add_argument("--dtype", default="auto", help="of the weights, as torch calls it")
     made.add_argument("--device", default="cpu", help="where the model runs")
     return made
 
 
-def ask(given: argparse.Namespace) -> int:
+@command
+def main(arguments: Sequence[str] | None = None) -> int:
     """Answers the question from the full cache and under each policy; prints, and writes the page.
 
     Raises:
         ValueError: A text without its question, or something that the model or a cache refuses.
     """
+    given = parser().parse_args(arguments)
     from inspect import signature
 
     import torch
@@ -61,16 +62,16 @@ def ask(given: argparse.Namespace) -> int:
 
     if (given.text is None) != (given.question is None):
         raise ValueError("--text and --question go together: pass both, or none for the text that ships.")
-    shipped = given.text is None
-    text = (TEXT if shipped else given.text).read_text(encoding="utf-8").strip()
-    question = QUESTION if shipped else given.question
-    begins = BEGINS if shipped else given.begins or ""
+    text, question, begins = given.text, given.question, given.begins
+    if text is None:
+        text, question, begins = TEXT, QUESTION, BEGINS
     device = resolve_device(given.device)
-    model, tokenizer = load(given.model, dtype=given.dtype)
+    model, tokenizer = load(given.model)
     if tokenizer is None:
         raise ValueError(f"model={given.model!r} has no tokenizer, and a text needs one.")
     attach(model.to(device))
-    row = Row("try", text, f"\n{question}\n", ("",), ANSWER_TOKENS, answer_prefix=begins)
+    context = text.read_text(encoding="utf-8").strip()
+    row = Row("try", context, f"\n{question}\n", ("",), ANSWER_TOKENS, answer_prefix=begins)
     asked = encode(row, tokenizer, model)
     ids = asked.context_ids
     print(f"{len(ids):,} tokens are read and evicted from; then comes the question: {question}")
@@ -82,39 +83,29 @@ def ask(given: argparse.Namespace) -> int:
     policies[default] = {"policy": default, **budget, **gates}
     Cache(model, **policies[default])  # refused before anything is read
     given.out.parent.mkdir(parents=True, exist_ok=True)
-    shown = []
+    shown, width = [], max(map(len, policies))
     for name, how in policies.items():
         cache = Cache(model, **how)
-        context_1T = torch.tensor([ids], device=model.device)
         with torch.inference_mode():
-            cache.prefill(context_1T)
+            cache.prefill(torch.tensor([ids], device=model.device))
             total, kept_T = cache.report().total, torch.zeros(len(ids), dtype=torch.int64)
             heads = positions_held(cache)
             for positions in heads:
                 kept_T[positions.cpu()] += 1
             read_1T = torch.tensor([[*ids, *asked.question_ids]], device=model.device)
-            how_long: dict[str, Any] = {"new_tokens": ANSWER_TOKENS, "end_ids": asked.end_ids}
-            (answer,) = respond(model, cache, read_1T, **how_long)
-        said = " ".join(tokenizer.decode(list(answer), skip_special_tokens=True).split())
-        shown.append(
-            Shown(name, f"{begins} {said}".strip(), total.bytes_held, tuple(kept_T.tolist()), len(heads))
-        )
-    width = max(len(one.policy) for one in shown)
-    for one in shown:
-        share = "all" if one is shown[0] else f"{given.keep_ratio:.0%}"
-        line = f"  {one.policy:<{width}}  {share:>4}  {one.bytes_held / 2**20:6.1f} MiB  "
-        print(line + textwrap.shorten(one.answer, 96))
+            answers = respond(model, cache, read_1T, new_tokens=ANSWER_TOKENS, end_ids=asked.end_ids)
+        said = " ".join(
+            [begins, *tokenizer.decode(list(answers[0]), skip_special_tokens=True).split()]
+        ).strip()
+        shown.append(Shown(name, said, total.bytes_held, tuple(kept_T.tolist()), len(heads)))
+        share = f"{given.keep_ratio:.0%}" if "keep_ratio" in how else "all"
+        line = f"  {name:<{width}}  {share:>4}  {total.bytes_held / 2**20:6.1f} MiB  "
+        print(line + textwrap.shorten(said, 96))
     title = f"{given.keep_ratio:.0%} of a cache: what is kept, what is answered"
     pieces = [tokenizer.decode([token]) for token in ids]
     given.out.write_text(page(title, question, pieces, shown), encoding="utf-8")
     print(f"Page: {given.out} (each token shaded by the share of heads that keep it)")
     return 0
-
-
-@command
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Parses the command line, and asks."""
-    return ask(parser().parse_args(arguments))
 
 
 if __name__ == "__main__":

@@ -15,10 +15,9 @@ from retain.presets import Policy
 from retain.scores import SCORES
 from retain.scores.trial import try_settings
 
-Use = Literal["chunks", "window", "again", "bytes", "bits", "merge", "unknown_rope", "vllm"]
+Use = Literal["chunks", "again", "bytes", "bits", "merge", "unknown_rope", "vllm"]
 USES: dict[Use, str] = {
     "chunks": "a prompt that is read in chunks",
-    "window": "a prompt beyond the sliding window of the layers that evict",
     "again": "a regime that evicts again later",
     "bytes": "a budget in bytes",
     "bits": "entries held in fewer bits",
@@ -76,12 +75,6 @@ TABLE = (
     ),
     Row(
         "gates",
-        ("window",),
-        "lookahead tokens ask behind a whole prompt: take gates of another family",
-        lambda gates: "lookahead" in gates.reads,
-    ),
-    Row(
-        "gates",
         ("unknown_rope",),
         "they look at queries or keys before RoPE: take gates that look at something else",
         lambda gates: bool(gates.reads & BEFORE_ROPE),
@@ -94,7 +87,7 @@ TABLE = (
     ),
     Row(
         "merge",
-        ("again", "chunks", "window"),
+        ("again", "chunks"),
         "entries that are held in fewer bits cannot be merged into any more: read the prompt at once under "
         "regime 'prefill', or leave correction or precision out",
         along="bits",

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from retain.budget.allocation import Candidates
 from retain.budget.cascade import Cascade, keep_sets
-from retain.budget.statement import Budget, LayerShape, Stock
+from retain.budget.statement import Budget
 from retain.cache.precision import Precision
 from retain.capability import Use, refuse, unit_of
 from retain.correction.merge import Merge
-from retain.evidence import Evidence
+from retain.evidence import Evidence, Stock
 from retain.gates import GateSet
 from retain.kernels.backend import without_autocast
 from retain.policy import Plan, candidates_of, plan_of, score_entries, stock_of
@@ -30,6 +30,7 @@ from retain.presets import Policy
 from retain.scores import SCORES, Score, masked_score
 from retain.scores.trial import entries_read
 from retain.scores.value_norm import value_norms
+from retain.shapes import LayerShape
 
 Keep = Bool[Tensor, "B H T"]
 # A scorer that is no score of ours (`retain.hf.intercept.press`), or stands in for one.
@@ -188,7 +189,7 @@ class BoundPolicy:
             ValueError: with all problems.
         """
         if self.policy is not None and self.budget is not None:
-            stated = ("bytes",) if self.budget.in_bytes else ()
+            stated = ("bytes",) if self.budget.bytes or self.budget.byte_ratio else ()
             refuse(self.policy, (*uses, *stated), gates=self.gates, scorer=self.scorer)
 
     def with_metadata(self, evidence: Evidence) -> Evidence:
@@ -346,7 +347,7 @@ class ByPolicy:
     @property
     def held_whole(self) -> Sequence[int]:
         """Short sequences that are held whole, by number."""
-        return self.plan.totals.whole
+        return [row for row, whole in enumerate(self.plan.totals.whole_B) if whole]
 
     def measure(self, element_size: int) -> None:
         """Plan anew where keys come in another precision than weights are in (autocast), as long as no layer

@@ -8,8 +8,8 @@ weights that all scores share. Nothing here imports transformers.
 
 Causality goes by *entry index*, not by position id: query `s` of `S` sits at entry index `T - S + s`, so
 padding and gaps in the positions do not change what a query sees. After an eviction the entries are the
-columns of `retain.cache.dense_view`, and `held_BHT` says which head holds which; only the distance of sliding
-windows is then counted in tokens of the sequence (`place_BT`).
+columns of `retain.attention.dense_view`, and `held_BHT` says which head holds which; only the distance of
+sliding windows is then counted in tokens of the sequence (`place_BT`).
 """
 
 from dataclasses import dataclass, replace
@@ -178,20 +178,6 @@ def visible(evidence: Evidence, start: int, stop: int) -> Bool[Tensor, "B heads 
     return seen_BsT[:, None] & held_BHT[:, :, None]
 
 
-def in_reach(
-    window: int, valid_BT: Bool[Tensor, "B T"], positions_BT: Int[Tensor, "B T"]
-) -> Bool[Tensor, "B T"]:
-    """Mask of the tokens that the next query of a sliding-window layer still sees.
-
-    Args:
-        window: as in `Evidence`.
-        valid_BT: False on padding.
-        positions_BT: RoPE positions, ascending over a sequence's own tokens.
-    """
-    next_B1 = positions_BT.masked_fill(~valid_BT, -1).amax(-1, keepdim=True) + 1
-    return valid_BT & (positions_BT > next_B1 - window)
-
-
 def attention_probs(evidence: Evidence, start: int, stop: int) -> Float[Tensor, "B Q s T"]:
     """Attention weights of queries `start..stop`, in float32 (float64 if the evidence is float64).
 
@@ -246,7 +232,7 @@ class Score:
             and heads, and with attention granted to every entry before the norm; not with another norm or a
             divisor), `mass` (attention alone, or a share of it) or `rank` (only the order inside a head is
             meaningful; heads may still compete by the numbers as they are, as in released presses).
-        first_BHT: score of the first of two stages (`retain.budget.two_stage`), float32; None with one stage.
+        first_BHT: score of the first of two stages (`retain.attention.two_stage`), float32; None: one stage.
         window: number of last entries that are the observation window of the score.
         layer_weight_B: float64, weight of this layer in a budget that layers share (CAKE); None without.
         draw_BHT: keys of a drawn share of a budget (`retain.budget.joint`), float32; None
@@ -295,3 +281,20 @@ def masked_score(
         first_BHT = first_BHT.float().masked_fill(missing_BHT, float("-inf"))
     values_BHT = values_BHT.float().masked_fill(missing_BHT, float("-inf"))
     return Score(values_BHT, unit, first_BHT, window, layer_weight_B)
+
+
+@dataclass(frozen=True, eq=False)
+class Stock:
+    """Entries that can still be chosen, if not every token of the evidence: at a second eviction, or while an
+    announced prompt is still being read.
+
+    Args:
+        held_BL: entries that each sequence's layers hold, over all heads.
+        lengths_B: tokens that a ratio is a ratio of: seen by each sequence, padding apart, or announced.
+        intact_BT: tokens seen, padding included, that every head of every layer still holds: only these can
+            be protected.
+    """
+
+    held_BL: tuple[tuple[int, ...], ...]
+    lengths_B: tuple[int, ...]
+    intact_BT: Bool[Tensor, "B T"]

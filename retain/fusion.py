@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from retain.budget.ranking import rank_entries
+from retain.attention.ranking import rank_entries
 from retain.evidence import Score
 from retain.process.registry import lookup
 

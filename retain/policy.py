@@ -3,7 +3,7 @@
 Each stage has its own file. `score_entries` is separate, so that a comparison scores once and selects at many
 budgets; observed and learned scores can be passed in, so that controls run through the same stages. `plan_of`
 and `candidates_of` are separate, so that a cache can decide layer by layer (`retain.budget.cascade`) with the
-result of `decide_layers`, and evict again later (`retain.budget.statement.Stock`), when heads already hold
+result of `decide_layers`, and evict again later (`retain.evidence.Stock`), when heads already hold
 different numbers of entries.
 """
 
@@ -11,25 +11,26 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float32, Int
 from torch import Tensor
 
+from retain.attention.two_stage import stage_by_mass
 from retain.budget.allocation import Candidates, Shares
 from retain.budget.cascade import keep_sets
 from retain.budget.joint import make_bids
-from retain.budget.split import ByScore
-from retain.budget.statement import Budget, LayerShape, Stock, select_rows, spread
-from retain.budget.two_stage import stage_by_mass
+from retain.budget.statement import Budget, spread
 from retain.config import stated_of
-from retain.evidence import Evidence
+from retain.evidence import Evidence, Stock
 from retain.fusion import fuse
-from retain.presets import Policy, load_policy, policies
+from retain.presets import ByScore, Policy, load_policy, policies
 from retain.protection import protected_mask
 from retain.scores import SCORES, Score, masked_score
 from retain.scores.lava import entropy_weight
 from retain.scores.random import draw_keys
+from retain.shapes import LayerShape
 
 __all__ = [
     "Decision",
@@ -77,7 +78,20 @@ class Plan(Shares):
 
     def select_batch(self, rows: Sequence[int]) -> "Plan":
         """Select some of the sequences; once totals are known, sequences are independent."""
-        return replace(select_rows(self, rows), totals=select_rows(self.totals, rows))
+
+        def of(values: Sequence[Any]) -> tuple[Any, ...]:
+            return tuple(values[row] for row in rows)
+
+        totals = self.totals
+        totals = replace(
+            totals,
+            lengths_B=of(totals.lengths_B),
+            equal_BL=of(totals.equal_BL),
+            held_BL=of(totals.held_BL),
+            whole_B=of(totals.whole_B),
+        )
+        protected = self.protected_BT[list(rows)], of(self.protected_B)
+        return replace(self, totals=totals, protected_BT=protected[0], protected_B=protected[1])
 
     def hold_whole(self, rows: Sequence[int], valid_BT: Bool[Tensor, "B T"]) -> "Plan":
         """Hold these sequences whole: all their entries are protected, and in the budget."""

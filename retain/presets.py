@@ -1,31 +1,23 @@
 """Defines `Policy`, and loads the presets that ship with the project.
 
-A policy is one of three dataclasses, by its scope; `retain/policy.py` reads it. What is wrong with its
-settings is found when it is made, all at once.
+A policy is one of three dataclasses, by its scope; `retain/policy.py` reads it. A setting lives in the object
+that reads it, so that one that nothing would read cannot be stated; what is wrong is found when a policy is
+made, all at once.
 """
 
 import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import field, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import AfterValidator, Discriminator, Tag
+from pydantic import AfterValidator, Discriminator, Field, Tag
 from pydantic.dataclasses import dataclass
 
 from retain import config
-from retain.budget.split import (
-    ByHead,
-    ByScore,
-    Pyramid,
-    SharedByScore,
-    SharedPyramid,
-    SharedUniform,
-    Split,
-    Uniform,
-)
-from retain.budget.statement import LayerShape
+from retain.budget.largest_remainder import exact
 from retain.cache.precision import Precision
 from retain.config import STRICT, Share
 from retain.correction.merge import METADATA_BYTES, Merge
@@ -33,10 +25,116 @@ from retain.process.registry import lookup
 from retain.protection import Protection
 from retain.scores import SCORES, Score
 from retain.scores.trial import try_settings
+from retain.shapes import LayerShape
 
 Regime = Literal["any", "context_only", "query_aware", "chunked", "decode", "prefill+decode"]
 REGIMES: tuple[Regime, ...] = get_args(Regime)
+Scope = Literal["head", "layer", "model"]
 Fusion = Literal["max", "sum", "observed", "learned", "rank_blend"]
+
+
+@dataclass(frozen=True, config=STRICT)
+class FirstStage:
+    """Size of a first stage.
+
+    Args:
+        by: `budget`: a share of each head's budget (CriticalKV's alpha). `mass`: the entries that hold a
+            share of all observed attention (DefensiveKV as its text has it).
+        share: of the budget, or of the mass, in [0, 1].
+    """
+
+    by: Literal["budget", "mass"] = "budget"
+    share: Share = 0.5
+
+
+@dataclass(frozen=True, config=STRICT)
+class Draw:
+    """How much of a budget is drawn.
+
+    Args:
+        share: of the shared budget apart from the guaranteed entries, in [0, 1]; the rest goes by score. A
+            part of an entry goes by score.
+    """
+
+    share: Share = 0.2
+
+
+@dataclass(frozen=True, config=STRICT)
+class Uniform:
+    """Every layer gets the same."""
+
+    layers: Literal["uniform"] = "uniform"
+
+
+@dataclass(frozen=True, config=STRICT)
+class Pyramid:
+    """Shares of layers fall linearly with depth (PyramidKV); the last layer gets `1 / beta` of the mean."""
+
+    layers: Literal["pyramid"]
+    beta: Annotated[float, Field(ge=1)] = 20.0
+
+    def line(self, mean: Fraction, most: Fraction, num_layers: int) -> list[Fraction]:
+        """Shares of layers: a straight line over depth, of this mean.
+
+        `first = 2 mean - last`, `last = mean / beta`; if the first would exceed what exists, `first = most`
+        and `last = 2 mean - most`. Beta 20 as its code and comparisons have it. Theirs rounds each step down,
+        and computes the line once for the first prompt; here it is exact, and each prompt's own.
+        """
+        if num_layers == 1:
+            return [mean]
+        last = mean / exact(self.beta)
+        first = 2 * mean - last
+        if first > most:
+            first, last = most, 2 * mean - most
+        return [first - (first - last) * idx / (num_layers - 1) for idx in range(num_layers)]
+
+
+@dataclass(frozen=True, config=STRICT)
+class ByScore:
+    """Shares of layers go by a weight that the score gives: `cake`, CAKE's preference; `entropy`, the entropy
+    of the scores that compete (LAVa)."""
+
+    layers: Literal["cake", "entropy"]
+
+
+@dataclass(frozen=True, config=STRICT)
+class ByHead:
+    """The heads of all layers share what is not protected in proportion to a number for each, of a file
+    (`retain.attention.head_weights`; DuoAttention, HeadKV)."""
+
+    weights: str
+
+
+@dataclass(frozen=True, config=STRICT)
+class Guard:
+    """How heads share a budget.
+
+    Args:
+        safeguard: `guaranteed`: each head keeps its first entries beside the protected ones,
+            `safeguard_share` of the mean budget; None: one entry a head.
+        safeguard_share: in [0, 1].
+        compete_by: heads compete by their `score`, or by the score of their `first` stage (AdaKV under
+            CriticalKV).
+    """
+
+    safeguard: Literal["guaranteed"] | None = None
+    safeguard_share: Share = 0.2
+    compete_by: Literal["score", "first"] = "score"
+
+
+@dataclass(frozen=True, config=STRICT)
+class SharedUniform(Guard, Uniform):
+    """Every layer gets the same, and its heads share it."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class SharedPyramid(Guard, Pyramid):
+    """Shares of layers fall with depth, and the heads of a layer share its own."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class SharedByScore(Guard, ByScore):
+    """Shares of layers go by their scores, and the heads of a layer share its own."""
 
 
 def _known_score(name: str) -> str:
@@ -45,13 +143,19 @@ def _known_score(name: str) -> str:
 
 
 @dataclass(frozen=True, config=STRICT)
-class Policy(Split):
+class Policy:
     """Settings of all stages that decide which entries stay. Without any score, everything stays.
 
     Made as a `HeadPolicy`, a `LayerPolicy` or a `ModelPolicy`, which say how heads split a budget; a
     `Policy(...)` itself is a TypeError.
 
     Args:
+        scope: `head` gives each head the same budget, `layer` lets the heads of a layer share by score,
+            `model` the heads of all layers.
+        allocation: how a budget is spread over layers and heads.
+        first_stage: entries that are kept before the score ranks the rest; None for one stage.
+        draw: share of a budget that heads share which is drawn by lot, in proportion to what was observed
+            (`retain.budget.joint`); None: all of it goes by score.
         name: how it is called in reports.
         observed: score over queries already seen, a name in `retain.scores.SCORES`; None for none.
         observed_settings: settings of that score.
@@ -69,6 +173,10 @@ class Policy(Split):
             budget, for comparisons at equal memory.
     """
 
+    scope: Scope = field(default="head", kw_only=True)
+    allocation: Uniform | Pyramid | ByScore | ByHead = field(default=Uniform(), kw_only=True)
+    first_stage: FirstStage | None = field(default=None, kw_only=True)
+    draw: Draw | None = field(default=None, kw_only=True)
     name: str
     observed: Annotated[str, AfterValidator(_known_score)] | None = None
     observed_settings: dict[str, Any] = field(default_factory=dict)
@@ -143,6 +251,36 @@ class Policy(Split):
         return problems
 
     @property
+    def guard(self) -> Guard:
+        """How heads share."""
+        return self.allocation if isinstance(self.allocation, Guard) else Guard()
+
+    @property
+    def layers(self) -> str:
+        """The rule by which layers get their shares."""
+        return "uniform" if isinstance(self.allocation, ByHead) else self.allocation.layers
+
+    @property
+    def weights(self) -> str | None:
+        """File of the weights of heads; None without."""
+        return self.allocation.weights if isinstance(self.allocation, ByHead) else None
+
+    @property
+    def drawn_share(self) -> float | None:
+        """Share of a shared budget that is drawn; None: nothing."""
+        return None if self.draw is None else self.draw.share
+
+    @property
+    def crosses_layers(self) -> bool:
+        """True where the keep set of a layer depends on other layers."""
+        return self.scope == "model" or isinstance(self.allocation, ByScore)
+
+    @property
+    def two_stages(self) -> bool:
+        """True where a head's first stage depends on its budget."""
+        return self.first_stage is not None and self.first_stage.by == "budget"
+
+    @property
     def _trial(self) -> Score | None:
         """Its observed score, of a made-up layer."""
         return try_settings(self.observed, self.observed_settings)[0] if self.observed else None
@@ -156,7 +294,7 @@ class Policy(Split):
     @property
     def needs(self) -> frozenset[str]:
         """Fields that scores read beyond keys and values: `window`, `running`, `seeds`, `gates`, `weights` of
-        heads (`retain.budget.head_weights`), ..."""
+        heads (`retain.attention.head_weights`), ..."""
         fields = SCORES[self.observed].needs_with(self.observed_settings) if self.observed else frozenset()
         fields |= {"gates"} if self.learned else frozenset()
         return fields | ({"weights"} if self.weights is not None else frozenset())

@@ -1,4 +1,4 @@
-"""Lists the letters of tensor axes that names, annotations, docs and kernels use.
+"""Defines the shape of a layer, and the letters of axes that names, annotations, docs and kernels use.
 
 A tensor that crosses a function boundary carries its axes as a suffix (`keys_BHTD`), and public functions
 annotate them with the same letters through jaxtyping (`Float[Tensor, "B H T D"]`; one-letter axes are written
@@ -7,6 +7,8 @@ is `[R + 1]`. Other axes are lower-case words (`"B Q rows T"`).
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
 from types import MappingProxyType
 
 LEGEND: Mapping[str, str] = MappingProxyType(
@@ -41,3 +43,37 @@ def axis_of(name: str, letter: str) -> int | None:
     """
     axes = name.rpartition("_")[2]
     return axes.index(letter) if axes.isupper() and letter in axes else None
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Heads of a layer, and bytes of its entries.
+
+    Args:
+        num_heads: H, KV heads.
+        entry_bytes: bytes of one key and value.
+        metadata_bytes: bytes that attention reads with an entry once something went: a budget that is less
+            than everything holds fewer entries for them.
+        widths: channels of a key and of a value; None: half of the entry's numbers each.
+        element_size: bytes of a number.
+        packed_bytes, head_bytes: bytes of an entry, in the mean, and of a head apart from its entries, where
+            they are held in fewer bytes (`retain.cache.precision.Precision.cost`); None: they are not.
+    """
+
+    num_heads: int
+    entry_bytes: int
+    metadata_bytes: int = 0
+    widths: tuple[int, int] | None = None
+    element_size: int = 2
+    packed_bytes: Fraction | None = None
+    head_bytes: Fraction = Fraction(0)
+
+    @property
+    def paid_bytes(self) -> Fraction:
+        """Bytes that an entry takes."""
+        packed = self.entry_bytes if self.packed_bytes is None else self.packed_bytes
+        return Fraction(packed + self.metadata_bytes)
+
+    def bytes_of(self, entries: int) -> Fraction:
+        """Bytes of a layer that keeps so many entries."""
+        return entries * self.paid_bytes + self.num_heads * self.head_bytes

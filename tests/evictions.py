@@ -16,9 +16,9 @@ import torch
 from retain.attention.rotary import Rotary
 from retain.budget.cascade import keep_sets
 from retain.budget.largest_remainder import exact
-from retain.budget.statement import Budget, Stock, spread
+from retain.budget.statement import Budget, spread
 from retain.config import build
-from retain.evidence import Evidence
+from retain.evidence import Evidence, Stock
 from retain.policy import (
     Plan,
     candidates_of,

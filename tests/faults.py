@@ -3,8 +3,7 @@
 `draw` draws 40 faults with cosmic-ray's operators, one at least in each room (a package of pyproject.toml),
 into results/faults/drawn.jsonl. `run` writes each into the committed tree, runs the default tier up to the
 first failure, then, if the fault survives, every test (`--all`), and takes it out again. `table` prints what
-caught each. A run that is started again goes on where it was. A survivor that changes no behaviour is named
-in EQUIVALENT, with its reason.
+caught each. A run that is started again goes on where it was.
 """
 
 import argparse
@@ -29,8 +28,6 @@ from cosmic_ray.plugins import get_operator, operator_names
 
 ROOT = Path(__file__).resolve().parents[1]
 SEED, COUNT, WANTED = 46, 40, 36
-# Fault's id in drawn.jsonl: why no test can see it.
-EQUIVALENT: dict[str, str] = {}
 PYTEST = ("-m", "pytest", "-n", "2", "--dist", "worksteal", "--timeout", "900", "-x", "-rfE")
 LIMIT = 3600.0  # seconds of one run; the whole tier takes half of it
 
@@ -216,18 +213,11 @@ def run_faults(root: Path, faults: list[Fault], results: Path, limit: float = LI
 
 
 def make_table(faults: list[Fault], rows: list[dict]) -> str:
-    """Return the Markdown table of what caught each fault, and the verdict on the default tier.
-
-    Raises:
-        ValueError: A fault is called equivalent that a test caught.
-    """
+    """Return the Markdown table of what caught each fault, and the verdict on the default tier."""
     lines = ["| fault | place | change | default tier | every test |", "| --- | --- | --- | --- | --- |"]
     by = {(row["id"], row["tier"]): row["caught"] or "survives" for row in rows}
     for fault in faults:
         found = [by.get((fault.id, tier), "") for tier in ("default", "whole")]
-        if fault.id in EQUIVALENT and found != ["survives", "survives"]:
-            raise ValueError(f"fault {fault.id} is called equivalent, but was not seen to survive every test")
-        found[1] = EQUIVALENT.get(fault.id, found[1])
         change = f"`{fault.before.strip()}` -> `{fault.after.strip()}`"
         cells = (fault.id, f"{fault.file}:{fault.line}", change, *found)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")

@@ -84,7 +84,7 @@ def test_uniform_budgets_of_heads_that_hold_unlike_numbers():
     ]
     naive = [naive_classes([1, 1, 1], total, 0, capacity) for total, capacity in cases]
     totals, capacities = zip(*cases, strict=True)
-    assert allocate_uniform(torch.tensor(totals), torch.tensor(capacities)).tolist() == naive
+    assert allocate_uniform(totals, torch.tensor(capacities)).tolist() == naive
 
 
 def compete(score, protected, total, least=1):

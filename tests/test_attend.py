@@ -182,7 +182,7 @@ def test_steps_in_one_call_equal_the_op(monkeypatch, lengths, dtype, counted, th
         if store.free < 1:
             store.make_room_(1)
         if store.step_rows is None:
-            how = {"scaling": 0.3, "soft_cap": None, "window": None, "sinks": False}
+            how = {"scaling": 0.3, "soft_cap": None, "sinks": False}
             store.step_rows = step_rows_of(store, **how)
         keys, values = torch.randn(2, B, H, 1, D, generator=draw).to(dtype)
         queries = torch.randn(B, H * G, 1, D, generator=draw).to(dtype)

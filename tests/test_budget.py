@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retain.budget.statement import Budget, LayerShape, spread
+from retain.budget.statement import Budget, spread
+from retain.shapes import LayerShape
 from tests.refused import refused
 
 ONE, TWO = [LayerShape(1, 1)], [LayerShape(2, 16)] * 2

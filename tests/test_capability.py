@@ -32,7 +32,6 @@ METHODS = (
 REFUSED = {
     "again": (*AROUND, "scorer", "merge bits", "bits bytes"),
     "chunks": (*AROUND, "scorer", "merge bits"),
-    "window": ("gates lookahead", "merge bits"),
     "padding": (),
 }
 
@@ -59,7 +58,7 @@ def asked(model: torch.nn.Module, method: str) -> dict[str, Any]:
 
 def read(method: str, use: str, cache_of: Callable[..., Cache] = Cache) -> tuple[Cache, Any]:
     """A cache that has read a prompt of 60 tokens in this use, and what it was given."""
-    model = attached("mistral_window" if use == "window" else "llama")
+    model = attached("llama")
     ids, mask = tiny_batch((0, 9) if use == "padding" else (0,), 60)
     how = {**asked(model, method), "regime": "prefill+decode" if use == "again" else "prefill", "every": 2}
     cache = cache_of(model, **how, seeds=[0] * len(ids))

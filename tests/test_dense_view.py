@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from retain.cache.dense_view import DenseView, align_last, dense_view, last_tokens
+from retain.attention.dense_view import DenseView, align_last, dense_view, last_tokens
 
 
 @dataclass(frozen=True)

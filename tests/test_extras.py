@@ -15,8 +15,6 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from retain.process.extras import MissingExtra, require
-
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
@@ -121,15 +119,3 @@ def test_help_needs_the_core_alone_and_running_names_the_extra(tmp_path: Path) -
         text = str(status) + err
         assert f"pip install 'retain-kv[{extra}]'" in text and text.count("\n") <= 4, (call, status, err)
         assert status not in (0, None) and "Traceback" not in text, (call, status, err)
-
-
-def test_what_is_missing_is_a_failed_import_that_a_user_can_mend() -> None:
-    message = (
-        r"^a page needs the package no_such_package, which is not installed: "
-        r"pip install 'retain-kv\[eval\]', or look at report.md\.$"
-    )
-    with pytest.raises(MissingExtra, match=message) as caught:
-        require("eval", "json", "no_such_package", what="a page", otherwise="look at report.md")
-    assert isinstance(caught.value, ImportError) and isinstance(caught.value, ValueError)
-    with require("eval", "json", what="a page"):
-        pass

@@ -2,7 +2,7 @@
 
 import pytest
 
-from retain.budget.head_weights import check_weights, format_weights, read_weights
+from retain.attention.head_weights import check_weights, format_weights, read_weights
 from tests.refused import refused
 
 

@@ -37,9 +37,8 @@ def test_every_package_is_listed() -> None:
     assert set(SETUPTOOLS["packages"]) == present | data
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel built offline, from a copy, since setuptools leaves its build/ in the source."""
+def names_of_wheel(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """Files of a wheel built offline, from a copy, since setuptools leaves its build/ in the source."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for folder in ("retain", "kernels", "train", "eval", "configs"):
         shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
@@ -49,17 +48,12 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = subprocess.run([*command, "-w", str(out), str(source)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     (built,) = out.glob("*.whl")
-    return built
-
-
-@pytest.fixture(scope="module")
-def wheel_names(wheel: Path) -> set[str]:
-    return set(zipfile.ZipFile(wheel).namelist())
+    return set(zipfile.ZipFile(built).namelist())
 
 
 @pytest.mark.slow
-def test_the_wheel_holds_every_file(wheel_names: set[str]) -> None:
-    expected = set()
+def test_the_wheel_holds_every_file(tmp_path_factory: pytest.TempPathFactory) -> None:
+    wheel_names, expected = names_of_wheel(tmp_path_factory), set()
     for package in SETUPTOOLS["packages"]:
         folder = folder_of(package)
         files = [path for path in folder.iterdir() if path.suffix in DATA | {".py"}]
@@ -73,10 +67,6 @@ def test_the_wheel_holds_every_file(wheel_names: set[str]) -> None:
     assert {"retain/py.typed", "retain/kernels/__init__.py", "retain/policies/learned.yaml"} <= wheel_names
     assert {"retain/recipes/laptop.yaml", "retain/recipes/families/mlp.yaml"} <= wheel_names
     assert any(name.startswith("retain/reference/") and name.endswith(".safetensors") for name in wheel_names)
-
-
-@pytest.mark.slow
-def test_the_wheel_holds_one_top_level_name(wheel_names: set[str]) -> None:
     tops = {name.split("/")[0] for name in wheel_names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"retain"}
 

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from retain import presets
-from retain.budget.split import Draw, Pyramid
 from retain.budget.statement import Budget
 from retain.policy import decide_layers, load_policy, policies, score_entries
-from retain.presets import REGIMES
+from retain.presets import REGIMES, Draw, Pyramid
 from retain.protection import Protection
 from retain.scores import SCORES, masked_score
 from tests.evictions import FOLDER, PRESETS, SHARED, learned_scores, make_evidence, policy_of, small

@@ -31,16 +31,11 @@ OUTSIDE = {
 }
 
 
-def wrapped(path: tuple[str, ...], value: Any) -> Any:
-    """A mapping that has the value at a path, beside what else a config needs there."""
-    for name in reversed(path):
-        value = [value] * name.count("[]") if "[]" in name else {name if name != "{}" else "some": value}
-    return value
-
-
 @pytest.mark.parametrize("key", OUTSIDE)
 def test_what_is_outside_is_refused_by_its_key(key: str) -> None:
-    mapping: dict[str, Any] = {"output": "o"} | wrapped(tuple(key.split(".")), OUTSIDE[key])
+    section, _, last = key.rpartition(".")
+    given = {last: OUTSIDE[key]}
+    mapping: dict[str, Any] = {"output": "o"} | ({section: given} if section else given)
     with pytest.raises(ValueError, match="problem") as caught:
         build(mapping, DistillConfig)
     assert f"- {key}" in str(caught.value)

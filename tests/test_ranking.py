@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retain.budget import ranking
-from retain.budget.ranking import admit, rank_entries, select
+from retain.attention import ranking
+from retain.attention.ranking import admit, rank_entries, select
 from tests.refused import refused
 
 

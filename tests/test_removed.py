@@ -24,22 +24,9 @@ CALLS = [
     (lambda: retain.load_policy("snapkv:released"), "'snapkv:released' (removed: use the"),
     (lambda: retain.load_policy("snapkv", ["observed=arkv"]), "'arkv' (removed"),
     (lambda: retain.load_policy("recency", ["observed_settings.sinks=4"]), "use protection.sinks"),
-    (
-        lambda: retain.load_policy("kivi", ["precision.keys=token"]),
-        "removed: use the one layout",
-    ),
     (lambda: retain.load_policy("merge", ["correction.threshold=moving"]), "got 'moving' (str) (removed"),
-    (
-        lambda: retain.load_policy("learned", ["fusion=veto"]),
-        "'veto' (str) (removed: use fusion",
-    ),
-    (lambda: retain.load_policy("snapkv", ["selection={shared: layer}"]), "use each head keeps"),
-    (lambda: retain.Cache(tiny_model(), "snapkv", bytes_total=9999), "use bytes, of each sequence"),
     (lambda: retain.Cache(tiny_model(), "snapkv", keep_ratio=0.5, page=16), "use the budget alone,"),
-    (
-        lambda: load(COMPARE, CompareConfig, ["engine=vllm"]),
-        "'engine' (removed: use question",
-    ),
+    (lambda: load(COMPARE, CompareConfig, ["engine=vllm"]), "'engine' (removed: use question"),
     (lambda: load(DISTILL, DistillConfig, ["calibration.quotas=true"]), "'calibration.quotas' (removed"),
 ]
 

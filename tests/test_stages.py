@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retain.budget.two_stage import stage_by_budget, stage_by_mass
+from retain.attention.two_stage import stage_by_budget, stage_by_mass
 
 B, H, T, W = 2, 3, 17, 5
 PADS = (0, 4)

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from retain.attention.ranking import admit
 from retain.budget.cascade import Cascade
-from retain.budget.ranking import admit
 from retain.budget.statement import Budget
 from retain.policy import candidates_of, check_budget, decide_layers
 from retain.protection import Protection

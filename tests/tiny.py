@@ -48,7 +48,6 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "qwen2": _family("Qwen2", num_hidden_layers=3, hidden_size=64),
     "qwen3": _family("Qwen3", num_hidden_layers=3, hidden_size=48, head_dim=16),
     "mistral": _family("Mistral", sliding_window=None),
-    "mistral_window": _family("Mistral", num_hidden_layers=3, sliding_window=24),
     "phi3": _family("Phi3"),
     "gemma3": _family("Gemma3", **SLIDING, head_dim=16, query_pre_attn_scalar=16),
     "qwen3_moe": _family("Qwen3Moe", **EXPERTS, head_dim=8, num_experts=4),

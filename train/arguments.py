@@ -84,11 +84,11 @@ def recipe_of(parsed: argparse.Namespace) -> tuple[Path | None, list[str]]:
 
 
 def kind_of(data: str) -> str:
-    """Returns `jsonl` for a file, a pattern or a folder of these, else `hub`. ValueError: a file that is
-    neither."""
+    """Returns `jsonl` for a file, a pattern or a folder of these, else `hub`. ValueError: another file, or a
+    folder of jsonl and parquet."""
     place = Path(data)
-    if data.lower().endswith(".jsonl") or (place.is_dir() and any(place.rglob("*.jsonl"))):
-        return "jsonl"
-    if place.is_file():
-        raise ValueError(f"{data} is no .jsonl file: name one, or the folder of a data set.")
-    return "hub"
+    names = [path.name for path in place.rglob("*")] if place.is_dir() else [data]
+    jsonl, parquet = (any(name.lower().endswith(end) for name in names) for end in (".jsonl", ".parquet"))
+    if (jsonl and parquet) or (place.is_file() and not jsonl):
+        raise ValueError(f"{data}: name a file or pattern of .jsonl, or a folder of one kind of files.")
+    return "jsonl" if jsonl else "hub"

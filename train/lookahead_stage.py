@@ -110,7 +110,6 @@ class Lookahead(Stage):
             lookahead_keys_BHSD=asked.keys_BHSD,
             scaling=held.scaling,
             soft_cap=held.soft_cap,
-            window=spec.window,
             sinks_Q=spec.sinks_Q,
         )
         return gate(inputs)[0]

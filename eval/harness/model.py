@@ -103,7 +103,7 @@ class RetainLM(HFLM):
             )
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         origin = pretrained if isinstance(pretrained, str) else type(pretrained).__name__
-        if origin.startswith(REFERENCE):
+        if origin == REFERENCE:
             pretrained, its_tokenizer = load(origin, dtype=str(others.get("dtype", "auto")))
             pretrained = pretrained.to(device)
             others.setdefault("tokenizer", its_tokenizer)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from retain.budget.statement import Budget, LayerShape, spread
+from retain.budget.statement import Budget, spread
 from retain.config import problems_of
 from retain.eval.config import (
     CONTROLS,
@@ -38,6 +38,7 @@ from retain.policy import Policy
 from retain.presets import policies
 from retain.process.registry import suggest
 from retain.protection import protected_mask
+from retain.shapes import LayerShape
 
 # Fields whose entries are each named once.
 REPEATABLE = ("seeds", "tasks", "when", "question", "keep_ratios", "tokens_per_head", "policies")

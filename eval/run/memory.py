@@ -10,10 +10,11 @@ from typing import Any
 
 from torch import Tensor
 
-from retain.budget.statement import Budget, LayerShape, spread
+from retain.budget.statement import Budget, spread
 from retain.eval.config import Candidate, budget_for, budget_label
 from retain.hf.cache.cache import Cache
 from retain.presets import Policy
+from retain.shapes import LayerShape
 
 # Where something stands with an entry for attention (merged weights), a budget in bytes is rounded to
 # entries: 2 % are half an entry of each of 4 layers at 25 entries a layer.

@@ -1,16 +1,10 @@
 """Defines how a budget is spread over layers and heads, and what is known of that before any layer comes.
 
 *Guaranteed* entries (protected ones, a first stage, one entry a head) lie inside a share; only the rest is
-shared, by weights (`retain.budget.largest_remainder`): ones, a line over depth (PyramidKV), a number for each
-head that was measured beforehand (DuoAttention, HeadKV), or a number for each layer that its score gives
-(CAKE, LAVa). Where heads compete, the best entries win (`retain.budget.joint`).
-
-DuoAttention's numbers are 1 for a retrieval head and 0 for a streaming head: streaming heads hold the
-protected entries, and retrieval heads share the rest. HeadKV's are `(beta - 1) * sum(s) + N * s_h` over N
-heads, with s their importance: of what is not protected, `1 / beta` goes by importance and the rest equally.
-
-PyramidKV, arXiv 2406.02069. DuoAttention, arXiv 2410.10819. HeadKV, arXiv 2410.19258. CAKE, arXiv 2503.12491.
-LAVa, arXiv 2509.09754.
+shared, by weights (`retain.budget.largest_remainder`): ones, a line over depth (PyramidKV, arXiv 2406.02069),
+a number for each head that was measured beforehand (`retain.attention.head_weights`), or a number for each
+layer that its score gives (CAKE, arXiv 2503.12491; LAVa, arXiv 2509.09754). Where heads compete, the best
+entries win (`retain.budget.joint`).
 """
 
 import math
@@ -18,16 +12,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from retain.budget.head_weights import check_weights
+from retain.attention.head_weights import check_weights
 from retain.budget.joint import Bids, Won
 from retain.budget.largest_remainder import exact, largest_remainder
-from retain.budget.split import Pyramid, Split
 from retain.budget.statement import Totals
+from retain.presets import Policy, Pyramid
 
 
 @dataclass(frozen=True)
@@ -41,7 +36,7 @@ class Shares:
         threshold: of admission; then the totals are all that exists, and no budget decides.
     """
 
-    policy: Split
+    policy: Policy
     totals: Totals
     protected_B: tuple[int, ...]
     threshold: float | None = None
@@ -54,13 +49,12 @@ class Shares:
     @cached_property
     def least_B(self) -> list[int]:
         """Entries that every head keeps whatever the scores: protected, of a safeguard, and at least one."""
-        guard, least = self.policy.guard, []
-        for protected, mean in zip(self.protected_B, self.totals.per_head_B, strict=True):
-            guarded = protected
-            if guard.safeguard == "guaranteed":
-                guarded = min(math.floor(mean), protected + math.floor(exact(guard.safeguard_share) * mean))
-            least.append(max(1, protected, guarded))
-        return least
+        guard = self.policy.guard
+        share = exact(guard.safeguard_share) if guard.safeguard == "guaranteed" else 0
+        return [
+            max(1, protected, min(math.floor(mean), protected + math.floor(share * mean)))
+            for protected, mean in zip(self.protected_B, self.totals.per_head_B, strict=True)
+        ]
 
     @cached_property
     def fixed_LB(self) -> list[list[int]] | None:
@@ -70,40 +64,40 @@ class Shares:
         rows = self.totals.equal_BL
         if isinstance(self.policy.allocation, Pyramid):
             rows = tuple(map(self._pyramid, range(len(rows))))
-        held = self.totals.held_BL
-        rows_BL = [map(min, stated, most) for stated, most in zip(rows, held, strict=True)]
+        rows_BL = [map(min, *each) for each in zip(rows, self.totals.held_BL, strict=True)]
         return [list(column) for column in zip(*rows_BL, strict=True)]
 
     def _pyramid(self, row: int) -> tuple[int, ...]:
         """Entries of each layer of a sequence: a line over depth, in entries a head."""
         heads_L, protected, allocation = self.totals.heads_L, self.protected_B[row], self.policy.allocation
         assert isinstance(allocation, Pyramid)
-        length, total = self.totals.lengths_B[row], self.totals.stated_B[row]
-        mean = Fraction(total, sum(heads_L)) - protected
-        line = pyramid(mean, Fraction(length - protected), len(heads_L), allocation.beta)
+        length, mean = self.totals.lengths_B[row], self.totals.per_head_B[row] - protected
+        line = allocation.line(mean, Fraction(length - protected), len(heads_L))
         inside, least, most = (
             [bound * heads for heads in heads_L]
             for bound in (protected, min(length, max(protected, self.least_B[row])), length)
         )
         weights = [share * heads for share, heads in zip(line, heads_L, strict=True)]
+        total = self.totals.stated_B[row]
         return tuple(largest_remainder(total, weights, most, protected=inside, least=least))
 
     @cached_property
     def static_LBH(self) -> list[list[list[int]]]:
         """Entries of each head by its weight while heads of a layer hold the same."""
-        heads_L, held_BL = self.totals.heads_L, self.totals.held_BL
-        return self.static_of(
-            [[[row[idx] // heads] * heads for row in held_BL] for idx, heads in enumerate(heads_L)]
-        )
+        return self.static_of(None)
 
-    def static_of(self, capacity_LBH: Sequence[Sequence[Sequence[int]]]) -> list[list[list[int]]]:
-        """Entries of each head by its weight, of heads that hold so many."""
+    def static_of(self, capacity_LBH: Sequence[Sequence[Sequence[int]]] | None) -> list[list[list[int]]]:
+        """Entries of each head by its weight, of heads that hold so many; None: alike in a layer."""
         path, heads_L = self.policy.weights, self.totals.heads_L
         assert path is not None
         weights = [exact(weight) for row in check_weights(path, heads_L) for weight in row]
         flat_B = []
         for row, stated in enumerate(self.totals.stated_B):
-            held = [count for rows_BH in capacity_LBH for count in rows_BH[row]]
+            if capacity_LBH is None:
+                layers = zip(self.totals.held_BL[row], heads_L, strict=True)
+                held = [count // heads for count, heads in layers for _ in range(heads)]
+            else:
+                held = [count for rows_BH in capacity_LBH for count in rows_BH[row]]
             if stated < sum(held):
                 # A head that holds less than is protected (few tokens) has nothing that competes.
                 inside, least = (
@@ -118,15 +112,12 @@ class Shares:
     def covers_B(self) -> list[bool]:
         """Which sequences keep everything whatever the scores: their budget holds all, or, under a threshold,
         all of it is protected. They need no score."""
-        totals, heads = self.totals, sum(self.totals.heads_L)
-        held_B = [sum(row) for row in totals.held_BL]
+        kept_B = self.totals.total_B
         if self.threshold is not None:
-            kept_B = [protected * heads for protected in self.protected_B]
+            kept_B = [protected * sum(self.totals.heads_L) for protected in self.protected_B]
         elif self.fixed_LB is not None and self.policy.weights is None:
             kept_B = [sum(column) for column in zip(*self.fixed_LB, strict=True)]
-        else:
-            kept_B = totals.total_B
-        return [kept == held for kept, held in zip(kept_B, held_B, strict=True)]
+        return [kept == sum(held) for kept, held in zip(kept_B, self.totals.held_BL, strict=True)]
 
     @property
     def covers_all(self) -> bool:
@@ -166,27 +157,20 @@ class Candidates:
         return (self.score_BHT > float("-inf")).sum(-1)
 
     def cut(self, keep_BHT: Bool[Tensor, "B H T"], won: Won, held_B: Sequence[int]) -> "Candidates":
-        """The same with fewer entries: each head's stand in front, in order, and -inf behind them.
-
-        Args:
-            keep_BHT: which stay.
-            won: which bids may still win when more layers come.
-            held_B: entries of each sequence that stay.
-        """
+        """The entries that stay, `held_B` of each sequence, and the bids that may still win when more layers
+        come: each head's stand in front, in order, and -inf behind them."""
         width = int(keep_BHT.sum(-1).max())
         front_BHK = (~keep_BHT).sort(dim=-1, stable=True).indices[..., :width]
         there_BHK = keep_BHT.gather(-1, front_BHK)
 
-        def front(values_BHT: Tensor | None, empty: float | bool) -> Tensor | None:
+        def front(values_BHT: Any, empty: float | bool) -> Any:
             return None if values_BHT is None else values_BHT.gather(-1, front_BHK).where(there_BHK, empty)
 
-        score_BHK, kept_BHK = front(self.score_BHT, float("-inf")), front(self.kept_BHT, False)
-        assert score_BHK is not None and kept_BHK is not None
         bids = self.bids if self.bids is None or won.won_N is None else self.bids.select(won.won_N)
         return replace(
             self,
-            score_BHT=score_BHK,
-            kept_BHT=kept_BHK,
+            score_BHT=front(self.score_BHT, float("-inf")),
+            kept_BHT=front(self.kept_BHT, False),
             held_B=tuple(held_B),
             first_BHT=front(self.first_BHT, float("-inf")),
             bids=bids,
@@ -194,7 +178,7 @@ class Candidates:
         )
 
 
-def allocate_uniform(total_B: Int64[Tensor, " B"], capacity_BH: Int64[Tensor, "B H"]) -> Int64[Tensor, "B H"]:
+def allocate_uniform(total_B: Sequence[int], capacity_BH: Int64[Tensor, "B H"]) -> Int64[Tensor, "B H"]:
     """Give every head of a layer the same, the remainder to the lowest heads, capped at what a head has.
 
     `budget[b, h] = min(capacity[b, h], level_b)`, plus one for the first heads that can hold it, until the
@@ -204,26 +188,11 @@ def allocate_uniform(total_B: Int64[Tensor, " B"], capacity_BH: Int64[Tensor, "B
     below = capacity.cumsum(-1) - capacity
     others = torch.arange(capacity.shape[1], 0, -1, device=capacity.device).expand_as(capacity)
     # With the i smallest heads full, the others share the rest; it is right for the first i that it fits.
-    rest = total_B[:, None] - below
+    total_B1 = torch.tensor(total_B, device=capacity.device)[:, None]
+    rest = total_B1 - below
     first_B1 = (rest <= capacity * others).int().argmax(-1, keepdim=True)
     level_B1 = rest.gather(-1, first_B1) // others.gather(-1, first_B1)
     budget_BH = torch.minimum(capacity_BH, level_B1)
-    left_B1 = total_B[:, None] - budget_BH.sum(-1, keepdim=True)
+    left_B1 = total_B1 - budget_BH.sum(-1, keepdim=True)
     more_BH = capacity_BH > budget_BH
     return budget_BH + (more_BH & (more_BH.cumsum(-1) <= left_B1)).long()
-
-
-def pyramid(mean: Fraction, most: Fraction, num_layers: int, beta: float) -> list[Fraction]:
-    """Compute PyramidKV's shares: a straight line over depth whose mean is the uniform share.
-
-    `first = 2 mean - last`, `last = mean / beta`; if the first would exceed what exists, `first = most` and
-    `last = 2 mean - most`. Beta 20 as its code and comparisons have it. Theirs rounds each step down, and
-    computes the line once for the first prompt; here it is exact, and each prompt's own.
-    """
-    if num_layers == 1:
-        return [mean]
-    last = mean / exact(beta)
-    first = 2 * mean - last
-    if first > most:
-        first, last = most, 2 * mean - most
-    return [first - (first - last) * idx / (num_layers - 1) for idx in range(num_layers)]

@@ -1,13 +1,10 @@
 """Computes the keep sets of all layers, at once or layer by layer while a model prefills.
 
 `head_budgets` serves both. While layers are still to come it gives the *ceiling* of each share, which
-contains the final answer, so a `Cascade` that evicts at every step ends with the one-shot sets. Its peak is
-the budget plus one full layer (plus rounding: one entry a layer). It is exact for joint selection (a running
-threshold) and for shares by weight (LAVa, CAKE), since shares only shrink as layers come. A second eviction
-has all layers at once: no cascade runs.
-
-A cascade holds 5 bytes for each entry of a layer that was cut (score, protection), 4 more for a first stage,
-and 12 to 16 for each that competes: a few percent of the keys and values.
+contains the final answer, so a `Cascade` that evicts at every step ends with the one-shot sets: joint
+selection is a running threshold, and shares by weight (LAVa, CAKE) only shrink as layers come. Its peak is
+the budget plus one full layer (plus rounding: one entry a layer), and a few percent of the keys and values
+for scores and bids. A second eviction has all layers at once: no cascade runs.
 """
 
 from collections.abc import Sequence
@@ -17,16 +14,15 @@ import torch
 from jaxtyping import Bool, Int64
 from torch import Tensor
 
+from retain.attention.ranking import admit, select
+from retain.attention.two_stage import stage_by_budget
 from retain.budget.allocation import Candidates, Shares, allocate_uniform
-from retain.budget.joint import Bids, Won, allocate_joint
+from retain.budget.joint import Won, allocate_joint
 from retain.budget.largest_remainder import largest_remainder
-from retain.budget.ranking import admit, select
-from retain.budget.split import Split
-from retain.budget.two_stage import stage_by_budget
+from retain.presets import Policy
 
-# What lower layers may still hold of what they have lost, as part of a whole layer's entries, until the last
-# layer comes. A cut lays a layer out anew, and L layers would be cut L^2 / 2 times. An entry that is held
-# longer changes no decision: what has lost once loses whenever more layers come.
+# Lower layers may hold so much of what they have lost, as part of a whole layer's entries, until the last
+# comes: a cut lays a layer out anew. What has lost once loses whenever more layers come.
 LEFT_OVER = Fraction(1, 2)
 
 
@@ -34,7 +30,6 @@ def keep_sets(shares: Shares, layers: Sequence[Candidates], *, first: int = 0) -
     """Compute the keep mask of each layer; their sum is exact when all layers have come.
 
     Args:
-        shares: totals and shares.
         layers: those that have come: all, or the first few of those that evict.
         first: place of `layers[0]` among them; not 0 only where layers do not depend on each other.
 
@@ -52,34 +47,22 @@ def head_budgets(shares: Shares, layers: Sequence[Candidates], *, first: int = 0
     split, totals = shares.policy, shares.totals
     here = slice(first, first + len(layers))
     final = here.stop == len(totals.heads_L)
+    bids = [layer.bids for layer in layers if layer.bids is not None]
     if split.scope == "model":
-        return allocate_joint([_bids(layer) for layer in layers], totals.total_B, split.drawn_share)
+        return allocate_joint(bids, totals.total_B, split.drawn_share)
     if split.weights is not None:
         whole = first == 0 and final  # all have come: the entries of each head are known
-        budgets_LBH = shares.static_of(_capacities(layers)) if whole else shares.static_LBH[here]
-        return [Won(_tensor(counts, layer)) for counts, layer in zip(budgets_LBH, layers, strict=True)]
+        budgets_LBH = shares.static_LBH[here]
+        if whole:
+            budgets_LBH = shares.static_of([layer.capacity_BH.tolist() for layer in layers])
+        pairs = zip(budgets_LBH, layers, strict=True)
+        return [Won(torch.tensor(counts, device=layer.score_BHT.device)) for counts, layer in pairs]
     totals_LB = _by_weight(shares, layers, final) if shares.fixed_LB is None else shares.fixed_LB[here]
-    pairs = zip(layers, totals_LB, strict=True)
     if split.scope == "head":
-        return [Won(allocate_uniform(_tensor(total_B, layer), layer.capacity_BH)) for layer, total_B in pairs]
-    return [allocate_joint([_bids(layer)], total_B, split.drawn_share)[0] for layer, total_B in pairs]
-
-
-def _capacities(layers: Sequence[Candidates]) -> list[list[list[int]]]:
-    """Entries that each head holds, `[L][B][H]`, in one transfer."""
-    counts = [layer.capacity_BH for layer in layers]
-    flat = torch.cat([held_BH.flatten().to(counts[0].device) for held_BH in counts]).cpu()
-    parts = zip(flat.split([held_BH.numel() for held_BH in counts]), counts, strict=True)
-    return [part.view_as(held_BH).tolist() for part, held_BH in parts]
-
-
-def _bids(layer: Candidates) -> Bids:
-    assert layer.bids is not None, "heads that share a budget have bids"
-    return layer.bids
-
-
-def _tensor(numbers: Sequence[int] | Sequence[list[int]], layer: Candidates) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int64, device=layer.score_BHT.device)
+        counts = [layer.capacity_BH for layer in layers]
+        return [Won(allocate_uniform(*each)) for each in zip(totals_LB, counts, strict=True)]
+    each = zip(bids, totals_LB, strict=True)
+    return [allocate_joint([one], total_B, split.drawn_share)[0] for one, total_B in each]
 
 
 def _by_weight(shares: Shares, layers: Sequence[Candidates], final: bool) -> list[list[int]]:
@@ -87,16 +70,15 @@ def _by_weight(shares: Shares, layers: Sequence[Candidates], final: bool) -> lis
     totals, columns = shares.totals, []
     for row, total in enumerate(totals.total_B):
         # Protected entries of layers that are still to come are set aside; the rest is for those here.
-        later = [shares.protected_B[row] * heads for heads in totals.heads_L[len(layers) :]]
+        inside = [shares.protected_B[row] * heads for heads in totals.heads_L]
         held = [layer.held_B[row] for layer in layers]
         pairs = zip(layers, totals.heads_L, strict=False)
-        weights = [layer.weight_B[row] * heads for layer, heads in pairs]
         columns.append(
             largest_remainder(
-                min(total - sum(later), sum(held)),
-                weights,
+                min(total - sum(inside[len(layers) :]), sum(held)),
+                [layer.weight_B[row] * heads for layer, heads in pairs],
                 held,
-                protected=[shares.protected_B[row] * heads for heads in totals.heads_L[: len(layers)]],
+                protected=inside[: len(layers)],
                 least=[layer.guaranteed_B[row] for layer in layers],
                 round_up=not final,
             )
@@ -104,7 +86,7 @@ def _by_weight(shares: Shares, layers: Sequence[Candidates], final: bool) -> lis
     return [list(column) for column in zip(*columns, strict=True)]
 
 
-def _keep(split: Split, layer: Candidates, won: Won) -> Bool[Tensor, "B H T"]:
+def _keep(split: Policy, layer: Candidates, won: Won) -> Bool[Tensor, "B H T"]:
     """Keep mask of a layer."""
     if split.draw is None:
         return keep_first(split, layer, won.budget_BH)
@@ -114,7 +96,7 @@ def _keep(split: Split, layer: Candidates, won: Won) -> Bool[Tensor, "B H T"]:
     return (~free_BHT).masked_scatter(free_BHT, won.won_N) & (layer.score_BHT > float("-inf"))
 
 
-def keep_first(split: Split, layer: Candidates, budget_BH: Int64[Tensor, "B H"]) -> Bool[Tensor, "B H T"]:
+def keep_first(split: Policy, layer: Candidates, budget_BH: Int64[Tensor, "B H"]) -> Bool[Tensor, "B H T"]:
     """The top of each head, in one stage or two."""
     kept_BHT = layer.kept_BHT
     if split.two_stages:
@@ -124,8 +106,8 @@ def keep_first(split: Split, layer: Candidates, budget_BH: Int64[Tensor, "B H"])
 
 
 class Cascade:
-    """Decides layer by layer, and shrinks lower layers as layers come, those first that lose most: to all of
-    their budget and `LEFT_OVER`, and exactly with the last layer."""
+    """Decides layer by layer, and shrinks lower layers as layers come: to their budget and `LEFT_OVER`, and
+    exactly with the last layer."""
 
     def __init__(self, shares: Shares):
         self.shares = shares

@@ -1,13 +1,11 @@
 """Joint top-k: heads of a layer, or of all layers, compete for one total with their entries.
 
 Of many entries that a query reads together, each has a small maximum, and all of them go. So a share of the
-places may be drawn instead: by priority sampling, in proportion to weight, which keeps sums right in the
-mean; keeping the largest would not.
+places may be drawn by priority sampling, in proportion to weight, which keeps sums right in the mean.
 
 Ada-KV (arXiv 2407.11550) flattens the heads of a layer so, Layer-DefensiveKV (arXiv 2510.13334) those of all
 layers. Priority Sampling for Estimation of Arbitrary Subset Sums (Duffield, Lund, Thorup; J. ACM 54(6),
-2007): of n weights `w_i` and uniform numbers `u_i` in (0, 1], the k largest `q_i = w_i / u_i`; entry i is
-among them with a chance of about `min(1, w_i / tau)`, `tau` being the (k+1)-th largest `q`. An entry's
+2007): of n weights `w_i` and uniform numbers `u_i` in (0, 1], the k largest `q_i = w_i / u_i`. An entry's
 number is always the same (`retain.scores.random`), so that it is drawn again while its weight lasts.
 """
 
@@ -18,8 +16,8 @@ import torch
 from jaxtyping import Bool, Float, Int, Int32, Int64
 from torch import Tensor
 
+from retain.attention.ranking import rank_kept_first, refuse_nan
 from retain.budget.largest_remainder import ratio_of
-from retain.budget.ranking import rank_kept_first, refuse_nan
 
 
 class Bids(NamedTuple):
@@ -40,14 +38,7 @@ class Bids(NamedTuple):
     def select(self, which_N: Bool[Tensor, " N"]) -> "Bids":
         """Select some of the bids."""
         at_N = which_N.nonzero()[:, 0]  # counted once for all of the fields, since a count is waited for
-        draw_N = None if self.draw_N is None else self.draw_N[at_N]
-        return Bids(self.guaranteed_BH, self.value_N[at_N], self.place_N[at_N], self.row_N[at_N], draw_N)
-
-    def to(self, device: torch.device) -> "Bids":
-        """Move the bids to another device."""
-        value_N, place_N, row_N = (field.to(device) for field in self[1:4])
-        draw_N = None if self.draw_N is None else self.draw_N.to(device)
-        return Bids(self.guaranteed_BH.to(device), value_N, place_N, row_N, draw_N)
+        return Bids(self.guaranteed_BH, *(None if one is None else one[at_N] for one in self[1:]))
 
 
 class Won(NamedTuple):
@@ -85,19 +76,17 @@ def make_bids(
     Returns:
         the bids; and which entries bid, row after row in the order of the bids.
     """
-    refuse_nan(compete_BHT)
-    if draw_BHT is not None:
-        refuse_nan(draw_BHT)
+    for score_BHT in (compete_BHT,) if draw_BHT is None else (compete_BHT, draw_BHT):
+        refuse_nan(score_BHT)
     compete_BHT = compete_BHT.masked_fill(~exists_BHT, float("-inf"))
     least_B11 = torch.tensor(least_B, device=compete_BHT.device)[:, None, None]
     guaranteed_BHT = kept_BHT | ((rank_kept_first(compete_BHT, kept_BHT) < least_B11) & exists_BHT)
     free_BHT = exists_BHT & ~guaranteed_BHT
     b, h, t = free_BHT.nonzero(as_tuple=True)
-    row_N = b * compete_BHT.shape[1] + h
+    row_N, draw_N = b * compete_BHT.shape[1] + h, None if draw_BHT is None else draw_BHT[b, h, t]
     place_N = t if place_BT is None else place_BT.to(t.device)[b, t]
-    draw_N = None if draw_BHT is None else draw_BHT[b, h, t]
-    parts = guaranteed_BHT.sum(-1), compete_BHT[b, h, t], place_N.int(), row_N.int()
-    return Bids(*parts, draw_N), free_BHT
+    bids = Bids(guaranteed_BHT.sum(-1), compete_BHT[b, h, t], place_N.int(), row_N.int(), draw_N)
+    return bids, free_BHT
 
 
 def allocate_joint(
@@ -109,9 +98,8 @@ def allocate_joint(
     go to the later position, then to the lower layer, then to the lower head. Afterwards a head's own
     top-`budget` is exactly its part of the joint top-k.
 
-    With a drawn share, `floor(drawn_share * (total_b - sum(guaranteed)))` of the places go, among the bids
-    that the others leave, to the largest keys, ties as above. As layers come both parts only lose to later
-    ones: an entry that is in neither now is in neither at the end.
+    With a drawn share, `floor(drawn_share * (total_b - sum(guaranteed)))` of the places go to the largest
+    keys among the other bids, ties as above. As layers come both parts only lose to later ones.
 
     Args:
         layers: bids of each.
@@ -122,7 +110,7 @@ def allocate_joint(
         ValueError: if the guaranteed entries alone exceed the total.
     """
     device = layers[0].value_N.device
-    here = [bids.to(device) for bids in layers]
+    here = [Bids(*(None if one is None else one.to(device) for one in bids)) for bids in layers]
     total = torch.tensor(total_B, dtype=torch.int64, device=device)
     free_B = total - torch.stack([bids.guaranteed_BH.sum(-1) for bids in here]).sum(0)
     if (free_B < 0).any():
@@ -136,10 +124,8 @@ def allocate_joint(
     # Where all else is equal the later place counts, then, as they stand here, the lower layer and head.
     later_N = torch.cat([bids.place_N for bids in here]).sort(descending=True, stable=True).indices
     sequence_N = torch.cat([bids.row_N // bids.guaranteed_BH.shape[1] for bids in here]).long()
-    drawn_B = torch.zeros_like(free_B)
-    if drawn_share is not None:
-        part, whole = ratio_of(drawn_share)
-        drawn_B = free_B * part // whole
+    part, whole = ratio_of(drawn_share or 0.0)
+    drawn_B = free_B * part // whole
     scored_N = _first_of_each(value_N, later_N, sequence_N, free_B - drawn_B)
     drawn_N = torch.zeros_like(scored_N)
     if drawn_share is not None:
@@ -148,13 +134,12 @@ def allocate_joint(
         keys_N = keys_N.masked_fill(scored_N, float("-inf"))
         drawn_N = _first_of_each(keys_N, later_N, sequence_N, drawn_B) & ~scored_N
     sizes, answer = [len(bids.value_N) for bids in here], []
-    parts = zip(layers, here, (scored_N | drawn_N).split(sizes), drawn_N.split(sizes), strict=True)
-    for layer, bids, won_N, lot_N in parts:
-        extra_R = torch.zeros_like(bids.guaranteed_BH).flatten()
-        extra_R.scatter_add_(0, bids.row_N.long(), won_N.long())
-        budget_BH, home = bids.guaranteed_BH + extra_R.view_as(bids.guaranteed_BH), layer.value_N.device
-        lots_N = None if drawn_share is None else lot_N.to(home)
-        answer.append(Won(budget_BH.to(home), won_N.to(home), lots_N))
+    parts = zip(layers, (scored_N | drawn_N).split(sizes), drawn_N.split(sizes), strict=True)
+    for bids, won_N, lot_N in parts:
+        home = bids.value_N.device
+        won_N, budget_BH = won_N.to(home), bids.guaranteed_BH.clone()
+        budget_BH.view(-1).scatter_add_(0, bids.row_N.long(), won_N.long())
+        answer.append(Won(budget_BH, won_N, None if drawn_share is None else lot_N.to(home)))
     return answer
 
 

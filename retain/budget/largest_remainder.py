@@ -1,8 +1,4 @@
-"""Shares whole entries exactly: rational shares in, integers of exact sum out.
-
-A stated number is taken as written (0.1 is 1/10, not the nearest double); shares stay rational and are
-rounded once, by largest remainder.
-"""
+"""Shares whole entries exactly: rational shares in, integers of exact sum out, rounded once."""
 
 import math
 from bisect import bisect_right
@@ -34,8 +30,6 @@ def fill(
         ValueError: if the total does not fit between the bounds.
 
     Examples:
-        >>> [int(share) for share in fill(12, [Fraction(1), Fraction(3)], [0, 0], [9, 9])]
-        [3, 9]
         >>> [int(share) for share in fill(12, [Fraction(1), Fraction(9)], [2, 0], [9, 6])]
         [6, 6]
     """
@@ -68,16 +62,6 @@ def fill(
     return shares
 
 
-def round_shares(shares: Sequence[Fraction]) -> list[int]:
-    """Round shares of a whole sum by largest remainder (Hamilton): the floor of each, and the rest one by one
-    to the largest remainders, ties to the lower index."""
-    whole = [math.floor(share) for share in shares]
-    left = int(sum(shares)) - sum(whole)
-    for i in sorted(range(len(whole)), key=lambda i: whole[i] - shares[i])[:left]:
-        whole[i] += 1
-    return whole
-
-
 def largest_remainder(
     total: int,
     weights: Sequence[Fraction],
@@ -90,7 +74,8 @@ def largest_remainder(
     """Share whole entries by weight, exactly: `sum(result) == total`, `least <= result <= capacity`.
 
     Every share holds its protected entries; what is left of the total goes by weight between the bounds
-    (`fill`), and is rounded.
+    (`fill`), and is rounded by largest remainder (Hamilton): the floor of each, and the rest one by one to
+    the largest remainders, ties to the lower index.
 
     Args:
         total: entries in all.
@@ -105,10 +90,11 @@ def largest_remainder(
     """
     inside = [0] * len(weights) if protected is None else protected
     limit = [total + safe for safe in inside] if capacity is None else capacity
-    low = [
-        max(0, bound - safe) for bound, safe in zip(inside if least is None else least, inside, strict=True)
-    ]
+    low = [max(0, bound - safe) for bound, safe in zip(least or inside, inside, strict=True)]
     high = [bound - safe for bound, safe in zip(limit, inside, strict=True)]
     filled = fill(total - sum(inside), weights, low, high)
-    rounded = map(math.ceil, filled) if round_up else round_shares(filled)
-    return [share + safe for share, safe in zip(rounded, inside, strict=True)]
+    whole = [math.ceil(share) if round_up else math.floor(share) for share in filled]
+    left = max(0, int(sum(filled)) - sum(whole))
+    for i in sorted(range(len(whole)), key=lambda i: whole[i] - filled[i])[:left]:
+        whole[i] += 1
+    return [share + safe for share, safe in zip(whole, inside, strict=True)]

@@ -1,26 +1,18 @@
 """Turns a stated budget (ratio, tokens per head, or bytes) into whole entries per sequence and layer.
 
 Every policy gets the same total, the sum over layers of what equal budgets would keep, so that policies
-compare at equal memory however they share it. Shares are rational and rounded once
-(`retain/budget/largest_remainder.py`): 0.2 of 100 is 20, where `int(100 * (1 - 0.8))` is 19. A ratio refers
-to the tokens seen (or announced), and a budget is never more than what is still held.
-`retain/budget/allocation.py` spreads the total over layers and heads.
-
-A threshold states no budget: the scores decide how much is kept (`retain.budget.ranking.admit`).
+compare at equal memory however they share it. 0.2 of 100 is 20, where `int(100 * (1 - 0.8))` is 19. A ratio
+refers to the tokens seen (or announced), and a budget is never more than what is still held. A threshold
+states no budget: the scores decide how much is kept (`retain.attention.ranking.admit`).
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any, TypeVar, cast
-
-from jaxtyping import Bool
-from torch import Tensor
 
 from retain.budget.largest_remainder import exact, largest_remainder
-
-Record = TypeVar("Record")
+from retain.shapes import LayerShape
 
 
 @dataclass(frozen=True)
@@ -34,7 +26,7 @@ class Budget:
         byte_ratio: bytes held / bytes of all that was seen, in (0, 1]: as many whole entries as fit. Of
             policies that hold entries in fewer bytes these are more.
         threshold: no budget: entries that score below it go, however many are left
-            (`retain.budget.ranking.admit`); in the unit of the policy's score, any finite number.
+            (`retain.attention.ranking.admit`); in the unit of the policy's score, any finite number.
     """
 
     keep_ratio: float | None = None
@@ -44,8 +36,8 @@ class Budget:
     threshold: float | None = None
 
     def __post_init__(self) -> None:
-        names = ("keep_ratio", "tokens_per_head", "bytes", "byte_ratio", "threshold")
-        stated = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        names = [*vars(self)]
+        stated = {name: value for name, value in vars(self).items() if value is not None}
         if len(stated) != 1:
             given = ", ".join(f"{name}={value}" for name, value in stated.items()) or "none"
             raise ValueError(
@@ -62,69 +54,13 @@ class Budget:
         if name in ("tokens_per_head", "bytes") and (value < 1 or value != int(value)):
             raise ValueError(f"{name} is a whole number of at least 1; got {value}.")
 
-    @property
-    def in_bytes(self) -> bool:
-        """True where bytes are stated."""
-        return self.bytes is not None or self.byte_ratio is not None
-
-
-@dataclass(frozen=True)
-class LayerShape:
-    """Heads of a layer, and bytes of its entries.
-
-    Args:
-        num_heads: H, KV heads.
-        entry_bytes: bytes of one key and value.
-        metadata_bytes: bytes that attention reads with an entry once something went: a budget that is less
-            than everything holds fewer entries for them.
-        widths: channels of a key and of a value; None: half of the entry's numbers each.
-        element_size: bytes of a number.
-        packed_bytes, head_bytes: bytes of an entry, in the mean, and of a head apart from its entries, where
-            they are held in fewer bytes (`retain.cache.precision.Precision.cost`); None: they are not.
-    """
-
-    num_heads: int
-    entry_bytes: int
-    metadata_bytes: int = 0
-    widths: tuple[int, int] | None = None
-    element_size: int = 2
-    packed_bytes: Fraction | None = None
-    head_bytes: Fraction = Fraction(0)
-
-    @property
-    def paid_bytes(self) -> Fraction:
-        """Bytes that an entry takes."""
-        packed = self.entry_bytes if self.packed_bytes is None else self.packed_bytes
-        return Fraction(packed + self.metadata_bytes)
-
-    def bytes_of(self, entries: int) -> Fraction:
-        """Bytes of a layer that keeps so many entries."""
-        return entries * self.paid_bytes + self.num_heads * self.head_bytes
-
-
-@dataclass(frozen=True, eq=False)
-class Stock:
-    """Entries that can still be chosen, if not every token of the evidence: at a second eviction, or while an
-    announced prompt is still being read.
-
-    Args:
-        held_BL: entries that each sequence's layers hold, over all heads.
-        lengths_B: tokens that a ratio is a ratio of: seen by each sequence, padding apart, or announced.
-        intact_BT: tokens seen, padding included, that every head of every layer still holds: only these can
-            be protected.
-    """
-
-    held_BL: tuple[tuple[int, ...], ...]
-    lengths_B: tuple[int, ...]
-    intact_BT: Bool[Tensor, "B T"]
-
 
 @dataclass(frozen=True)
 class Totals:
     """Entries that each sequence of a batch may hold.
 
     Args:
-        lengths_B: as in `Stock`.
+        lengths_B: as in `retain.evidence.Stock`.
         heads_L: H of each layer that evicts.
         equal_BL: entries of each layer under equal budgets, as stated: at most `length * H`, whether or not
             they are still there.
@@ -153,11 +89,6 @@ class Totals:
         """Entries that each sequence keeps where layers share: as stated, or all that there are."""
         return [*map(min, self.stated_B, map(sum, self.held_BL))]
 
-    @property
-    def whole(self) -> list[int]:
-        """Short sequences that are held whole, by number."""
-        return [row for row, whole in enumerate(self.whole_B) if whole]
-
     def hold_whole(self, rows: Sequence[int]) -> "Totals":
         """Hold these sequences whole too."""
         equal_BL, whole_B = [*self.equal_BL], [*self.whole_B]
@@ -165,19 +96,6 @@ class Totals:
             equal_BL[row] = tuple(self.lengths_B[row] * heads for heads in self.heads_L)
             whole_B[row] = True
         return replace(self, equal_BL=tuple(equal_BL), whole_B=tuple(whole_B))
-
-
-def select_rows(record: Record, rows: Sequence[int]) -> Record:
-    """Select some of the sequences of a dataclass, whose fields of each sequence end in `_B`, `_BL` or
-    `_BT`."""
-    plain: Any = record
-    changes: dict[str, Any] = {}
-    for name in (each.name for each in fields(plain)):
-        value = getattr(plain, name)
-        if value is not None and name.rpartition("_")[2] in ("B", "BL", "BT"):
-            tensor = isinstance(value, Tensor)
-            changes[name] = value[list(rows)] if tensor else tuple(value[row] for row in rows)
-    return cast(Record, replace(plain, **changes))
 
 
 def spread(
@@ -201,7 +119,7 @@ def spread(
 
     Args:
         budget: as stated.
-        lengths_B: as in `Stock`.
+        lengths_B: as in `retain.evidence.Stock`.
         layers: those that evict, in order.
         held_BL: entries that each layer of each sequence still holds; None for all, `n_b * H_l`.
         short_tokens: sequences of at most so many tokens are held whole rather than refused.
@@ -212,7 +130,8 @@ def spread(
     heads_L = tuple(layer.num_heads for layer in layers)
     all_BL = tuple(tuple(length * heads for heads in heads_L) for length in lengths_B)
     held_BL = all_BL if held_BL is None else tuple(map(tuple, held_BL))
-    equal_BL, short = [], []
+    equal_BL: list[tuple[int, ...]] = []
+    short = []
     for row, (length, held) in enumerate(zip(lengths_B, held_BL, strict=True)):
         assert len(held) == len(layers), "one count for each layer that evicts, in order"
         equal = held if budget.threshold is not None else _stated(budget, length, layers)

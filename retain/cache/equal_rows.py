@@ -175,16 +175,16 @@ class StepRows:
 
 
 def step_rows_of(
-    store: RaggedStore, *, scaling: float, soft_cap: float | None, window: int | None, sinks: bool
+    store: RaggedStore, *, scaling: float, soft_cap: float | None, sinks: bool
 ) -> StepRows | None:
     """The rows of a store for decoding steps; None: it is on a GPU, or no way here is short."""
     if store.device.type != "cpu" or path_of(store.keys_CD, store.values_CD) != "reference":
         return None
     runs = None
-    if not (soft_cap or window or sinks):
+    if not (soft_cap or sinks):
         runs = find_runs(store, store.lengths_R[:, None], 1)
     if build.is_there() and (runs is None or len(runs) > 1):
         runs = None
     elif runs is None:
         return None
-    return StepRows(store, runs, (scaling, soft_cap or 0.0, window or 0))
+    return StepRows(store, runs, (scaling, soft_cap or 0.0, 0))

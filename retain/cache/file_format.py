@@ -23,9 +23,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from retain import config
-from retain.cache.codec import Codec
 from retain.cache.layer_store import Store
-from retain.cache.precision import Precision
+from retain.cache.precision import Codec, Precision
 from retain.cache.store import SLACK, RaggedStore
 from retain.process.disk import save_new
 

@@ -11,9 +11,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from retain.cache.codec import Codec
 from retain.cache.layout import Layout, bytes_of, normal_tensors, spans
-from retain.cache.precision import Precision
+from retain.cache.precision import Codec, Precision
 from retain.cache.store import LOG_WEIGHT, RaggedStore, gathered
 
 

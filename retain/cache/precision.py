@@ -1,19 +1,26 @@
 """Precision as a stage: after selection, what stays may be held in fewer bits, but for the last of a row.
 
 The layout is KIVI's (A Tuning-Free Asymmetric 2bit Quantization for KV Cache, arXiv 2402.02750): keys share
-scales by channel, values by entry.
+scales by channel, values by entry. Scales of values are a column. Scales of keys, which `GROUP` entries share
+by channel, are a table, and a column names the group of each entry.
 """
 
 from fractions import Fraction
-from typing import Literal
+from typing import Literal, NamedTuple
 
+import torch
+from jaxtyping import Float, Int
 from pydantic.dataclasses import dataclass
+from torch import Tensor
 
+from retain.cache.layout import spans
 from retain.config import STRICT, Whole
-from retain.kernels.codes import SCALES, bytes_wide
+from retain.kernels.codes import SCALES, bytes_wide, encode
 
 # Entries that share the scale of a channel of their keys, and channels of a value that share a scale.
 GROUP = 32
+# Columns that are no numbers of an entry: the scales of its value, and the group that its key shares.
+VALUE_SCALES, GROUPS = "value_scales", "groups"
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -44,3 +51,56 @@ class Precision:
         packed = codes + scale * -(-V // min(GROUP, V)) + 4 + Fraction(scale * D, GROUP)
         whole = Fraction((D + V) * element_size)
         return packed, scale * D + self.recent * max(whole - packed, Fraction(0))
+
+
+class Codec(NamedTuple):
+    """Keys and values as codes; stores of one codec can be joined.
+
+    Args:
+        bits: of a code.
+        head_dim, value_dim: D and V, channels of keys and of values.
+        dtype: precision of the numbers that codes stand for.
+    """
+
+    bits: int
+    head_dim: int
+    value_dim: int
+    dtype: torch.dtype
+
+    @property
+    def span(self) -> int:
+        """Channels that share a scale of values."""
+        return min(GROUP, self.value_dim)
+
+    def encode(
+        self,
+        keys_ND: Float[Tensor, "N D"],
+        values_NV: Float[Tensor, "N V"],
+        lengths_R: Int[Tensor, " R"],
+    ) -> tuple[dict[str, Tensor], Float[Tensor, "G 2 D"]]:
+        """Columns of entries that come row after row, and the scales of their keys' groups.
+
+        Raises:
+            ValueError: numbers that float16 does not hold.
+        """
+        groups_N = groups_of(lengths_R)
+        values = encode(values_NV, self.bits, self.span)
+        keys = encode(keys_ND, self.bits, 1, groups_N)
+        columns = {"keys": keys.codes_CW, "values": values.codes_CW}
+        columns |= {VALUE_SCALES: values.scales_G2N, GROUPS: groups_N.to(torch.int32)}
+        return columns, keys.scales_G2N
+
+
+def groups_of(lengths_R: Int[Tensor, " R"]) -> Int[Tensor, " N"]:
+    """Group of each entry, row after row: `GROUP` neighbours of a row share one, the last of a row may be
+    fewer.
+
+    Examples:
+        >>> groups_of(torch.tensor([34, 0, 2])).tolist()[30:]
+        [0, 0, 1, 1, 2, 2]
+    """
+    lengths_R = lengths_R.to(torch.int64)
+    counts_R = (lengths_R + GROUP - 1) // GROUP
+    firsts_R = counts_R.cumsum(0) - counts_R
+    place_N = spans(torch.zeros_like(lengths_R), lengths_R)
+    return firsts_R[torch.repeat_interleave(lengths_R)] + place_N // GROUP

@@ -15,10 +15,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from retain.cache.codec import GROUPS, VALUE_SCALES
 from retain.cache.layer_store import Store
 from retain.cache.layout import Layout, bytes_of, copy_, normal_tensors
-from retain.cache.precision import GROUP
+from retain.cache.precision import GROUP, GROUPS, VALUE_SCALES
 from retain.cache.store import LOG_WEIGHT, RaggedStore
 from retain.kernels.ragged_attention.pages import PAGE
 

@@ -10,8 +10,8 @@ after another, so that never more than one column exists twice. If memory runs o
 no longer match: whoever changes a store refuses it from then on (`retain.hf.cache.state.State.changing`).
 Bytes held and bytes allocated are reported apart.
 
-With a `Codec` keys and values are codes (`retain.cache.codec`). An entry is encoded once: evictions move its
-codes, and a group of keys that nobody names any more goes from the table of scales.
+With a `Codec` keys and values are codes (`retain.cache.precision`). An entry is encoded once: evictions move
+its codes, and a group of keys that nobody names any more goes from the table of scales.
 `retain.cache.layer_store` joins such rows with the plain ones of new tokens.
 """
 
@@ -23,8 +23,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from retain.cache.codec import GROUPS, VALUE_SCALES, Codec
 from retain.cache.layout import Layout, copy_, count_free, normal_tensors, packing, spans
+from retain.cache.precision import GROUPS, VALUE_SCALES, Codec
 from retain.kernels.codes import Codes, decode
 from retain.kernels.ragged_attention.pages import PAGE
 

@@ -32,27 +32,13 @@ Precision = Literal["auto", "float32", "bfloat16", "float16"]
 # What may stand in the place of a name that cannot be resolved.
 INSTEAD = f"Pass a local folder, a hub name, one of {', '.join(CATALOGUE)}, or reference:0."
 
-# What the names of the models that ship with this package begin with.
-REFERENCE = "reference:"
+# The model that ships with this package.
+REFERENCE = "reference:0"
 # A folder with one of them has a tokenizer, or the rest of one.
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json"),
     *("vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model"),
 )
-
-
-def reference_seed(name: str) -> int | None:
-    """Seed of a reference model; None for the name of any other model.
-
-    Raises:
-        ValueError: if no number follows `reference:`.
-    """
-    if not name.startswith(REFERENCE):
-        return None
-    seed = name.removeprefix(REFERENCE)
-    if not seed.isdigit():
-        raise ValueError(f"model={name!r}: wanted `reference:0`.")
-    return int(seed)
 
 
 def located(name: str) -> str:
@@ -154,13 +140,12 @@ def load_named_model(
         ValueError: the name cannot be resolved, its files are damaged or lack weights, or the model cannot
             be loaded like this; says why.
     """
-    seed = reference_seed(name)
-    if seed is not None:
+    if name == REFERENCE:
         if device_map is not None or quantization is not None:
             raise ValueError(f"model={name!r} is small: leave out device_map and quantization.")
         from retain.reference import load_model
 
-        model = load_model(seed=seed)
+        model = load_model()
         return model if dtype == "auto" else model.to(dtype_of(dtype))
     from transformers import AutoModelForCausalLM
 
@@ -218,7 +203,7 @@ def load_named_tokenizer(name: str, *, revision: str | None = None, trust_remote
         ValueError: it has one that cannot be read; or whether it has one cannot be known, since the hub is
             out of reach.
     """
-    if reference_seed(name) is not None:
+    if name == REFERENCE:
         from retain.reference import load_tokenizer
 
         return load_tokenizer()
@@ -265,7 +250,7 @@ def named_config(name: str, *, revision: str | None = None, trust_remote_code: b
     """
     from transformers import AutoConfig
 
-    if reference_seed(name) is not None:
+    if name == REFERENCE:
         from retain.reference.model import config as reference_config
 
         return reference_config()

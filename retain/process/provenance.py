@@ -49,8 +49,10 @@ def code_state(place: str | Path) -> dict[str, Any]:
 
     if place.is_file() and git("ls-files", "--error-unmatch", place.name) is None:
         return {"commit": None, "clean": False}
-    commit, changes = git("rev-parse", "HEAD"), git("status", "--porcelain")
-    return {"commit": commit, "clean": commit is not None and changes == ""}
+    lines = (git("status", "--porcelain=v2", "--branch") or "").splitlines()
+    commits = [line.split()[-1] for line in lines if line.startswith("# branch.oid ")]
+    commit = commits[0] if commits and commits != ["(initial)"] else None
+    return {"commit": commit, "clean": commit is not None and all(line[0] == "#" for line in lines)}
 
 
 def environment(device: str, threads: int) -> dict[str, Any]:

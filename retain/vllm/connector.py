@@ -25,7 +25,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
-from retain.budget.head_weights import check_weights
+from retain.attention.head_weights import check_weights
 from retain.capability import check_gates, refuse
 from retain.evidence import Evidence
 from retain.gates.artifact import check_fingerprint, load_gates

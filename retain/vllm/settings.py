@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
-from retain.budget.statement import Budget, LayerShape
+from retain.budget.statement import Budget
 from retain.capability import problems
 from retain.config import build, plain_numbers
 from retain.policy import Plan, Policy, load_policy, plan_of
 from retain.scores import SCORES
+from retain.shapes import LayerShape
 from retain.vllm.packing.whole_pages import in_pages
 
 # Extra arguments of a request all begin with this.

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from retain.cache.codec import GROUPS, Codec
 from retain.cache.layout import bytes_of
+from retain.cache.precision import GROUPS, Codec
 from retain.cache.store import LOG_WEIGHT, RaggedStore
 from tests.close import assert_close
 from tests.refused import refused

@@ -22,15 +22,11 @@ SETTINGS = {"observed_settings": {"window": 2}, "protection": FEW, "keep_ratio":
 REGIMES = {"prefill": {}, "chunked": {}, "decode": {"every": 3}, "prefill+decode": {"every": 3}}
 
 
-def merged_(layer, before, after, mask, window, weight, how):
+def merged_(layer, before, after, weight, how):
     """Merge in a layer of the oracle, and count: what was held, and what is held now."""
     B, H, T = after.shape
-    exists = before.clone()
-    if window is not None:  # what has left the window is gone, and goes nowhere
-        number = mask.cumsum(-1)
-        exists &= (number > number[:, -1:] + 1 - window)[:, None]
     keys, values = (side[:, :, :T].flatten(0, 1) for side in (layer.keys, layer.values))
-    exists, keep, weights = exists.flatten(0, 1), after.flatten(0, 1), weight.flatten(0, 1)
+    exists, keep, weights = before.flatten(0, 1), after.flatten(0, 1), weight.flatten(0, 1)
     new_values, counts = naive(keys, values, exists, keep, how, weights)
     values, weights = values.clone(), weights.clone()
     values[keep], weights[keep] = new_values.to(values.dtype), counts.float()
@@ -42,16 +38,16 @@ def merged_(layer, before, after, mask, window, weight, how):
 def oracle(model, life, history, how):
     """Logits of each forward, where the layers hold what `history` says, and the entries that were merged."""
     cache, logits, merged, seen = full_cache(model), [], 0, 0
-    windows = evicting(model)
-    weights = [None] * len(windows)
-    before = [None] * len(windows)
+    layers = evicting(model)
+    weights = [None] * len(layers)
+    before = [None] * len(layers)
     with masked(model, None, life.mask, weights) as kept:
         for number, ids in enumerate(life.chunks):
             mask = life.mask[:, : seen + ids.shape[1]]
             given = {"attention_mask": mask, "position_ids": positions_of(mask)[:, seen:]}
             logits.append(model(input_ids=ids, **{CACHE: cache}, **given).logits)
             seen = mask.shape[1]
-            for place, (idx, window) in enumerate(windows.items()):
+            for place, idx in enumerate(layers):
                 after = history[number][place]
                 grown = mask.bool()[:, None].expand_as(after).clone()
                 ones = torch.ones(after.shape)
@@ -61,7 +57,7 @@ def oracle(model, life, history, how):
                     ones[:, :, :old] = weights[place]
                 weights[place], before[place], kept[place] = ones, after, after
                 if bool((grown & ~after).any()):
-                    merged_(cache.layers[idx], grown, after, mask, window, ones, how)
+                    merged_(cache.layers[idx], grown, after, ones, how)
                     merged += int((ones > 1).sum())
     return logits, merged
 

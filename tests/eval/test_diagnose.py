@@ -10,13 +10,12 @@ import pytest
 import torch
 
 import retain
-from retain.budget.ranking import rank_entries
+from retain.attention.ranking import rank_entries
 from retain.eval.diagnose import (
     FULL,
     Document,
     Reading,
     coverage,
-    coverage_of,
     cut,
     diagnose,
     divergence,
@@ -39,6 +38,7 @@ from tests.close import MODEL, assert_close
 from tests.tiny import VOCAB, tiny_model
 
 B, H, G, S, SEEN, T = 2, 2, 3, 4, 11, 8
+STEPS = 10  # more than attention exists of at once
 UNPROTECTED = "oracle," + ",".join(
     f"protection.{name}=0" for name in ("sinks", "recent", "prefix_fraction", "suffix_fraction", "minimum")
 )
@@ -53,28 +53,17 @@ def drawn(seed, context, question):
 DOCUMENTS = [drawn(0, 90, 5), drawn(1, 70, 4)]
 
 
-@pytest.fixture(params=["rows sum to one", "a sink takes some"])
-def shown(request):
-    """Attention of S queries, and a keep mask of the first T entries; float64."""
+@pytest.mark.parametrize("sink", [False, True])
+def test_coverage_is_its_formula_and_grows_with_the_kept_set(sink):
     logits = 3 * torch.randn(B, H * G, S, SEEN + 1, dtype=torch.float64)
-    sink = request.param == "a sink takes some"
     probs = logits.softmax(-1)[..., :SEEN] if sink else logits[..., :SEEN].softmax(-1)
-    return probs, torch.rand(B, H, T) < 0.4
-
-
-def test_coverage_is_its_formula(shown):
-    probs, keep = shown
+    order = torch.rand(B, H, T).argsort(-1).argsort(-1)
+    covered = torch.stack([coverage(probs, order < count) for count in range(T + 1)])
     naive = torch.zeros(B, H, S, dtype=torch.float64)
     for b, h, t in itertools.product(range(B), range(H), range(S)):
         paid = [max(float(probs[b, q, t, i]) for q in range(h * G, (h + 1) * G)) for i in range(T)]
-        naive[b, h, t] = sum(p for i, p in enumerate(paid) if keep[b, h, i]) / sum(paid)
-    assert_close(coverage(probs, keep), naive, ops=4)
-
-
-def test_coverage_is_monotone_in_the_kept_set(shown):
-    probs, _ = shown
-    order = torch.rand(B, H, T).argsort(-1).argsort(-1)
-    covered = torch.stack([coverage(probs, order < count) for count in range(T + 1)])
+        naive[b, h, t] = sum(p for i, p in enumerate(paid) if order[b, h, i] < 3) / sum(paid)
+    assert_close(covered[3], naive, ops=4)
     assert (covered.diff(dim=0) >= -1e-12).all()
     assert (covered[0] == 0).all() and (covered[-1] == 1).all()
     assert (coverage(probs.float(), order < T) == 1).all(), "exactly, in float32 too"
@@ -114,9 +103,9 @@ def read():
     gates = retain.new_gates(model, "linear", seed=0)
     found = []
     for document in DOCUMENTS:
-        readings = diagnose(model, document, POLICIES, [0.7], steps=6, gates=gates)
+        readings = diagnose(model, document, POLICIES, [0.7], steps=STEPS, gates=gates)
         ids = torch.tensor([[*document.context_ids, *document.question_ids]])
-        (answer,) = respond(model, retain.Cache(model, None), ids, new_tokens=6)
+        (answer,) = respond(model, retain.Cache(model, None), ids, new_tokens=STEPS)
         found.append(((*document.question_ids, *answer[:-1]), answer, {one.policy: one for one in readings}))
     return model, gates, found
 
@@ -156,7 +145,7 @@ def layers_of(model, rows_N):
 def test_steps_are_read_from_the_full_caches_queries(read):
     model, _, found = read
     tail, answer, by_name = found[0]
-    assert len(by_name["random"].kl_S) == len(answer) == 6
+    assert len(by_name["random"].kl_S) == len(answer) == STEPS
     for place, layer in enumerate(observe(model, torch.tensor([[*DOCUMENTS[0].context_ids, *tail]]))):
         risk_1HT, _ = future_risk(layer, document_tokens=90, sources=("appendix",))
         kept = layers_of(model, by_name[UNPROTECTED].keep_NT)[place][None]
@@ -164,22 +153,10 @@ def test_steps_are_read_from_the_full_caches_queries(read):
         for name in ("snapkv", "random"):
             one = by_name[name]
             keep, got = (layers_of(model, x)[place] for x in (one.keep_NT, one.coverage_NS))
-            for step in range(6):
-                row = layer.num_seen - 6 + step
+            for step in range(STEPS):
+                row = layer.num_seen - STEPS + step
                 probs = attention_probs(layer, row, row + 1)
                 assert_close(got[:, step], coverage(probs, keep[None])[0, :, 0], ops=50)
-
-
-def test_chunks_of_steps_change_nothing():
-    teacher = observe(tiny_model("qwen3"), torch.tensor([[*DOCUMENTS[0].context_ids]]))
-    keeps = [torch.rand(1, layer.num_heads, 60) < 0.5 for layer in teacher]
-    whole = torch.cat(
-        [
-            coverage(attention_probs(layer, 70, 90), keep)[0]
-            for layer, keep in zip(teacher, keeps, strict=True)
-        ]
-    )
-    assert_close(coverage_of(teacher, keeps, 20), whole, ops=50)
 
 
 def test_steps_are_compared_with_the_model_without_a_cache(read):
@@ -188,13 +165,13 @@ def test_steps_are_compared_with_the_model_without_a_cache(read):
     context, got = DOCUMENTS[0].context_ids, by_name["snapkv"]
     cache = retain.Cache(model, "snapkv", keep_ratio=0.7, short="raise").prefill(torch.tensor([context]))
     with torch.no_grad():
-        full = model(input_ids=torch.tensor([[*context, *tail]]), use_cache=False).logits[0, -6:]
-        logits = model(input_ids=torch.tensor([tail]), use_cache=True, **{CACHE: cache}).logits[0, -6:]
+        full = model(input_ids=torch.tensor([[*context, *tail]]), use_cache=False).logits[0, -STEPS:]
+        logits = model(input_ids=torch.tensor([tail]), use_cache=True, **{CACHE: cache}).logits[0, -STEPS:]
     p, q = (x.double().log_softmax(-1) for x in (full, logits))
     for measured, wanted in (
         (got.kl_S, (p.exp() * (p - q)).sum(-1)),
-        (got.loss_S, -q[range(6), list(answer)]),
-        (by_name[FULL].loss_S, -p[range(6), list(answer)]),
+        (got.loss_S, -q[range(STEPS), list(answer)]),
+        (by_name[FULL].loss_S, -p[range(STEPS), list(answer)]),
     ):
         assert_close(measured, wanted, dtype=torch.float32, ops=10 * MODEL)
     assert torch.equal(got.agree_S, logits.argmax(-1) == full.argmax(-1))
@@ -220,9 +197,7 @@ def test_a_row_is_over_the_steps_of_all_documents():
     second = reading([[0.5], [0.49]], [0.8], [4.0], kept=1)
     worse = replace(second, policy="worse", loss_S=second.loss_S + 0.6)
     row, over = summarise([[first, first], [second, worse]])
-    assert over["perplexity_ratio"] == pytest.approx(math.exp(0.6 / 3)), (
-        "over the full cache's, the first row's"
-    )
+    assert over["perplexity_ratio"] == pytest.approx(math.exp(0.6 / 3)), "over that of the first row"
     wanted = {
         **{"keep_ratio": 0.5, "coverage": sum([1.0, 0.2, 0.8, 0.4, 0.5, 0.49]) / 6, "coverage_worst": 0.2},
         **{"oracle_overlap": 0.75, "kl": 0.4, "agreement": 2 / 3, "perplexity": math.exp(7 / 3)},
@@ -239,16 +214,11 @@ def test_a_given_continuation_is_scored_against_the_model():
     attach(model)
     for start, made in zip((0, 1000), documents := cut(ids, [1], 96, 12, 2), strict=True):
         whole = (*made.context_ids, *made.question_ids, *made.continuation_ids)
-        assert whole == (1, *ids[start : start + 108]) and (
-            len(made.context_ids),
-            len(made.question_ids),
-        ) == (96, 1)
+        assert whole == (1, *ids[start : start + 108])
+        assert (len(made.context_ids), len(made.question_ids)) == (96, 1)
     readings = diagnose(model, documents[1], ("random",), (0.5, 1.0), steps=20)
-    assert [(one.policy, one.keep_ratio) for one in readings] == [
-        (FULL, 1.0),
-        ("random", 0.5),
-        ("random", 1.0),
-    ]
+    asked = [(FULL, 1.0), ("random", 0.5), ("random", 1.0)]
+    assert [(one.policy, one.keep_ratio) for one in readings] == asked
     with torch.inference_mode():
         logits = model(torch.tensor([whole])).logits[0].double().log_softmax(-1)
     losses = [-float(logits[place - 1, whole[place]]) for place in range(97, 109)]

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from retain.budget.head_weights import read_weights
+from retain.attention.head_weights import read_weights
 from retain.eval import head_weights
 from retain.eval.head_weights import (
     REFERENCE_TASK,

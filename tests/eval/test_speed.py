@@ -13,8 +13,7 @@ from retain.eval.speed import Setting, Subjects, compiled_lines, live, main
 from retain.eval.text_table import text_table
 from retain.hf.intercept.attach import attach
 
-SHAPE = {"model": "random", "shape": "2,32,4,2,48"}
-TINY = {**SHAPE, "tokens": 96, "steps": 3, "rounds": 2, "gates": "random"}
+TINY = {"shape": "2,32,4,2,48", "tokens": 96, "steps": 3, "rounds": 2}
 ENTRY = 2 * 2 * 8 * 4  # layers x (key and value) x width x float32, of a KV head
 
 
@@ -37,7 +36,7 @@ def test_a_record_has_every_policy_and_the_full_caches(tmp_path, capsys):
         assert compared == {"plain", "full", "dense"} - {row["policy"]}
     shown = capsys.readouterr().out.splitlines()
     assert shown[0].startswith("policy") and len(shown) == 7
-    assert record["command"].startswith("retain speed --model random --shape 2,32,4,2,48 ")
+    assert record["command"].startswith("retain speed --shape 2,32,4,2,48 ")
 
 
 @pytest.mark.parametrize(
@@ -48,7 +47,7 @@ def test_a_record_has_every_policy_and_the_full_caches(tmp_path, capsys):
         ({"shape": "2,32,3,1,48"}, "width a multiple of 2 x heads"),
         ({"policies": "snapkv,recensy"}, "did you mean 'recency'"),
         ({"keep_ratio": "0.02"}, "policy 'snapkv': "),
-        ({"gates": ""}, "policy 'merge': "),
+        ({"gates": "nowhere"}, "nowhere"),
         ({"device": "cuda"}, "device is 'cuda', and torch sees 0 GPUs"),
         ({"dtype": "flaot32"}, "dtype is 'flaot32' (did you mean 'float32'?)"),
     ],

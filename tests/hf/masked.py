@@ -2,7 +2,7 @@
 head).
 
 Nothing of `retain` runs here. Each attention module whose layer evicts is given its own 4D mask by a hook:
-entry `t` is visible to query `s` if it is causal, no padding, inside the layer's window if it has one, and,
+entry `t` is visible to query `s` if it is causal, no padding, and,
 unless it came in the same forward, still kept by that layer and head. What is kept may change between
 forwards: a query sees what was kept when its forward began, so every forward is a moment of its own. Other
 layers run as they are.
@@ -20,18 +20,14 @@ from retain.hf.intercept.attach import cache_in
 from retain.hf.version_names import CACHE
 
 
-def evicting(model: PreTrainedModel) -> dict[int, int | None]:
-    """Layers that evict and the window of each: those with full attention, or else those with a window."""
-    config = model.config
-    everywhere = "full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"
-    kinds = getattr(config, "layer_types", None) or [everywhere] * config.num_hidden_layers
-    full = [idx for idx, kind in enumerate(kinds) if kind == "full_attention"]
-    sliding = [idx for idx, kind in enumerate(kinds) if kind == "sliding_attention"]
-    return dict.fromkeys(full) if full else dict.fromkeys(sliding, config.sliding_window)
+def evicting(model: PreTrainedModel) -> list[int]:
+    """Layers that evict: those with full attention."""
+    kinds = getattr(model.config, "layer_types", None) or ["full_attention"] * model.config.num_hidden_layers
+    return [idx for idx, kind in enumerate(kinds) if kind == "full_attention"]
 
 
 def full_cache(model: PreTrainedModel) -> DynamicCache:
-    """A cache that holds every entry of the layers that evict, whatever their window."""
+    """A cache that holds every entry of the layers that evict."""
     cache = DynamicCache(config=model.config)
     for idx in evicting(model):
         cache.layers[idx] = DynamicLayer()
@@ -58,11 +54,11 @@ def masked(
     Yields:
         what is kept, a list like `keep`: replace its tensors between forwards to evict at that moment.
     """
-    windows = evicting(model)
+    layers = evicting(model)
     none = torch.ones(attention_mask.shape[0], model.config.num_key_value_heads, 0, dtype=torch.bool)
     group = model.config.num_attention_heads // model.config.num_key_value_heads
-    kept = [none] * len(windows) if keep is None else list(keep)
-    place = {idx: number for number, idx in enumerate(windows)}
+    kept = [none] * len(layers) if keep is None else list(keep)
+    place = {idx: number for number, idx in enumerate(layers)}
 
     def give_mask(module, args, kwargs):
         cache = cache_in(kwargs)
@@ -72,11 +68,6 @@ def masked(
         column = torch.arange(seen + S)
         valid = attention_mask[:, : seen + S].bool()
         visible = (column <= torch.arange(seen, seen + S)[:, None])[None, None] & valid[:, None, None]
-        window = windows[module.layer_idx]
-        if window is not None:  # of a sequence's own tokens: padding inside it takes no room
-            number = valid.cumsum(-1)
-            near = number[:, None, :] > number[:, seen:, None] - window
-            visible = visible & near[:, None]
         B, H, T = keep_BHT.shape
         later = torch.ones(B, H, seen + S - T, dtype=torch.bool)
         visible = visible & torch.cat([keep_BHT, later], dim=-1)[:, :, None]
@@ -90,12 +81,11 @@ def masked(
             known = counts.log().to(dtype).repeat_interleave(group, dim=1)
             mask[..., : counts.shape[-1]] += known[:, :, None]
         mask = mask.masked_fill(~visible, float("-inf"))
-        width, offset = cache.get_mask_sizes(S, module.layer_idx)  # a layer with a window holds only its end
-        return args, {**kwargs, "attention_mask": mask[..., offset : offset + width]}
+        return args, {**kwargs, "attention_mask": mask}
 
     hooks = [
         model.model.layers[idx].self_attn.register_forward_pre_hook(give_mask, with_kwargs=True)
-        for idx in windows
+        for idx in layers
     ]
     try:
         yield kept

@@ -4,7 +4,7 @@ A full DynamicCache runs under the masks of `tests.hf.masked`, and its attention
 keys, values and attention inputs of every token that ever came. At each moment each sequence is decided on
 its own, without its padding, by the stages that a single eviction runs through
 (`retain.policy.decide_layers`), on all of its tokens, `held_BHT` saying what is still there. Nothing of
-`retain.hf.{cache,engine,later,request}` or of `retain.cache.dense_view` runs.
+`retain.hf.{cache,engine,later,request}` or of `retain.attention.dense_view` runs.
 
 Two things of a later moment are counted here by formulas of their own: when one is due, and running
 statistics.
@@ -21,8 +21,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from retain.budget.statement import Budget, Stock
-from retain.evidence import Evidence, RunningStatistics
+from retain.budget.statement import Budget
+from retain.evidence import Evidence, RunningStatistics, Stock
 from retain.hf.model.decoder import describe, rotary_of
 from retain.hf.model.layout import LayerSpec
 from retain.policy import decide_layers, plan_of, score_entries, shape_of
@@ -206,9 +206,8 @@ class Naive:
         place_BT = valid_BT.cumsum(-1) - 1
         causal = torch.arange(T) <= torch.arange(T - S, T)[:, None]
         for b in range(B):
-            near = place_BT[b] > place_BT[b, T - S :, None] - (spec.window or T)
             for h in range(H):
-                sees = causal & near & held[b, h] & valid_BT[b, T - S :, None]
+                sees = causal & held[b, h] & valid_BT[b, T - S :, None]
                 logits = seen.queries[-1][b, h * G : (h + 1) * G].double() @ seen.keys[b, h].double().T
                 weight = (logits * seen.scaling).exp() * sees
                 total = weight.sum(-1, keepdim=True)
@@ -251,10 +250,6 @@ class Naive:
     def _evict_one(self, b: int, tokens_T: Tensor, *, reading: bool) -> None:
         """Decide about one sequence, of which the tokens `own` have come."""
         layers = [self._evidence(number, spec, b, tokens_T) for number, spec in enumerate(self.specs)]
-        for number, layer in enumerate(layers):  # what the next query cannot see any more is gone
-            if layer.window is not None:
-                held_BHT = layer.exists_BHT & (torch.arange(len(tokens_T)) > len(tokens_T) - layer.window)
-                layers[number] = replace(layer, held_BHT=held_BHT)
         prompt = int(self.valid_BT[b, : self.prompt_tokens].sum())
         stock = Stock(
             held_BL=(tuple(int(layer.exists_BHT.sum()) for layer in layers),),
@@ -304,7 +299,6 @@ class Naive:
             hidden_BTE=torch.cat(seen.hidden, dim=1)[b : b + 1, tokens_T],
             stream_BTE=torch.cat(seen.stream, dim=1)[b : b + 1, tokens_T],
             token_ids_BT=self.ids_BT[b : b + 1, tokens_T],
-            window=spec.window,
             sinks_Q=spec.sinks_Q,
             rotary=self.rotary,
             running=RunningStatistics(

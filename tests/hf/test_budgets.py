@@ -4,10 +4,11 @@ right."""
 import pytest
 import torch
 
-from retain.budget.head_weights import format_weights
-from retain.budget.statement import Budget, LayerShape, spread
+from retain.attention.head_weights import format_weights
+from retain.budget.statement import Budget, spread
 from retain.hf.cache.cache import Cache
 from retain.protection import Protection
+from retain.shapes import LayerShape
 from tests.evictions import policy_of
 from tests.hf.regime_runs import FEW, assert_same_stores
 from tests.tiny import attached, tiny_batch

@@ -54,7 +54,7 @@ def conversation(model, cache, order: str) -> tuple[list, Cache]:
         with torch.no_grad():
             model(input_ids=ids[:, TOKENS : TOKENS + 1], **{CACHE: fork}, **step)
     with MODES[next(modes)]():
-        if fork.state.evicts_again:  # where a crop is refused
+        if fork.state.bound_policy.wants.running:  # where a crop is refused
             fork = cache.fork()
         else:
             fork.crop(TOKENS)

@@ -18,11 +18,8 @@ from tests.refused import refused
 from tests.tiny import tiny_batch, tiny_model
 
 NUM_TOKENS = 5
-# Family -> padding of the batch and its width (a window that evicts must hold the prompt and be looked over).
-BATCHES = {
-    **{"llama": ((0, 7), 40), "qwen3": ((3, 0), 40), "phi3": ((0, 7), 40), "mixtral": ((0, 7), 40)},
-    "mistral_window": ((0, 0), 22),
-}
+# Family -> padding of the batch and its width.
+BATCHES = {"llama": ((0, 7), 40), "qwen3": ((3, 0), 40), "phi3": ((0, 7), 40), "mixtral": ((0, 7), 40)}
 PROTECTION = {
     "protection": {"sinks": 1, "recent": 2, "prefix_fraction": 0.0, "suffix_fraction": 0.0, "minimum": 0}
 }

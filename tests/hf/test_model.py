@@ -7,7 +7,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from retain.evidence import attention_probs
-from retain.hf.intercept.attach import attachment_of
+from retain.hf.intercept.attach import attach, attachment_of
 from retain.hf.intercept.observe import observe
 from retain.hf.model.decoder import base_model, describe, layout_of, rotary_of
 from retain.hf.model.families import Kind, kinds_of
@@ -27,11 +27,11 @@ SCALING = {"granite": 0.2, "gemma2": 24**-0.5}
 @pytest.mark.parametrize("family", FAMILIES)
 def test_describe(family):
     model = tiny_model(family)
-    specs, windows = describe(model), evicting(model)
-    assert [spec.layer_idx for spec in specs] == list(windows)
+    specs = describe(model)
+    assert [spec.layer_idx for spec in specs] == evicting(model)
     for spec in specs:
         attention = model.model.layers[spec.layer_idx].self_attn
-        assert spec.module is attention and spec.window == windows[spec.layer_idx]
+        assert spec.module is attention
         assert (spec.num_heads, spec.num_kv_heads) == HEADS[family]
         assert spec.hidden_size == model.config.hidden_size
         assert spec.scaling == SCALING.get(family, spec.head_dim**-0.5)
@@ -57,13 +57,12 @@ def test_evidence_is_what_attention_used(family, attn):
     def remember(module, args, kwargs, output):
         outputs[module.layer_idx], inputs[module.layer_idx] = output[0], kwargs["hidden_states"]
 
-    windows = evicting(model)
-    modules = {idx: model.model.layers[idx].self_attn for idx in windows}
+    modules = {idx: model.model.layers[idx].self_attn for idx in evicting(model)}
     hooks = [module.register_forward_hook(remember, with_kwargs=True) for module in modules.values()]
     layers = observe(model, ids, mask)
     for hook in hooks:
         hook.remove()
-    assert attachment_of(model) is None and [evidence.layer_idx for evidence in layers] == list(windows)
+    assert attachment_of(model) is None and [evidence.layer_idx for evidence in layers] == evicting(model)
     for evidence in layers:
         module = modules[evidence.layer_idx]
         # What has left the window is held by nobody, and was seen by earlier queries.
@@ -85,19 +84,18 @@ def test_evidence_is_what_attention_used(family, attn):
         assert not evidence.queries_BQSD.requires_grad and evidence.num_queries == evidence.num_seen == 40
 
 
-def test_where_every_layer_has_a_window_they_evict_inside_it():
-    """However long it is."""
-    for family, window in (("mistral_window", 24), ("mistral", None), ("phi3", 8192)):
-        model = tiny_model(family, sliding_window=window)
-        assert [spec.window for spec in describe(model)] == [window] * len(model.model.layers)
-        layout = layout_of(model)
-        assert not layout.alone and layout.shortest_window == (window or float("inf"))
-        assert base_model(model) is model.model
+def test_a_model_whose_layers_all_have_a_window_is_refused():
+    for family in ("mistral", "phi3"):
+        model = tiny_model(family, sliding_window=24)
+        refused("entries could be evicted: all are sliding_attention", layout_of, model)
+        refused("entries could be evicted: all are sliding_attention", attach, model)
+        layout = layout_of(tiny_model(family, sliding_window=4096))  # all positions that the model has
+        assert not layout.alone and len(layout.evicting) == len(layout.kinds)
+    assert base_model(model) is model.model
     unbounded = SimpleNamespace(layer_types=["sliding_attention"] * 2, sliding_window=None)
     assert kinds_of(unbounded, 2) == [Kind("full_attention")] * 2
-    mixed = layout_of(tiny_model("gemma3", sliding_window=8192))
-    assert [spec.window for spec in mixed.evicting] == [None] * len(mixed.evicting)
-    assert {left.window for left in mixed.alone.values()} == {8192}
+    mixed = layout_of(tiny_model("gemma3", sliding_window=4095))
+    assert {left.window for left in mixed.alone.values()} == {4095}
     assert rotary_of(tiny_model("gemma3", sliding_window=None)) is None, "layers turn in two ways"
 
 
@@ -109,8 +107,8 @@ def test_layers_of_other_kinds_are_left_alone():
     ):
         layout = layout_of(model)
         assert [spec.layer_idx for spec in layout.evicting] == evicting_idx
-        assert sorted([*evicting_idx, *layout.alone]) == list(range(layout.num_layers))
-        assert {(left.kind, left.window) for left in layout.alone.values()} == {(kind, window)}
+        assert sorted([*evicting_idx, *layout.alone]) == list(range(len(layout.kinds)))
+        assert {(left.name, left.window) for left in layout.alone.values()} == {(kind, window)}
     known = fingerprint(tiny_model("qwen3_next"))
     assert (known["num_layers"], known["layers"]) == (2, "1,3")
     assert "layers" not in fingerprint(tiny_model("qwen3"))
@@ -131,16 +129,16 @@ IRREGULAR = {
     "layer 1 is of type chunked_attention, which is not understood": partial(
         changed, "llama", None, "layer_types", ["full_attention", "chunked_attention"]
     ),
-    "none of its layers has attention whose entries could be evicted": partial(
+    "no layer has full attention .all are linear_attention": partial(
         tiny_model, "qwen3_next", layer_types=["linear_attention"] * 4
     ),
     "layer 2 .*Qwen3Attention has no `k_norm`": partial(changed, "qwen3", 2, "k_norm"),
     "layer 1 .LlamaDecoderLayer.: LlamaAttention has no `o_proj`": partial(changed, "llama", 1, "o_proj"),
     "32 features, no groups of 2 heads of width 12": partial(changed, "llama", 0, "head_dim", 12),
-    "GPT2LMHeadModel is not supported: GPT2Model has no `layers`.*qwen3": lambda: GPT2LMHeadModel(
+    "GPT2LMHeadModel is not supported: GPT2Model is no decoder of .*`layers`.*qwen3": lambda: GPT2LMHeadModel(
         GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=32)
     ),
-    "Linear is not a transformers model": partial(torch.nn.Linear, 2, 2),
+    "Linear is not supported: Linear is no decoder of transformers": partial(torch.nn.Linear, 2, 2),
 }
 
 

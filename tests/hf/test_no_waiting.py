@@ -152,7 +152,7 @@ def test_no_policy_waits(name, heads_file):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "qwen3_next", "mistral_window"])
+@pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "qwen3_next"])
 @pytest.mark.parametrize("mask_given", [True, False], ids=["mask", "no mask"])
 def test_no_family_waits(family, mask_given, heads_file):
     """Windows, soft caps, sinks, and layers that are left to transformers."""

@@ -65,22 +65,18 @@ def dense_logits(model, cache, ids, mask):
     decoded, and the new tokens as they are."""
     state, seen = cache.state, cache.num_seen
     oracle = full_cache(model)
-    windows = evicting(model)
+    evicts = evicting(model)
     for idx, layer in enumerate(state.layers):
-        oracle.layers[idx] = Held(layer.store, seen) if idx in windows else copy.deepcopy(layer)
+        oracle.layers[idx] = Held(layer.store, seen) if idx in evicts else copy.deepcopy(layer)
     positions = positions_of(mask)[:, seen:]
     real = mask[:, seen:].bool()
 
     def give_mask(module, args, kwargs):
         layer = cache_in(kwargs).layers[module.layer_idx]
         S, (B, H, N) = ids.shape[1], layer.exists.shape
-        at, window = positions[:, None, :, None], windows[module.layer_idx]
         old = layer.exists[:, :, None].expand(B, H, S, N)
         new = torch.ones(S, S).tril().bool()[None, None] & real[:, None, None]
         new = new.expand(B, H, S, S)
-        if window is not None:
-            old = old & (layer.positions[:, :, None] > at - window)
-            new = new & (positions[:, None, None] > at - window)
         new = new | torch.eye(S).bool()  # a pad sees itself; nobody looks
         visible = torch.cat([old, new], -1)
         added = torch.cat([layer.added[:, :, None].expand(B, H, S, N), torch.zeros(B, H, S, S)], -1)
@@ -89,7 +85,7 @@ def dense_logits(model, cache, ids, mask):
 
     hooks = [
         model.model.layers[idx].self_attn.register_forward_pre_hook(give_mask, with_kwargs=True)
-        for idx in windows
+        for idx in evicts
     ]
     try:
         given = {"attention_mask": mask, "position_ids": positions}

@@ -27,7 +27,7 @@ from tests.refused import refused
 from tests.tiny import FAMILIES, attached, tiny_batch, tiny_model
 
 PADS = (0, 3, 11)
-SOME = ("qwen3", "mistral_window", "gemma3", "qwen3_next")
+SOME = ("qwen3", "gemma3", "qwen3_next")
 
 
 def random_gates(model, seed=0):

@@ -20,7 +20,7 @@ from retain.presets import load_policy
 from tests.hf.regime_runs import FEW, gates_of
 from tests.tiny import attached, tiny_batch
 
-FAMILIES = ("llama", "qwen3", "gemma3", "mistral_window", "gpt_oss")
+FAMILIES = ("llama", "qwen3", "gemma3", "olmo2", "gpt_oss")
 # Equal rows, ragged rows, entries that stand for others; and the last two held in fewer bits.
 POLICIES = ("snapkv", "layer_defensivekv", "merge", "packed_ragged", "packed_merged")
 PACKED = {"packed_ragged": ("layer_defensivekv", 8), "packed_merged": ("merge", 4)}
@@ -236,11 +236,7 @@ FEW_CHECKS = [
     (what_is_not_static_runs_as_written, ()),
 ]
 ALL_CHECKS = [
-    *(
-        (one_graph_and_the_same_tokens, item)
-        for item in itertools.product(FAMILIES, POLICIES, PADS)
-        if item[:2] != ("mistral_window", "packed_merged")  # refused: its prompt is beyond the window
-    ),
+    *((one_graph_and_the_same_tokens, item) for item in itertools.product(FAMILIES, POLICIES, PADS)),
     (evictions_while_decoding, ("criticalkv", 12)),
     *((further_prompts_make_no_graph, ((policy,),)) for policy in ("merge", *PACKED)),
     (a_crop_comes_back_to_the_graph, ("packed_merged",)),

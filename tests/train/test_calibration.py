@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from retain.budget.ranking import order_entries
+from retain.attention.ranking import order_entries
 from retain.gates import GateSet, LinearGate
 from retain.gates.calibrate import LEAST_RISE, SMALLEST_SLOPE, axis
 from retain.gates.decay import DecayGate

@@ -32,25 +32,11 @@ def load(settings: DataSettings, shortest: int = 2, seed: int = 0, **others: Any
     return corpus
 
 
-def test_three_kinds_of_rows(tmp_path: Path) -> None:
-    rows = [
-        {"text": "plain text"},
-        {"context": "a story", "question": "who?", "answer": "me"},
-        {"context_ids": [5, 6, 7, 8], "appendix_ids": [9]},
-    ]
-    corpus = load(jsonl(tmp_path / "d.jsonl", rows))
-    assert corpus.train == (
-        Document(tuple(encode_letters("plain text", True))),
-        Document(tuple(encode_letters("a story", True)), tuple(encode_letters("\nwho?\nme", False))),
-        Document((5, 6, 7, 8), (9,)),
-    )
-    origins = [document.origin for document in corpus.train]
-    assert origins == [f"{tmp_path / 'd.jsonl'} line {n}" for n in range(1, 4)]
-
-
 def test_duplicates_are_dropped(tmp_path: Path) -> None:
     settings = jsonl(tmp_path / "d.jsonl", [{"text": f"document {i}"} for i in range(20)] * 2)
-    assert len(load(settings).train) == 20
+    checked: list[Document] = []
+    corpus = load(settings, check=checked.append)
+    assert len(corpus.train) == 20 and (*corpus.train,) * 2 == tuple(checked), "each is checked as it is read"
     assert len(load(replace(settings, documents=3)).train) == 3
 
 
@@ -113,6 +99,10 @@ def test_documents_are_known_by_their_tokens() -> None:
     ]
     assert len({document.key, *(other.key for other in others)}) == 5
     assert 0 <= document.key < 2**48
+    one, two = document, others[0]
+    sides = [((one, two), ()), ((two, one), ()), ((one,), (two,)), ((one, one, two), ()), ((two, two), ())]
+    assert len({Corpus(*both).describe() for both in sides}) == 5
+    assert Corpus((one,), ()).describe() == Corpus((one,), (), batch_documents=7).describe()
 
 
 def test_held_out_documents_that_are_looked_at_are_the_same_in_any_order(tmp_path: Path) -> None:
@@ -172,12 +162,6 @@ def test_mixed_lengths_are_keyed_by_document(tmp_path: Path) -> None:
     assert set(other.train) == set(corpus.train)
 
 
-def test_every_document_is_checked_as_it_is_read(tmp_path: Path) -> None:
-    seen: list[Document] = []
-    corpus = load(jsonl(tmp_path / "d.jsonl", [{"text": f"row {i}"} for i in range(5)]), check=seen.append)
-    assert tuple(seen) == corpus.train
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -225,16 +209,3 @@ def test_every_document_is_read_once_an_epoch() -> None:
     assert order[4:8] == corpus.documents_of(1), "a step needs no history"
     assert steps_of(replace(corpus, seed=4), 5) != order
     assert len(replace(corpus, batch_documents=25).documents_of(0)) == 25, "a step may be several epochs"
-
-
-def test_a_corpus_in_memory_is_known_by_its_tokens() -> None:
-    one, two = Document((1, 2), (3,)), Document((1, 2, 3))
-    others = [
-        Corpus((one, two), ()),
-        Corpus((two, one), ()),
-        Corpus((one,), (two,)),
-        Corpus((one, Document((1, 2), (3,)), two), ()),
-        Corpus((Document((1, 2, 3)), two), ()),
-    ]
-    assert len({made.describe() for made in others}) == 5
-    assert others[0].describe() == Corpus((one, two), (), batch_documents=7).describe()

@@ -303,6 +303,14 @@ def test_a_model_and_data_are_a_run(
         check(config, 1)
 
 
+def test_documents_of_two_kinds_are_refused(tmp_path: Path) -> None:
+    for name in ("a.parquet", "b.jsonl"):
+        (tmp_path / name).write_text("{}")
+    for data in (tmp_path, tmp_path / "a.parquet"):
+        with pytest.raises(ValueError, match="a folder of one kind of files"):
+            recipe_of(distill_parser().parse_args(["m", str(data)]))
+
+
 def test_help_lists_every_key_with_type_default_and_meaning(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])

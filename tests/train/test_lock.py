@@ -15,8 +15,9 @@ from retain.train.distill import distill
 from retain.train.run.checkpoint import locked
 from retain.train.run.signals import STOP_FILE
 
-HOLD = "import sys, time; from pathlib import Path; from retain.process.lock import take_lock;"
-HOLD += "release = take_lock(Path(sys.argv[1]), otherwise='x'); print('held', flush=True); time.sleep(60)"
+HOLD = "import sys, time; from pathlib import Path; from retain.process.lock import lock_folder;"
+HOLD += "lock = lock_folder(Path(sys.argv[1]), otherwise='x'); lock.__enter__();"
+HOLD += "print('held', flush=True); time.sleep(60)"
 
 
 def test_a_folder_is_held_until_the_end_and_made_only_for_a_while(

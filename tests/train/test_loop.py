@@ -195,13 +195,11 @@ def test_what_cannot_be_read_is_refused(make_config: Callable[..., Any]) -> None
 
 
 def test_a_layer_of_which_nothing_is_reached_is_refused() -> None:
-    frozen = Frozen(tiny_model("mistral_window"), None, 0)
-    window = frozen.layout.evicting[0].window
-    assert window is not None
+    frozen, horizon = Frozen(tiny_model("mistral"), None, 0), 80
     gates, loss = gates_for(frozen.model), LossSettings()
-    target = TargetSettings(horizon=window)
+    target = TargetSettings(horizon=horizon)
     objective = LayerLocal(gates, frozen, target, loss, seed=0)
-    document = Document(tuple(range(2, 2 + 3 * window)))
+    document = Document(tuple(range(2, 2 + horizon)))
     refused(r"layer 0: no query of target.sources=\[own, appendix\] reaches", objective.prepare_, [document])
     objective.prepare_([Document(document.context_ids, (3, 4, 5))])
     assert all(value.isfinite().all() for value in gates.state_dict().values())

@@ -36,8 +36,6 @@ def test_packs_hold_every_document_once_and_keep_their_limits(
 def test_packs_by_hand() -> None:
     nine, seven, five, three, two = documents = documents_of([9, 7, 5, 3, 2])
     assert packs(documents, micro_batch=5, tokens_per_pack=10) == [[nine], [seven, three], [five, two]]
-    assert packs(documents, micro_batch=2) == [[nine, seven], [five, three], [two]]
-    assert packs(documents, micro_batch=5, tokens_per_pack=4) == [[nine], [seven], [five], [three], [two]]
     # A repeat prompt doubles what a document takes up.
     doubled = packs(documents, micro_batch=5, tokens_per_pack=10, size_of=lambda d: 2 * d.num_tokens)
     assert doubled == [[nine], [seven], [five], [three, two]]
@@ -60,7 +58,6 @@ def test_shares_are_disjoint_complete_and_balanced(lengths: list[int], num_proce
 def test_shares_by_hand() -> None:
     six, two, ten, four, eight, three = documents = documents_of([6, 2, 10, 4, 8, 3])
     assert shares_of(documents, 2) == [[ten, four, three], [eight, six, two]]
-    assert shares_of(documents, 1) == [[ten, eight, six, four, three, two]]
     assert shares_of([six], 2) == [[six], []]
     # One process has a document of nearly all tokens, and still its share of the others.
     assert [*map(len, shares_of(documents_of([20, 3, 3, 2, 2, 1, 1]), 3))] == [2, 3, 2]

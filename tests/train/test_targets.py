@@ -52,7 +52,7 @@ def targets(family: str, settings: TargetSettings) -> Targets:
     return found
 
 
-@pytest.mark.parametrize("family", ["qwen3", "mistral_window", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt_oss"])
 @pytest.mark.parametrize("sources", [("own",), ("appendix",), ("own", "appendix")])
 def test_the_default_recipe_is_future_risk_of_context_and_appendix(
     family: str, sources: tuple[str, ...]

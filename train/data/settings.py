@@ -68,8 +68,8 @@ def check_data(settings: DataSettings) -> None:
     source, least, most = settings.source, settings.min_tokens, settings.max_tokens
     reference, columns = source == "reference", settings.columns
     # Which keys mean something for some sources only.
-    only = dict.fromkeys(("subset", "revision", "streaming"), ("hub",))
-    only |= dict.fromkeys(("path", "lengths", "columns"), ("jsonl", "hub"))
+    only = {"path": "jsonl, hub", "lengths": "jsonl, hub", "columns": "jsonl, hub"}
+    only |= dict.fromkeys(("subset", "revision", "streaming"), "hub")
     outside = [n for n in settings.lengths if not least <= n <= most]
     forms = [form for form in FORMS if form in columns]
     loose = [role for role in columns if role not in forms and role not in FORMS[forms[0]]] if forms else []
@@ -77,8 +77,7 @@ def check_data(settings: DataSettings) -> None:
         *(
             (
                 getattr(settings, name) and source not in sources,
-                f"data.{name} means nothing for data.source={source}, only for {', '.join(sources)}: leave "
-                "it out",
+                f"data.{name} means nothing for data.source={source}, only for {sources}: leave it out",
             )
             for name, sources in only.items()
         ),

@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from retain.budget.ranking import rank_entries
+from retain.attention.ranking import rank_entries
 from retain.scores.value_norm import value_norm
 from retain.train.objectives.case import keyed_generator
 from retain.train.objectives.targets import Example

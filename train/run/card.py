@@ -4,12 +4,11 @@ Every number is read from the run's files (`gates.json`, `log.jsonl`), and what 
 the card; so a card can be made again at any time.
 """
 
-import os
 from pathlib import Path
 
 from retain.gates.artifact import read_metadata
 from retain.gates.card import CARD, card_of
-from retain.process.disk import write_new
+from retain.process.provenance import write_text
 from retain.train.run.checkpoint import read_log
 
 
@@ -19,5 +18,5 @@ def write_card(folder: Path | str, *, command: str = "") -> Path:
     folder = Path(folder)
     card = card_of(read_metadata(folder), read_log(folder), command=command, place=str(folder))
     path = folder / CARD
-    os.replace(write_new(path, f"{card}\n".encode()), path)
+    write_text(path, f"{card}\n")
     return path

@@ -22,7 +22,7 @@ import hashlib
 import json
 import os
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,8 +33,9 @@ from safetensors.torch import load_file
 from retain.config import leaves, read_mapping
 from retain.gates.artifact import METADATA_FILE
 from retain.process import disk
-from retain.process.disk import save_new, write_new
-from retain.process.lock import take_lock
+from retain.process.disk import save_new
+from retain.process.lock import lock_folder
+from retain.process.provenance import write_text
 from retain.train.run.parallel import Accelerator, Synchroniser, check_alike, on_main_process
 
 CONFIG_FILE = "config.yaml"
@@ -108,13 +109,9 @@ def _differences(earlier: Any, config: Mapping[str, Any], free: Collection[str])
 def locked(folder: Path, accelerator: Accelerator) -> Iterator[None]:
     """Inside, the folder is this run's; every process enters, the first one holds the lock. ValueError: on
     every process, if another run holds it; says which."""
-    releases = []
-    on_main_process(accelerator, lambda: releases.append(take_lock(folder, otherwise=OTHERWISE)))
-    try:
+    with ExitStack() as stack:
+        on_main_process(accelerator, lambda: stack.enter_context(lock_folder(folder, otherwise=OTHERWISE)))
         yield
-    finally:
-        for release in releases:
-            release()
 
 
 def check_inputs(folder: Path, inputs: Mapping[str, str]) -> None:
@@ -139,7 +136,7 @@ def begin_(folder: Path, config: Mapping[str, Any], inputs: Mapping[str, str]) -
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / CHECKPOINT_FILE).unlink(missing_ok=True)
-        _write(folder / RUN_FILE, json.dumps({**inputs, "finished": False}, indent=2) + "\n")
+        write_text(folder / RUN_FILE, json.dumps({**inputs, "finished": False}, indent=2) + "\n")
         (folder / LOG_FILE).unlink(missing_ok=True)
     adopt_(folder, config)
 
@@ -148,19 +145,15 @@ def adopt_(folder: Path, config: Mapping[str, Any]) -> None:
     """Writes down the config that the run goes on with, which `inspect_run` has let pass."""
     with disk_errors(folder):
         text = yaml.safe_dump(json.loads(json.dumps(config)), sort_keys=False, allow_unicode=True)
-        _write(folder / CONFIG_FILE, text)
+        write_text(folder / CONFIG_FILE, text)
 
 
 def finish_(folder: Path) -> None:
     """Writes down that the artifact is there, and drops the checkpoint."""
     with disk_errors(folder):
         record = {**_record(folder / RUN_FILE), "finished": True}
-        _write(folder / RUN_FILE, json.dumps(record, indent=2) + "\n")
+        write_text(folder / RUN_FILE, json.dumps(record, indent=2) + "\n")
         (folder / CHECKPOINT_FILE).unlink(missing_ok=True)
-
-
-def _write(path: Path, text: str) -> None:
-    os.replace(write_new(path, text.encode()), path)
 
 
 def disk_errors(folder: Path) -> AbstractContextManager[None]:
@@ -248,4 +241,4 @@ def rewind_log_(folder: Path, steps_done: int) -> None:
     written, and is as it was."""
     kept = [record for record in read_log(folder) if record["step"] <= steps_done]
     with disk_errors(folder):
-        _write(folder / LOG_FILE, "".join(json.dumps(record) + "\n" for record in kept))
+        write_text(folder / LOG_FILE, "".join(json.dumps(record) + "\n" for record in kept))

@@ -17,23 +17,19 @@ import torch
 from torch import Tensor
 
 from retain.attention.rotary import Rotary
-from retain.budget.statement import Stock
 from retain.cache.attend import attend_store
 from retain.cache.equal_rows import StepRows, step_rows_of
 from retain.cache.precision import GROUP
 from retain.correction.cuts import cut_
 from retain.eviction import Eviction
-from retain.evidence import Evidence
+from retain.evidence import Evidence, Stock
 from retain.hf.cache.bound_policy import one_per_sequence, pins_per_sequence
-from retain.hf.cache.generation import Generation, check_ids
+from retain.hf.cache.generation import Generation
 from retain.hf.cache.later_evidence import (
     evidence_of,
-    expire_,
     intact_tokens,
     metadata_of,
-    stock_in_reach,
     store_metadata_,
-    without_expired,
     without_inputs,
 )
 from retain.hf.cache.layer import MOST_RECENT, Layer
@@ -43,7 +39,6 @@ from retain.hf.intercept.interceptor import Step, check_pointed, refuse_unasked
 from retain.hf.intercept.lookahead_pass import ReadCache, look_ahead
 from retain.hf.model.decoder import base_model
 from retain.hf.model.layout import LayerSpec
-from retain.hf.model.pass_through_layers import refuse_padding
 from retain.hf.version_names import CHECKPOINTING
 from retain.kernels.backend import without_autocast
 from retain.kernels.ragged_attention.pages import PAGE
@@ -150,8 +145,12 @@ class Engine:
         if call.is_prefill:
             state.seeds = one_per_sequence(state.seeds, call.mask_BT.shape[0], "seeds")
             state.pinned = pins_per_sequence(state.pinned, call.mask_BT.shape[0])
-        if state.layout.alone:
-            refuse_padding(state.layout.alone, call, None if past is None else past.valid_BT)
+        if state.layout.alone and state.prompt_B is not None and call.valid_BS is not None:
+            kinds = ", ".join(sorted({left.name for left in state.layout.alone.values()}))
+            raise ValueError(
+                f"padding behind tokens, which layers left to transformers ({kinds}) take for tokens: read "
+                "turns of different lengths in separate caches (batch_select_indices)."
+            )
         state.evidence = [] if call.is_prefill and self.hold_evidence else None
         state.call = call
         self._forget()
@@ -186,7 +185,6 @@ class Engine:
                     store,
                     scaling=layer.scaling,
                     soft_cap=layer.soft_cap,
-                    window=spec.window,
                     sinks=spec.sinks_Q is not None,
                 )
             if store.step_rows is None:
@@ -212,11 +210,12 @@ class Engine:
         state.arriving(call.mask_BT)  # refuses pinned spans that are none
         if not self.evict_at_prefill:
             return
-        stock, whole = stock_in_reach(state.specs, call.mask_BT, call.positions_BS), self._reads_whole_prompt
-        bound.refuse(*(() if whole else ("chunks",)), *(() if stock is None else ("window",)))
-        if whole and state.due(call):
-            self._eviction = bound.begin(state.arriving(call.mask_BT, stock))
-        elif state.regime.evicts_prompt:
+        if not self._reads_whole_prompt:
+            bound.refuse("chunks")
+        elif state.due(call):
+            self._eviction = bound.begin(state.arriving(call.mask_BT))
+            return
+        if state.regime.evicts_prompt:
             bound.begin(state.arriving(state.with_prompt(call.mask_BT)))  # refuses what cannot be
 
     def _check_turn(self, valid_BS: Tensor) -> None:
@@ -228,7 +227,34 @@ class Engine:
             )
 
     def check_ids(self, ids: Any, attention_mask: Any, inputs_embeds: Any = None) -> None:
-        check_ids(self.state, ids, attention_mask, inputs_embeds)
+        """Refuse ids (or embeddings) that leave out what the cache has read: `generate` wants all, and reads
+        what is new. Ids alone that a mask over both comes with are taken, as transformers takes them.
+
+        Raises:
+            ValueError: no more of them than were read, or others; or a broken cache.
+        """
+        self.state.check_whole()
+        past, seen = self.state.history, self.num_seen
+        given = inputs_embeds if isinstance(inputs_embeds, Tensor) else ids
+        if past is None or not isinstance(given, Tensor):
+            return
+        num_given, by_ids = given.shape[1], given is ids
+        if by_ids and isinstance(attention_mask, Tensor) and attention_mask.shape[-1] == seen + num_given:
+            return
+        how = (
+            "pass generate those that were read and those that come (torch.cat([context_ids, question_ids], "
+            "dim=1)); it reads only the new ones."
+        )
+        if num_given <= seen:
+            name = "input_ids" if by_ids else "inputs_embeds"
+            raise ValueError(f"{name} has {num_given} tokens a row, and this cache has read {seen}: {how}")
+        read_BT = past.token_ids_BT
+        if by_ids and read_BT is not None and len(read_BT) == len(ids):
+            differs_BT = ids[:, :seen].to(read_BT.device) != read_BT
+            if bool((differs_BT & past.valid_BT.to(differs_BT.device)).any()):
+                raise ValueError(
+                    f"input_ids does not begin with the {seen} tokens that this cache has read: {how}"
+                )
 
     def generating(self, room: int | None = None) -> AbstractContextManager[Callable[[Tensor], None]]:
         return self.generation.running(self.state, room)
@@ -305,8 +331,6 @@ class Engine:
             scaling=layer.scaling,
             soft_cap=layer.soft_cap,
             sinks_Q=spec.sinks_Q,
-            window=spec.window,
-            query_positions_BS=None if spec.window is None else positions_BS,
         )
         if self._looks_again:
             wants = state.bound_policy.wants
@@ -344,9 +368,7 @@ class Engine:
         if self._looks_again:
             evidence = bound.counted(bound.with_metadata(evidence))
             layer.recent.add("queries", queries_BQSD.detach())
-            layer.recent.keep("queries", self._num_queries(self._after(call)))
-        if self._reads_whole_prompt:
-            evidence = without_expired(evidence, bound)
+            layer.recent.keep("queries", state.num_queries(self._after(call)))
         if not self.evict_at_prefill:
             if state.evidence is not None:
                 state.evidence.append(evidence)
@@ -464,19 +486,13 @@ class Engine:
             self._next = History.of(call) if state.history is None else state.history.after(call)
         return self._next
 
-    def _num_queries(self, history: History) -> int:
-        """The number of last tokens whose queries a later eviction reads."""
-        queries = self.state.bound_policy.wants.queries
-        first = self.state.last_due if queries is None else history.first_of_last(queries)
-        return history.num_seen - first
-
     @without_autocast
     def _store_metadata(self, layer: Layer, spec: LayerSpec, history: History) -> None:
         """Store what later evictions read of a layer's last tokens, and free what it was made from."""
         state = self.state
         num_tokens = history.num_seen - state.recorded
         store_metadata_(layer, spec, state.bound_policy, history, self._rotary, num_tokens=num_tokens)
-        layer.recent.keep("queries", self._num_queries(history))
+        layer.recent.keep("queries", state.num_queries(history))
 
     @without_autocast
     def _evict_again(self, *, release: bool) -> ValueError | None:
@@ -496,9 +512,6 @@ class Engine:
         held_before = sum(map(sum, state.held_BL()))
         if not held_before:  # so far all sequences are padding
             return None
-        for layer, spec in zip(layers, state.specs, strict=True):
-            if spec.window is not None and layer.store is not None:
-                expire_(layer.store, spec.window, history.last_B)
         # A ratio is one of what was seen, or of the whole prompt while that is being read.
         stock = Stock(
             held_BL=state.held_BL(),
@@ -525,7 +538,7 @@ class Engine:
                 spec,
                 history,
                 self._rotary,
-                num_queries=self._num_queries(history),
+                num_queries=state.num_queries(history),
                 each=wants.queries,
                 keys=wants.keys,
                 values=wants.values,

@@ -5,20 +5,18 @@ later eviction reads of an entry (a gate's score, the norm of its projected valu
 received) is computed once and stored with the entry, as metadata.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool
 from torch import Tensor
 
+from retain.attention.dense_view import DenseView, align_last, dense_view, last_tokens
 from retain.attention.rotary import Rotary
-from retain.budget.statement import Stock
-from retain.cache.dense_view import DenseView, align_last, dense_view, last_tokens
 from retain.cache.layer_store import Store
 from retain.cache.store import LOG_WEIGHT, tail_index_RS
 from retain.eviction import BoundPolicy
-from retain.evidence import Evidence, RunningStatistics, in_reach
+from retain.evidence import Evidence, RunningStatistics
 from retain.hf.cache.layer import Layer
 from retain.hf.cache.state import History
 from retain.hf.model.layout import LayerSpec
@@ -234,40 +232,3 @@ def intact_tokens(layers: list[Layer], history: History) -> Bool[Tensor, "B T"]:
         counts += torch.bincount(place_N, minlength=counts.numel()).to(device)
     held_BT = counts.view(history.batch_size, width).gather(1, positions_BT.clamp_min(0)) == heads
     return held_BT & history.valid_BT
-
-
-def without_expired(evidence: Evidence, bound: BoundPolicy) -> Evidence:
-    """The evidence of a first prompt, in which no head holds what the next query no longer sees; running
-    statistics are of all that its queries saw."""
-    if evidence.window is None or evidence.num_seen < evidence.window:
-        return evidence
-    alive_BT = in_reach(evidence.window, evidence.valid_BT, evidence.positions_BT)
-    if torch.equal(alive_BT, evidence.valid_BT):
-        return evidence
-    evidence = bound.counted(evidence) if evidence.running is None else evidence
-    return replace(evidence, held_BHT=alive_BT[:, None].expand(-1, evidence.num_heads, -1))
-
-
-def stock_in_reach(
-    specs: Sequence[LayerSpec], valid_BT: Bool[Tensor, "B T"], positions_BT: Int[Tensor, "B T"]
-) -> Stock | None:
-    """The entries of a first prompt that an eviction chooses from, before any layer has come; None: all,
-    since none has left a sliding window."""
-    if all(spec.window is None for spec in specs):
-        return None
-    alive = [
-        valid_BT if spec.window is None else in_reach(spec.window, valid_BT, positions_BT) for spec in specs
-    ]
-    if all(torch.equal(alive_BT, valid_BT) for alive_BT in alive):
-        return None
-    counts = [alive_BT.sum(-1) * spec.num_kv_heads for alive_BT, spec in zip(alive, specs, strict=True)]
-    held_BL = torch.stack(counts, dim=1).tolist()
-    return Stock(tuple(map(tuple, held_BL)), tuple(valid_BT.sum(-1).tolist()), torch.stack(alive).all(0))
-
-
-def expire_(store: Store, window: int, last_B: Int[Tensor, " B"]) -> None:
-    """Evict, in place, entries that no later query of a sliding-window layer can see."""
-    sequence_N = store.rows_N() // store.num_heads
-    alive_N = store.positions_C[store.index_N()] > (last_B.to(store.device) + 1 - window)[sequence_N]
-    if not bool(alive_N.all()):
-        store.evict_(alive_N, in_place=True)

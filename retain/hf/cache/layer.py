@@ -60,6 +60,12 @@ class Recent:
                 self.last(kind, num_tokens).clone()
             ]  # a view would hold what it is a view of
 
+    def forget(self, num_tokens: int) -> None:
+        """Free the last tokens."""
+        for kind, held in self.tensors().items():
+            left = max(0, held.shape[AXES[kind]] - num_tokens)
+            self.chunks[kind] = [held.narrow(AXES[kind], 0, left).clone()] if left else []
+
     def tensors(self) -> dict[str, Tensor]:
         """Everything that is held, one tensor a kind."""
         return {kind: self.last(kind, num) for kind in AXES if (num := self.num_tokens(kind))}
@@ -81,19 +87,14 @@ class Recent:
 
 
 class Layer(CacheLayerMixin):
-    """A layer: nothing, dense keys and values (a prefill that was not evicted), or a ragged store.
-
-    Args:
-        window: a query sees only the last `window` entries, itself included; None for all.
-    """
+    """A layer: nothing, dense keys and values (a prefill that was not evicted), or a ragged store."""
 
     is_sliding = False
     is_compileable = False
     is_croppable = False  # keeps assisted decoding away: its prefill holds speculative tokens
 
-    def __init__(self, window: int | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.window = window
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
         self.store: Store | None = None

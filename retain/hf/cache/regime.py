@@ -9,8 +9,7 @@ A name is one or two parts joined by `+`:
 
 from dataclasses import dataclass
 
-from retain.process.registry import nearest
-from retain.process.removed import hint_of
+from retain.process.registry import check_choice
 
 NAMES = ("prefill", "chunked", "decode", "prefill+decode", "chunked+decode")
 
@@ -32,10 +31,7 @@ class Regime:
     every: int = 32
 
     def __post_init__(self) -> None:
-        if self.name not in NAMES:
-            near = nearest(str(self.name), NAMES)  # first: `chunk` was a key of training, too
-            hint = f" (did you mean {near!r}?)" if near else hint_of(str(self.name))
-            raise ValueError(f"regime is {self.name!r}{hint}, and must be one of {', '.join(NAMES)}.")
+        check_choice("regime", self.name, NAMES)
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
             raise ValueError(f"every is {self.every!r}, and must be a whole number of tokens, at least 1.")
 

@@ -15,8 +15,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from retain.budget.statement import Stock
-from retain.cache.dense_view import last_tokens
+from retain.attention.dense_view import last_tokens
 from retain.cache.layer_store import Store, stacked
 from retain.cache.layout import normal_tensors
 from retain.cache.precision import Precision
@@ -24,7 +23,7 @@ from retain.cache.store import LOG_WEIGHT, RaggedStore
 from retain.correction.cuts import correct_, cut_
 from retain.correction.merge import Merge
 from retain.eviction import Arriving, BoundPolicy
-from retain.evidence import Evidence, in_reach
+from retain.evidence import Evidence, Stock
 from retain.hf.cache.layer import Layer, Recent
 from retain.hf.cache.regime import Regime
 from retain.hf.intercept.forward_call import Call
@@ -156,12 +155,8 @@ class State:
         """Forget everything that was read."""
         layout = self.layout
         # In place: transformers' side of the cache holds the same list.
-        self.layers[:] = [
-            pass_through_layers.empty_layer(layout.alone[idx])
-            if idx in layout.alone
-            else Layer(layout.spec_of[idx].window)
-            for idx in range(layout.num_layers)
-        ]
+        blank = layout.blank_layers()
+        self.layers[:] = [blank[idx] if idx in layout.alone else Layer() for idx in range(len(layout.kinds))]
         self.seeds, self.pinned = self.stated
         self.history: History | None = None
         self.evidence: list[Evidence] | None = None
@@ -184,11 +179,6 @@ class State:
     def ragged(self) -> list[Layer]:
         """The layers that evict, in the order of `specs`; the others are transformers'."""
         return [self.layers[spec.layer_idx] for spec in self.specs]
-
-    @property
-    def pass_through(self) -> list[Any]:
-        """Cache layers of transformers, where the model has layers that are left alone."""
-        return [self.layers[idx] for idx in self.layout.alone]
 
     @property
     def stores(self) -> list[Store]:
@@ -235,6 +225,11 @@ class State:
     def is_read(self, call: Call) -> bool:
         """True if a call is part of a prompt or a turn, rather than a decoding step."""
         return call.is_prefill or self.prompt_B is None or call.positions_BS.shape[1] > 1
+
+    def num_queries(self, history: History) -> int:
+        """The number of last tokens whose queries a later eviction reads."""
+        queries = self.bound_policy.wants.queries
+        return history.num_seen - (self.last_due if queries is None else history.first_of_last(queries))
 
     def due(self, call: Call) -> bool:
         """True if an eviction is due after this call."""
@@ -303,8 +298,7 @@ class State:
         precision: Precision | None = None,
         pack: bool = True,
     ) -> Store:
-        """Cut a layer's dense keys and values to a store, corrected and packed, and free them. Entries that
-        have left the layer's window are evicted with the others, uncorrected.
+        """Cut a layer's dense keys and values to a store, corrected and packed, and free them.
 
         Args:
             keep_BHT: None keeps all but padding.
@@ -314,8 +308,6 @@ class State:
         """
         layer.check(keep_BHT)
         keys, values = layer.dense()
-        if keep_BHT is not None and layer.window is not None:
-            valid_BT = in_reach(layer.window, valid_BT, positions_BT)
         exists_BHT = valid_BT.to(keys.device)[:, None].expand(keys.shape[:3])
         correction = None if keep_BHT is None else correction
         keep_BHT = exists_BHT if keep_BHT is None else keep_BHT.to(keys.device) & exists_BHT
@@ -369,8 +361,8 @@ class State:
                 layer.recent = Recent()
                 if layer.store is not None:
                     _drop_metadata(layer.store)
-        for left in self.pass_through:
-            pass_through_layers.trim_(left)
+        for idx in self.layout.alone:
+            pass_through_layers.trim_(self.layers[idx])
 
     def shrink(self, lower: Sequence[Tensor | None], rows: list[int] | None) -> None:
         """Evict from lower layers what a cascade no longer keeps, one layer at a time.
@@ -394,8 +386,7 @@ class State:
         """A copy. Of a dense prefill nothing is copied until a fork evicts."""
         other, alone = copy.copy(self), self.layout.alone
         other.layers = [
-            pass_through_layers.fork(layer) if idx in alone else layer.fork()
-            for idx, layer in enumerate(self.layers)
+            copy.deepcopy(layer) if idx in alone else layer.fork() for idx, layer in enumerate(self.layers)
         ]
         other.evidence = None if self.evidence is None else list(self.evidence)
         return other
@@ -405,8 +396,8 @@ class State:
         assert self.history is not None
         rows = indices.tolist()
         with self.changing():
-            for left in self.pass_through:
-                left.reorder_cache(indices)
+            for idx in self.layout.alone:
+                self.layers[idx].reorder_cache(indices)
             for layer in self.ragged:
                 layer.select_batch(indices)
             if self.evidence is not None:
@@ -424,25 +415,39 @@ class State:
         """The reason why the conversation cannot go back to a length; None if it can."""
         if length < self.evicted_at:
             return f"entries were evicted when it had seen {self.evicted_at}"
-        if self.evicts_again or self.prompt_B is None:
-            return f"regime {self.regime.name!r} evicts by what the last tokens showed"
-        if self.layout.alone:
-            return "layers with a sliding window or a recurrent state cannot forget tokens"
+        if self.prompt_B is None:
+            return "the first prompt is still being read"
+        if self.evicts_again and self.history is not None:
+            wants, recent = self.bound_policy.wants, self.ragged[0].recent
+            if wants.running:
+                return "statistics of all queries are kept, the last ones' among them"
+            if length < self.last_due:
+                return f"an eviction was due when it had seen {self.last_due}"
+            left = max(0, recent.num_tokens("queries") - (self.num_seen - length))
+            if left < self.num_queries(self.history.cut(length)):
+                return "later evictions read queries from before it, which are freed"
+        if any(left.window is None or self.num_seen >= left.window for left in self.layout.alone.values()):
+            return "a layer with a recurrent state, or whose sliding window is full, cannot forget tokens"
         return None
 
     def crop(self, length: int) -> None:
         """Forget all tokens but the first `length`; `cannot_crop` was asked."""
         assert self.history is not None
-        cut = self.history.cut(length)
+        cut, forgotten = self.history.cut(length), self.num_seen - length
         with self.changing():
-            self.evidence, self.history = None, cut
+            for left in self.pass_through:
+                left.crop(-forgotten)
+                pass_through_layers.trim_(left)
             for layer in self.ragged:
+                layer.recent.forget(forgotten)
                 layer.seen = length
                 if layer.store is not None:
                     layer.store.crop_(cut.last_B + 1)
                 else:
                     layer.hold(*(tensor[:, :, :length].clone() for tensor in layer.dense()))
-        self.packed_at, self.last_due = min(self.packed_at, length), min(self.last_due, length)
+            self.evidence, self.history = None, cut
+        for name in ("packed_at", "last_due", "recorded"):
+            setattr(self, name, min(getattr(self, name), length))
         if self.prompt_B is not None:
             self.prompt_B = [*map(min, self.prompt_B, cut.lengths_B)]
 

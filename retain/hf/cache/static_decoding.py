@@ -30,7 +30,7 @@ TOGETHER = 4
 
 def refused(state: State) -> str | None:
     """The reason why a cache decodes as written; None: it may be static."""
-    if kinds := {left.kind for left in state.layout.alone.values()} - {SLIDING}:
+    if kinds := {left.name for left in state.layout.alone.values()} - {SLIDING}:
         return f"the model has layers of another kind ({', '.join(sorted(kinds))})"
     return None
 
@@ -149,7 +149,7 @@ class StaticDecoding:
         }
         self.pool = pools[id(places[0][0])]
         specs: dict[int, tuple[float | None, int | None]]
-        specs = {spec.layer_idx: (spec.scaling, spec.window) for spec in state.specs}
+        specs = {spec.layer_idx: (spec.scaling, None) for spec in state.specs}
         specs |= {idx: (None, layer.sliding_window) for idx, layer in self.windowed.items()}
         self.stores = dict(zip(specs, stores, strict=True))
         self.rows: dict[int, StaticRows] = {}
@@ -200,8 +200,8 @@ class StaticDecoding:
                 rows.base_R.copy_(self.stores[idx].lengths_R)
                 if rows.packed:
                     rows.packed[7].copy_(state.layers[idx].store.packed.lengths_R)
-        for idx, layer in self.windowed.items():
-            state.layers[idx] = Layer(layer.sliding_window)
+        for idx in self.windowed:
+            state.layers[idx] = Layer()
             state.layers[idx].is_sliding = True
         for idx, rows in self.rows.items():
             state.layers[idx].static = rows

@@ -68,6 +68,8 @@ SUPPORTED = f"Supported: {', '.join(FAMILIES)} (docs/families.md says how to add
 FULL = "full_attention"
 SLIDING = "sliding_attention"
 ALONE = (SLIDING, "linear_attention")
+# Types of rotary embeddings whose frequencies do not change with the length.
+FIXED = ("default", "linear", "yarn", "llama3")
 
 
 @dataclass(frozen=True)
@@ -84,14 +86,15 @@ class Kind:
 
 
 def kinds_of(config: Any, num_layers: int) -> list[Kind]:
-    """The kind of every layer, read from the config as transformers reads it.
-
-    A window is one however long it is: no length that a config states keeps a sequence from outgrowing it.
+    """The kind of every layer, read from the config as transformers reads it. A window that holds all
+    positions of the model is none.
     """
-    window = getattr(config, "sliding_window", None)
+    window, most = getattr(config, "sliding_window", None), getattr(config, "max_position_embeddings", None)
+    if window is not None and most is not None and window >= most:
+        window = None
     names = getattr(config, "layer_types", None) or [FULL if window is None else SLIDING] * num_layers
     kinds = []
     for name in names[:num_layers]:
-        unbounded = name == SLIDING and window is None
-        kinds.append(Kind(FULL if unbounded else name, window if name == SLIDING else None))
+        name = FULL if name == SLIDING and window is None else name
+        kinds.append(Kind(name, window if name == SLIDING else None))
     return kinds

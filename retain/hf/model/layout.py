@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 from retain.evidence import Evidence
-from retain.hf.model.families import Family
+from retain.hf.model.families import Family, Kind
 from retain.hf.model.projection import dense_weight, plain_weight, stored
 
 
@@ -25,7 +26,6 @@ class LayerSpec:
         family: what the attention module calls its parts.
         hidden_size: E, width of the attention input (and output).
         scaling: factor on the attention logits.
-        window: tokens that a query sees, itself included; None for all.
         compute_dtype: precision in which a quantised weight is made dense.
     """
 
@@ -37,7 +37,6 @@ class LayerSpec:
     head_dim: int
     hidden_size: int
     scaling: float
-    window: int | None
     compute_dtype: torch.dtype
 
     @property
@@ -91,7 +90,6 @@ class LayerSpec:
             output_weight_QDE=self.output_weight_QDE if output else unread_QDE,
             scaling=self.scaling if scaling is None else scaling,
             soft_cap=soft_cap,
-            window=self.window,
             sinks_Q=self.sinks_Q,
             **shown,
         )
@@ -109,28 +107,22 @@ class LayerSpec:
 
 
 @dataclass(frozen=True, eq=False)
-class LeftAlone:
-    """Describes a layer whose state is left to transformers.
+class Layout:
+    """All layers of a model: those that evict, in order, and by their index those that are left alone.
 
     Args:
-        kind: `sliding_attention`, `linear_attention`, ..., as transformers calls it.
-        window: tokens that it looks back on, where its attention has a window.
-        empty: the cache layer that transformers makes for it, never filled.
+        kinds: of all layers, in order.
+        config: of the decoder.
     """
 
-    layer_idx: int
-    kind: str
-    window: int | None
-    empty: Any = field(repr=False)
-
-
-@dataclass(frozen=True, eq=False)
-class Layout:
-    """All layers of a model: those that evict, in order, and by their index those that do not."""
-
     evicting: tuple[LayerSpec, ...]
-    alone: dict[int, LeftAlone]
-    num_layers: int
+    alone: dict[int, Kind]
+    kinds: tuple[Kind, ...]
+    config: Any = field(repr=False)
+
+    def blank_layers(self) -> list[Any]:
+        """New cache layers of transformers, one a layer; those of layers left alone are used."""
+        return DynamicCache(config=self.config).layers if self.alone else []
 
     @cached_property
     def spec_of(self) -> dict[int, LayerSpec]:
@@ -141,8 +133,3 @@ class Layout:
     def num_kv_heads(self) -> int:
         """KV heads of all layers that evict."""
         return sum(spec.num_kv_heads for spec in self.evicting)
-
-    @cached_property
-    def shortest_window(self) -> int | float:
-        """The smallest window of the layers that evict; infinite without any."""
-        return min((spec.window for spec in self.evicting if spec.window is not None), default=float("inf"))

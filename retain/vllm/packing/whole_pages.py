@@ -15,12 +15,12 @@ import torch
 from jaxtyping import Bool, Int64
 from torch import Tensor
 
+from retain.attention.ranking import rank_entries, refuse_nan
 from retain.budget.allocation import Candidates
 from retain.budget.cascade import head_budgets, keep_first
 from retain.budget.joint import Won
-from retain.budget.ranking import rank_entries, refuse_nan
-from retain.budget.split import Uniform
 from retain.policy import Plan
+from retain.presets import Uniform
 
 
 def in_pages(plan: Plan, page: int) -> Plan:

@@ -2,7 +2,12 @@
 
 The file is JSON, by the index of each layer that evicts: `{"0": [1, 0], "1": [0.5, 0.25]}`. Numbers are at
 least 0, and count in proportion. `python -m retain.eval.head_weights` measures those of DuoAttention
-and of HeadKV (`retain.budget.allocation`).
+and of HeadKV.
+
+DuoAttention's (arXiv 2410.10819) are 1 for a retrieval head and 0 for a streaming head: streaming heads hold
+the protected entries, and retrieval heads share the rest. HeadKV's (arXiv 2410.19258) are `(beta - 1) *
+sum(s) + N * s_h` over N heads, with s their importance: of what is not protected, `1 / beta` goes by
+importance and the rest equally.
 """
 
 import json

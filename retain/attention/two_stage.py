@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
+from retain.attention.ranking import order_entries, rank_entries
 from retain.budget.largest_remainder import ratio_of
-from retain.budget.ranking import order_entries, rank_entries
 
 
 def stage_by_budget(
