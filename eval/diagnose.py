@@ -44,8 +44,8 @@ from retain.eval.text_table import text_table
 from retain.evidence import Evidence
 from retain.hf.cache.cache import Cache
 from retain.hf.intercept.attach import attach
-from retain.hf.model.gates import load_gates
 from retain.hf.version_names import CACHE
+from retain.models.gates import load_gates
 from retain.models.named import load
 from retain.policy import decide_layers, score_entries
 from retain.presets import Policy, load_policy

@@ -45,9 +45,9 @@ import retain
 from retain.config import build
 from retain.eval.config import resolve_device
 from retain.eval.text_table import text_table
-from retain.hf.model.gates import load_gates, new_gates
 from retain.hf.version_names import CACHE
 from retain.kernels.measure import quiet
+from retain.models.gates import load_gates, new_gates
 from retain.models.named import dtype_of, load_named_model
 from retain.presets import load_policy
 from retain.process.command import command

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from retain.hf.cache.cache import Cache
     from retain.hf.intercept.attach import attach, detach
-    from retain.hf.model.gates import load_gates, new_gates
+    from retain.models.gates import load_gates, new_gates
     from retain.models.named import load
     from retain.policy import load_policy, policies
 
@@ -33,9 +33,9 @@ _HOMES = {
     "attach": "retain.hf.intercept.attach",
     "load": "retain.models.named",
     "detach": "retain.hf.intercept.attach",
-    "load_gates": "retain.hf.model.gates",
+    "load_gates": "retain.models.gates",
     "load_policy": "retain.policy",
-    "new_gates": "retain.hf.model.gates",
+    "new_gates": "retain.models.gates",
     "policies": "retain.policy",
 }
 

@@ -34,9 +34,9 @@ from retain.eval.run.table import digest
 from retain.hf.cache.cache import Cache
 from retain.hf.cache.regime import Regime
 from retain.hf.intercept.attach import attach
-from retain.hf.model.gates import load_gates
 from retain.hf.model.identity import identity_of
 from retain.hf.version_names import CACHE
+from retain.models.gates import load_gates
 from retain.models.named import REFERENCE, load
 from retain.presets import Policy, load_policy
 from retain.process.extras import require

@@ -14,8 +14,8 @@ from retain.gates.artifact import save_gates
 from retain.gates.hub import HTTP
 from retain.hf.intercept.observe import observe
 from retain.hf.model.decoder import describe
-from retain.hf.model.gates import import_gates
 from retain.hf.model.identity import fingerprint
+from retain.models.gates import import_gates
 from tests.refused import refused
 from tests.tiny import tiny_model
 

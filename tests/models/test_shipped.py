@@ -4,8 +4,8 @@ import pytest
 
 import retain
 from retain.gates.artifact import save_gates
-from retain.hf.model import gates as each
 from retain.hf.model.identity import fingerprint
+from retain.models import gates as each
 from retain.models import shipped
 from tests.refused import refusal, refused
 from tests.tiny import tiny_batch, tiny_model

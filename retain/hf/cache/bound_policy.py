@@ -18,8 +18,8 @@ from retain.budget.statement import Budget
 from retain.capability import BEFORE_ROPE, Use, check_gates, refuse
 from retain.eviction import BoundPolicy, Scorer
 from retain.hf.model.decoder import rotary_of
-from retain.hf.model.gates import gates_for, shipped_gates
 from retain.hf.model.layout import LayerSpec
+from retain.models.gates import gates_for, shipped_gates
 from retain.policy import check_budget
 from retain.presets import Policy, load_policy
 from retain.process.registry import check_choice, suggest
