@@ -103,7 +103,8 @@ class Report:
         lines.append(
             f"{'':>9} {'seen':>10} {'held':>10} {'evicted':>10} {'held':>10} {'of full':>8} {'allocated':>10}"
         )
-        lines += [f"{row.name:>9} {row}" for row in (*self.layers, self.total, *self.alone)]
+        rows: list[LayerReport | LeftAloneReport] = [*self.layers, self.total, *self.alone]
+        lines += [f"{row.name:>9} {row}" for row in rows]
         if self.held_whole:
             whole = ", ".join(map(str, self.held_whole))
             lines.append(f"    short sequences held whole, more than their budget: {whole}")

@@ -60,5 +60,6 @@ def footprint(layout: Layout, tokens: int, *, policy: Policy, keep_ratio: float)
     windows = [left.window for left in layout.alone.values()]
     # Heads of layers with a window are as those of full attention, in all families.
     width = plain[0].num_heads * plain[0].entry_bytes
-    alone = None if None in windows else sum(min(tokens, window - 1) * width for window in windows)
+    seen = [min(tokens, window - 1) for window in windows if window is not None]
+    alone = sum(seen) * width if len(seen) == len(windows) else None
     return Footprint(tokens, full, kept, alone)
