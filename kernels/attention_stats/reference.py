@@ -110,9 +110,10 @@ def attention_stats(call: Call) -> dict[str, Tensor]:
         if call.asks_BS is not None:
             found["lse"].masked_fill_(~call.asks_BS[:, None], float("-inf"))
     if call.keys_BHTD.device.type == "cpu":  # elsewhere, looking at a mask would wait for the device
-        masks = {"exists_BHT": call.exists_BHT, "asks_BS": call.asks_BS}
-        idle = {name: None for name, mask in masks.items() if mask is not None and bool(mask.all())}
-        call = replace(call, **idle)
+        exists_BHT, asks_BS = (
+            None if mask is None or bool(mask.all()) else mask for mask in (call.exists_BHT, call.asks_BS)
+        )
+        call = replace(call, exists_BHT=exists_BHT, asks_BS=asks_BS)
     holes = call.keys_BHTD.shape[2]
     if call.exists_BHT is not None and call.keys_BHTD.device.type == "cpu":
         holes -= int(call.exists_BHT.flatten(0, 1).all(0).flip(0).cumprod(0).sum())

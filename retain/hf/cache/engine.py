@@ -39,7 +39,6 @@ from retain.hf.intercept.interceptor import Step, check_pointed, refuse_unasked
 from retain.hf.intercept.lookahead_pass import ReadCache, look_ahead
 from retain.hf.model.decoder import base_model
 from retain.hf.model.layout import LayerSpec
-from retain.hf.model.pass_through_layers import refuse_padding
 from retain.hf.version_names import CHECKPOINTING
 from retain.kernels.backend import without_autocast
 from retain.kernels.ragged_attention.pages import PAGE
@@ -146,8 +145,12 @@ class Engine:
         if call.is_prefill:
             state.seeds = one_per_sequence(state.seeds, call.mask_BT.shape[0], "seeds")
             state.pinned = pins_per_sequence(state.pinned, call.mask_BT.shape[0])
-        if state.layout.alone:
-            refuse_padding(state.layout.alone, call, None if past is None else past.valid_BT)
+        if state.layout.alone and state.prompt_B is not None and call.valid_BS is not None:
+            kinds = ", ".join(sorted({left.name for left in state.layout.alone.values()}))
+            raise ValueError(
+                f"padding behind tokens, which layers left to transformers ({kinds}) take for tokens: read "
+                "turns of different lengths in separate caches (batch_select_indices)."
+            )
         state.evidence = [] if call.is_prefill and self.hold_evidence else None
         state.call = call
         self._forget()

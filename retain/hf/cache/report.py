@@ -139,7 +139,7 @@ def report_of(state: State) -> Report:
     for idx, left in state.layout.alone.items():
         layer = state.layers[idx]
         sizes = pass_through_layers.held_bytes(layer), pass_through_layers.allocated_bytes(layer)
-        alone.append(LeftAloneReport(f"layer {idx}", left.kind, left.window, *sizes))
+        alone.append(LeftAloneReport(f"layer {idx}", left.name, left.window, *sizes))
     names = [one.name for one in fields(LayerReport)][1:]
     total = LayerReport("total", *(sum(getattr(row, name) for row in rows) for name in names))
     return Report(
