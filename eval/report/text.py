@@ -86,7 +86,8 @@ def _sentence(
     base = f"{_bold(first.baseline)} ({base_score:.1f}){what}"
     ours = f"{_bold(first.line)} ({score[first.line]:.1f})"
     interval = first.result.interval
-    difference = f"{interval.estimate:+.1f} points {interval}"
+    comma = "," if interval.method == "undefined" else ""
+    difference = f"{interval.estimate:+.1f} points{comma} {interval}"
     if first.result.verdict == "inconclusive" and (interval.low > 0 or interval.high < 0):
         difference += f" (p {first.result.holm_p:.2f} among {first.result.family_size} comparisons)"
     words = {

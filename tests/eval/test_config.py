@@ -15,6 +15,8 @@ from retain.eval.config import (
     CompareConfig,
     budget_label,
     candidates_of,
+    compare_parser,
+    config_of,
     find_policy,
     gates_of,
     resolve_device,
@@ -54,6 +56,17 @@ def test_every_config_of_the_reference_model_passes_its_checks(name, gated):
     loaded, contexts = load_checked(load(CONFIGS / f"{name}.yaml", CompareConfig, changes))
     assert all(len(of_task) == items for of_task in contexts.values()) and len(contexts) >= 7
     assert {*loaded.gates} <= {str(gated / "gates")}
+
+
+@pytest.mark.parametrize("page", ["README.md", "eval/README.md"])
+def test_the_comparison_of_a_page_passes_its_checks(page):
+    """The reference model stands in for the page's: lengths of contexts are like, budgets are the page's."""
+    line = re.search(
+        "^retain compare smollm2-135m (.*)", (CONFIGS.parents[1] / page).read_text(), re.MULTILINE
+    )
+    typed = ["reference:0", *line[1].replace(",merge", "").split(), "--items-per-task", "4"]
+    _, contexts = load_checked(config_of(compare_parser().parse_args(typed)))
+    assert len(contexts) >= 2
 
 
 # What a config says, and what of it is refused.

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from safetensors.torch import load_file
 
@@ -13,6 +14,7 @@ from retain.gates import build_gates
 from retain.gates.artifact import read_metadata, save_gates
 from retain.gates.card import card_of
 from retain.train.distill import distill
+from retain.train.run.artifact import command_line
 from retain.train.run.card import write_card
 
 LOOKS = """
@@ -159,6 +161,15 @@ def test_contents_cannot_break_the_card() -> None:
         assert len(re.findall(r"(?<!\\)\|", row)) == 3
     assert "````bash\na ``` b\n````" in text
     assert r"| `appendix` | `\"" not in text and r'`"\n{question}\n"`' in text
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [("retain train", "retain train tiny 'a b.jsonl'"), ("x.py", "accelerate launch x.py tiny 'a b.jsonl'")],
+)
+def test_the_command_of_a_run_can_be_typed_again(program: str, said: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr("sys.argv", [program, "tiny", "a b.jsonl"])
+    assert command_line() == said
 
 
 def test_a_run_gets_a_card(tmp_path: Path) -> None:

@@ -139,4 +139,7 @@ def metadata_of(
 
 def command_line() -> str:
     """The command that started this process, as one types it."""
-    return "accelerate launch " + shlex.join([os.path.relpath(sys.argv[0]), *sys.argv[1:]])
+    program, *rest = sys.argv
+    if program == "retain train":  # as retain.eval.cli names it
+        return f"{program} {shlex.join(rest)}"
+    return "accelerate launch " + shlex.join([os.path.relpath(program), *rest])

@@ -435,9 +435,9 @@ class State:
         assert self.history is not None
         cut, forgotten = self.history.cut(length), self.num_seen - length
         with self.changing():
-            for idx in self.layout.alone:
-                self.layers[idx].crop(-forgotten)
-                pass_through_layers.trim_(self.layers[idx])
+            for left in (self.layers[idx] for idx in self.layout.alone):
+                left.crop(-forgotten)
+                pass_through_layers.trim_(left)
             for layer in self.ragged:
                 layer.recent.forget(forgotten)
                 layer.seen = length

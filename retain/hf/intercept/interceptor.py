@@ -82,7 +82,8 @@ def mask_function(previous: str) -> Callable[..., Tensor | None]:
     on our cache, a square over the new tokens alone (`Layer.get_mask_sizes`)."""
 
     def retain_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-        unmade = _UNMADE.get()
+        # Steps that are one graph have their masks; torch.compile cannot trace a context variable.
+        unmade = None if torch.compiler.is_compiling() else _UNMADE.get()
         if unmade == "all" or unmade == "full" and kwargs.get("local_size") is None:
             return None
         if kwargs.get("kv_offset") and kwargs.get("q_length") == kwargs["kv_length"]:
