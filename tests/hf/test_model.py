@@ -129,7 +129,7 @@ IRREGULAR = {
     "layer 1 is of type chunked_attention, which is not understood": partial(
         changed, "llama", None, "layer_types", ["full_attention", "chunked_attention"]
     ),
-    "no layer has full attention .all are linear_attention": partial(
+    "none of its layers has attention whose entries could be evicted: all are linear": partial(
         tiny_model, "qwen3_next", layer_types=["linear_attention"] * 4
     ),
     "layer 2 .*Qwen3Attention has no `k_norm`": partial(changed, "qwen3", 2, "k_norm"),
