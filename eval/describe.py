@@ -1,7 +1,7 @@
 """`retain describe`: a model by its config alone. `retain doctor`: what this installation can do.
 
     retain describe Qwen/Qwen3-8B
-    retain describe runs/my-model --tokens 8192 131072 --keep-ratio 0.1 --policy snapkv
+    retain describe runs/my-model --tokens 8192 131072 --keep-ratio 0.1
     retain doctor
 
 `describe` reads no weights, so that a model can be looked at before it is fetched: which layers evict, what
@@ -25,19 +25,15 @@ from packaging.requirements import Requirement
 
 import retain
 from retain.hf.model.decoder import base_model, layout_of
-from retain.hf.model.footprint import Footprint, footprint
 from retain.hf.model.layout import Layout
 from retain.kernels.backend import why_reference
 from retain.kernels.build import OPS
 from retain.models.catalogue import CATALOGUE
 from retain.models.named import REFERENCE, dtype_of, meta_model_of, named_config, named_precision
-from retain.presets import load_policy
 from retain.process.command import command
 from retain.process.provenance import version_of
 
 TOKENS = (8192, 32768, 131072)
-# A policy that needs neither training nor bytes next to entries.
-POLICY = "keydiff"
 # Of a config that names no precision, as of checkpoints whose weights are packed.
 UNSTATED = torch.bfloat16
 
@@ -45,6 +41,26 @@ OK, NOTE, WRONG = "ok", "note", "WRONG"
 # The name under which packages are installed; that of the import belongs to another project.
 DISTRIBUTION = "retain-kv"
 GIB = 2**30
+
+
+class Footprint(NamedTuple):
+    """Bytes of one sequence: full and kept of layers that evict, and of layers that are left alone (None: one
+    has a recurrent state, whose size is not computed)."""
+
+    tokens: int
+    full: int
+    kept: int
+    alone: int | None
+
+
+def footprint(layout: Layout, tokens: int, keep_ratio: float) -> Footprint:
+    """Bytes of entries alone; of a window of W tokens, a later query can see W - 1."""
+    spec = layout.evicting[0]  # heads are alike in all layers
+    width = spec.num_kv_heads * spec.entry_width * spec.dtype.itemsize
+    full, kept = (len(layout.evicting) * width * entries for entries in (tokens, round(keep_ratio * tokens)))
+    windows = [left.window for left in layout.alone.values() if left.window is not None]
+    alone = sum(min(tokens, window - 1) * width for window in windows)
+    return Footprint(tokens, full, kept, alone if len(windows) == len(layout.alone) else None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +72,7 @@ class ModelDescription:
         refusal, whole: why it cannot be used, or why only its text decoder is described.
         dtype: of weights and entries.
         layout: its layers, on the meta device; None: it is refused.
-        budget: kept / seen, and whose budget it is.
+        keep_ratio: kept / seen.
         footprints, steps: caches, and operations and bytes of `training_step`, one a length.
     """
 
@@ -67,7 +83,7 @@ class ModelDescription:
     dtype: torch.dtype = UNSTATED
     parameters: int = 0
     layout: Layout | None = None
-    budget: str = ""
+    keep_ratio: float = 1.0
     footprints: tuple[Footprint, ...] = ()
     steps: tuple[tuple[float, float], ...] = ()
 
@@ -82,7 +98,7 @@ class ModelDescription:
             rows.append(("weights", f"{self.parameters / 1e9:.4g} B parameters in {precision}"))
             rows += layer_rows(self.layout)
         for one, (flops, peak) in zip(self.footprints, self.steps, strict=True):
-            text = f"full cache {size(one.full)}; {size(one.kept)} kept at {self.budget}"
+            text = f"full cache {size(one.full)}; {size(one.kept)} kept at keep_ratio {self.keep_ratio:g}"
             alone = "" if one.alone == 0 else f", and {size(one.alone)} left alone"
             rows.append((f"{one.tokens:,} tokens", text + alone))
             rows.append(("", f"a step of training: {flops / 1e12:,.3g} TFLOP, about {size(int(peak))}"))
@@ -120,7 +136,7 @@ def layer_rows(layout: Layout) -> list[tuple[str, str]]:
         kinds["layers evict", heads].append(spec.layer_idx)
     for idx, left in layout.alone.items():
         window = "" if left.window is None else f" of {left.window:,} tokens"
-        kinds["left alone", left.kind + window].append(idx)
+        kinds["left alone", left.name + window].append(idx)
     return [(label, f"{len(one)} ({ranges(one)}): {of}") for (label, of), one in kinds.items()]
 
 
@@ -143,7 +159,6 @@ def describe_model(
     tokens: Sequence[int] | None = None,
     *,
     keep_ratio: float = 0.2,
-    policy: str = POLICY,
     dtype: str = "auto",
 ) -> ModelDescription:
     """Describes a model by its config.
@@ -153,13 +168,13 @@ def describe_model(
         tokens: lengths at which caches are measured; None: those of `TOKENS` that the model has positions
             for, or, if it has fewer, as many as it has.
         keep_ratio: kept / seen.
-        policy: whose budget it is; what is stored next to entries is paid for out of it.
         dtype: of weights and entries; `auto`: as its config says.
 
     Raises:
-        ValueError: the config cannot be read; or a length, ratio or policy is none.
+        ValueError: the config cannot be read; or a ratio is none.
     """
-    chosen = load_policy(policy)
+    if not 0 < keep_ratio <= 1:
+        raise ValueError(f"keep_ratio is {keep_ratio}: pass a number above 0, at most 1.")
     config: Any = named_config(name)
     text = config.get_text_config()
     named = torch.float32 if name == REFERENCE else named_precision(config)
@@ -184,8 +199,8 @@ def describe_model(
         dtype=precision,
         parameters=sum(one.numel() for one in model.parameters()),
         layout=layout,
-        budget=f"keep_ratio {keep_ratio:g} by {policy!r}",
-        footprints=tuple(footprint(layout, one, policy=chosen, keep_ratio=keep_ratio) for one in tokens),
+        keep_ratio=keep_ratio,
+        footprints=tuple(footprint(layout, one, keep_ratio) for one in tokens),
         steps=tuple(training_step(model, layout, one) for one in tokens),
     )
 
@@ -199,7 +214,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     about = f"lengths (default: of {', '.join(map(str, TOKENS))} those that the model has positions for)"
     parser.add_argument("--tokens", type=int, nargs="+", help=about)
     parser.add_argument("--keep-ratio", type=float, default=0.2, help="kept / seen (default 0.2)")
-    parser.add_argument("--policy", default=POLICY, help=f"whose budget (default {POLICY})")
     parser.add_argument("--dtype", default="auto", help="of weights and entries, as torch calls it")
     found = describe_model(**vars(parser.parse_args(arguments)))
     print(found)

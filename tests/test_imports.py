@@ -39,10 +39,18 @@ def sources() -> dict[str, Path]:
 
 
 @cache
-def imports(module: str) -> frozenset[tuple[str, str | None]]:
-    """Imports of a module, as (module, name taken from it), wherever in the file it does so."""
+def imports(module: str, *, typed: bool = True) -> frozenset[tuple[str, str | None]]:
+    """Imports of a module, as (module, name taken from it), wherever in the file it does so.
+
+    Args:
+        typed: also what only a type checker imports.
+    """
+    tree = ast.parse(sources()[module].read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if not typed and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            node.body = []
     found: set[tuple[str, str | None]] = set()
-    for node in ast.walk(ast.parse(sources()[module].read_text(encoding="utf-8"))):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found.update((alias.name, None) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -52,20 +60,6 @@ def imports(module: str) -> frozenset[tuple[str, str | None]]:
                 inner = f"{node.module}.{alias.name}"
                 found.add((inner, None) if inner in sources() else (node.module, alias.name))
     return frozenset(found)
-
-
-@cache
-def runtime_imports(module: str) -> frozenset[str]:
-    """Modules of the project that a module imports when it runs, lazily or not."""
-    tree = ast.parse(sources()[module].read_text(encoding="utf-8"))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            node.body = []
-    found = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    for node in (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module):
-        inner = {f"{node.module}.{alias.name}" for alias in node.names}
-        found |= inner & set(sources()) if inner <= set(sources()) else inner | {str(node.module)}
-    return frozenset(found & set(sources()) - {module})
 
 
 def imported_modules(module: str) -> set[str]:
@@ -89,8 +83,12 @@ def offenders(inside: tuple[str, ...], outside: tuple[str, ...], forbidden: tupl
 
 def test_no_import_circle() -> None:
     """Lazy imports included; what only a type checker imports apart."""
+    graph = {
+        module: {target for target, _ in imports(module, typed=False)} & sources().keys() - {module}
+        for module in sources()
+    }
     try:
-        TopologicalSorter({module: runtime_imports(module) for module in sources()}).prepare()
+        TopologicalSorter(graph).prepare()
     except CycleError as error:
         pytest.fail(f"imports go in a circle: {' <- '.join(error.args[1])}")
 

@@ -10,10 +10,9 @@ from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 
-from retain.attention.rotary import Rotary
 from retain.evidence import Evidence
 from retain.gates.base import INPUTS
-from retain.hf.model.decoder import layout_of, rotary_of
+from retain.hf.model.decoder import layout_of
 from retain.hf.model.layout import Layout
 from retain.hf.training.block_reader import Shown, Text, forward_of, read_texts
 from retain.models.named import load, load_named_tokenizer, named_config
@@ -44,15 +43,10 @@ class Frozen:
         """The model's layers, looked at once."""
         return layout_of(self.model)
 
-    @cached_property
-    def rotary(self) -> Rotary | None:
-        """Its rotary embedding, where it is understood, looked at once."""
-        return rotary_of(self.model)
-
     @property
     def forward_of(self) -> str:
         """The unit of one forward: a `row` of many documents, a `text` alone, or one and its `branch`."""
-        return forward_of(self.model, self.layout)
+        return forward_of(self.layout)
 
     @cached_property
     def chat(self) -> Chat | None:
@@ -128,8 +122,6 @@ def walk(
         texts,
         show,
         wanted=[name for name in ("stream",) if name in wanted],
-        layout=frozen.layout,
-        rotary=frozen.rotary,
     )
 
 
@@ -139,7 +131,7 @@ def load_frozen(name: str, **how: Any) -> Frozen:
     model, tokenizer = load(name, loading=loaded_whole(), **how)
     frozen = _frozen(model.eval().requires_grad_(False), tokenizer)
     # Looked at now, while every weight is whole: later the model may be in parts (FSDP, ZeRO-3).
-    _ = frozen.layout, frozen.rotary
+    _ = frozen.layout
     return frozen
 
 

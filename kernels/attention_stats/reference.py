@@ -2,13 +2,14 @@
 
 A block of whole rows is made at a time, a few queries of one KV head's whole group over the keys that they
 can see, so small that it stays in cache from its product to its last reduction. Nothing grows with the
-number of queries: beyond inputs and outputs, 64 MB are held, and the keys of one head in float32 if they come
-in half precision. Results are float32 (float64 if the inputs are).
+number of queries, and beyond inputs and outputs fewer than 64 MB are held, at any length up to some millions
+of entries (where one row alone fills the budget). Results are float32 (float64 if the inputs are).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,10 +19,11 @@ from torch.nn.functional import max_pool1d
 LOG_EPS = 1e-10
 WANTED = ("max", "sum", "scatter", "entropy", "last", "lse", "plain")
 
-# Floats of one block. A worker holds two (the second is for what cannot be done in place).
+# Floats of one block. There are two (the second is for what cannot be done in place), and a tile of keys.
 _BLOCK, _LARGEST_BLOCK = 1 << 20, 1 << 22
 # Rows of a block below which its matrix product is bound by reading the keys, not by multiplying.
 _ROWS = 64
+_KEY_TILE = 1 << 21
 
 
 @dataclass(frozen=True)
@@ -104,53 +106,28 @@ def empty_outputs(call: Call, *, filled: bool = True) -> dict[str, Tensor]:
 @torch.no_grad()
 def attention_stats(call: Call) -> dict[str, Tensor]:
     """Each wanted statistic, `[B, Q, K]`, or `[B, H, K]` if the group is reduced; `lse` `[B, Q, S]`."""
-    found = empty_outputs(call)
-    if call.lse_BQS is not None and "lse" in found:
-        found["lse"].copy_(call.lse_BQS)
-        if call.asks_BS is not None:
-            found["lse"].masked_fill_(~call.asks_BS[:, None], float("-inf"))
-    if call.keys_BHTD.device.type == "cpu":  # elsewhere, looking at a mask would wait for the device
-        masks = {"exists_BHT": call.exists_BHT, "asks_BS": call.asks_BS}
-        idle = {name: None for name, mask in masks.items() if mask is not None and bool(mask.all())}
-        call = replace(call, **idle)
-    holes = call.keys_BHTD.shape[2]
-    if call.exists_BHT is not None and call.keys_BHTD.device.type == "cpu":
-        holes -= int(call.exists_BHT.flatten(0, 1).all(0).flip(0).cumprod(0).sum())
-    (B, S), H = call.queries_BQSD.shape[::2], call.keys_BHTD.shape[1]
-    num_sequences, num_heads, chunk, workers, size = _plan(call)
-    slabs = [
-        (slice(b, b + num_sequences), slice(h, min(H, h + num_heads)))
-        for b in range(0, B, num_sequences)
-        for h in range(0, H, num_heads)
-    ]
-
-    def fold(part: list[tuple[slice, slice]]) -> None:
-        buffers = [call.keys_BHTD.new_empty(size, dtype=call.dtype) for _ in range(2)]
-        for batch, heads in part:
-            slab = _slab(call, found, batch, heads, buffers, holes)
-            for start in range(0, S, chunk):
-                slab.at(start, min(S, start + chunk)).fold()
-            slab.finish()
-            del slab  # its float32 keys, before those of the next heads are made
-
-    if workers == 1:
-        fold(slabs)
+    walk = _Walk(call)
+    slabs = list(walk.slabs())
+    if walk.workers == 1:
+        walk.fold_all(slabs)
     else:
-        _in_threads(fold, [slabs[worker::workers] for worker in range(workers)])
-    return found
+        # No two write the same numbers.
+        walks = [walk, *(walk.copied() for _ in range(walk.workers - 1))]
+        _in_threads([(other, slabs[place :: len(walks)]) for place, other in enumerate(walks)])
+    return walk.found
 
 
-def _in_threads(fold: Callable[[list], None], parts: list[list]) -> None:
+def _in_threads(parts: "list[tuple[_Walk, list[_Rows]]]") -> None:
     """Folds each part in a thread that computes alone: an operation that is cut over all cores waits for its
     slowest piece, and these are many small ones."""
     before, inference = torch.get_num_threads(), torch.is_inference_mode_enabled()
 
-    def work(part: list) -> None:
+    def work(part: "tuple[_Walk, list[_Rows]]") -> None:
         # A thread takes the process's default when it is first asked, and would then forget the number.
         torch.get_num_threads()
         torch.set_num_threads(1)
         with torch.inference_mode(inference), torch.no_grad():
-            fold(part)
+            part[0].fold_all(part[1])
 
     try:
         with ThreadPoolExecutor(len(parts)) as pool:
@@ -160,180 +137,209 @@ def _in_threads(fold: Callable[[list], None], parts: list[list]) -> None:
         torch.set_num_threads(before)
 
 
-def _plan(call: Call) -> tuple[int, int, int, int, int]:
-    """How many sequences, KV heads and queries a block takes, how many workers there are, and floats of a
-    block."""
-    (B, Q, S, D), (H, T) = call.queries_BQSD.shape, call.keys_BHTD.shape[1:3]
-    G, columns, most = Q // H, T, S
-    if call.window is not None and call.place_BT is None and call.pool is None:
-        # More queries at once would make more products outside the window than inside.
-        most = min(S, max(_ROWS, call.window))
-        columns = min(T, call.window + (call.chunk or most))
-    on_cpu = call.keys_BHTD.device.type == "cpu"
-    threads = torch.get_num_threads() if on_cpu else 1
-    # Heads are given to workers, if there are enough of them, and if a worker's block is not a few very long
-    # rows.
-    budget, workers = min(_BLOCK, _LARGEST_BLOCK // threads), min(threads, B * H)
-    if 2 * workers <= threads or budget < min(_ROWS // 2, G * S) * columns:
-        workers = 1
-    if workers == 1:
-        # Threads share a block: for many it is larger.
-        shared = _BLOCK * (threads // 2 if on_cpu else 4)
-        budget = min(_LARGEST_BLOCK, max(_BLOCK, shared, _ROWS * columns))
-    chunk = min(S, call.chunk or max(1, min(most, budget // (G * columns))))
-    a_head = columns * max(G * chunk, D)
-    num_heads = max(1, min(H, budget // a_head, B * H // workers)) if chunk >= S else 1
-    num_sequences = max(1, min(B, budget // (a_head * H), B // workers)) if num_heads == H else 1
-    return num_sequences, num_heads, chunk, workers, num_sequences * num_heads * G * chunk * columns
-
-
-def _slab(
-    call: Call, found: dict[str, Tensor], batch: slice, heads: slice, buffers: list[Tensor], holes: int
-) -> "_Block":
-    """Some heads of some sequences: their part of the call, and of the results, before any query."""
-    H = call.keys_BHTD.shape[1]
-    G = call.queries_BQSD.shape[1] // H
-    query_heads = slice(heads.start * G, heads.stop * G)
-
-    def part(tensor: Tensor | None, *axes: slice) -> Tensor | None:
-        return None if tensor is None else tensor[axes]
-
-    def result(name: str, tensor: Tensor) -> Tensor:
-        grouped = call.group and name != "lse"
-        return (tensor if grouped else tensor.unflatten(1, (H, G)))[batch, heads]
-
-    one_for_all = call.exists_BHT is not None and call.exists_BHT.shape[1] == 1
-    sliced = replace(
-        call,
-        queries_BQSD=call.queries_BQSD[batch, query_heads],
-        keys_BHTD=call.keys_BHTD[batch, heads].to(call.dtype),
-        exists_BHT=part(call.exists_BHT, batch, slice(None) if one_for_all else heads),
-        asks_BS=part(call.asks_BS, batch),
-        place_BT=part(call.place_BT, batch),
-        sinks_Q=part(call.sinks_Q, query_heads),
-        log_weight_BHT=part(call.log_weight_BHT, batch, heads),
-        lse_BQS=part(call.lse_BQS, batch, query_heads),
-        least_BQS=part(call.least_BQS, batch, query_heads),
-    )
-    found = {name: result(name, tensor) for name, tensor in found.items()}
-    (b, h), num_keys = sliced.keys_BHTD.shape[:2], call.keys[1] - call.keys[0]
-    mean_BHGK = sliced.keys_BHTD.new_zeros((b, h, G, num_keys)) if "scatter" in found else None
-    until_K = sliced.keys_BHTD.new_zeros(num_keys, dtype=torch.long)
-    return _Block(sliced, found, buffers, holes, mean_BHGK, until_K, 0, 0, 0, 0)
-
-
 @dataclass(frozen=True)
-class _Block:
-    """Rows of some heads: queries `start` to `stop` over the entries `low` to `high` that they reach.
+class _Rows:
+    """Some sequences, some KV heads of them, and the query heads of those."""
 
-    Args:
-        call: the part of the call for these heads.
-        found: the part of each statistic for these heads, `[B, H, G, K]`, or `[B, H, K]` for a group.
-        buffers: two, in which blocks are made.
-        holes: one past the last entry that some head does not hold.
-        mean_BHGK: mean of the rows so far, for `scatter`.
-        until_K: one past the last query that counted each key, for `scatter`.
-    """
+    batch: slice
+    heads: slice
+    query_heads: slice
 
-    call: Call
-    found: dict[str, Tensor]
-    buffers: list[Tensor]
-    holes: int
-    mean_BHGK: Tensor | None
-    until_K: Tensor
-    start: int
-    stop: int
-    low: int
-    high: int
+    def of(self, field_BH: Tensor) -> Tensor:
+        """Their part of what has a batch and a head axis, where one head may stand for all."""
+        return field_BH[self.batch, slice(0, 1) if field_BH.shape[1] == 1 else self.heads]
 
-    def at(self, start: int, stop: int) -> "_Block":
-        """The same heads with other queries, and the entries that any of them needs."""
-        call, T = self.call, self.call.keys_BHTD.shape[2]
-        end = call.first + stop
-        low, high = 0, min(T, end)
+
+class _Walk:
+    """A call, while its blocks are made one after another in the same memory."""
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self.B, self.Q, self.S, self.D = call.queries_BQSD.shape
+        self.H, self.T = call.keys_BHTD.shape[1:3]
+        self.G = self.Q // self.H
+        self.device = call.keys_BHTD.device
+        self.found = empty_outputs(call)
+        self.on_cpu = self.device.type == "cpu"
+        if call.lse_BQS is not None and "lse" in self.found:
+            self.found["lse"].copy_(call.lse_BQS)
+            if call.asks_BS is not None:
+                self.found["lse"].masked_fill_(~call.asks_BS[:, None], float("-inf"))
+        self._plan()
+        self._look()
+        self.entry_T = torch.arange(self.T, device=self.device)
+        self.query_S = torch.arange(call.first, call.first + self.S, device=self.device)
+
+    def _plan(self) -> None:
+        """Sets how many queries, heads and sequences a block takes, and allocates it."""
+        call, B, H, S = self.call, self.B, self.H, self.S
+        columns, most = self.T, S
+        if call.window is not None and call.place_BT is None and call.pool is None:
+            # More queries at once would make more products outside the window than inside.
+            most = min(S, max(_ROWS, call.window))
+            columns = min(self.T, call.window + (call.chunk or most))
+        threads = torch.get_num_threads() if self.on_cpu else 1
+        apiece = min(_BLOCK, _LARGEST_BLOCK // threads)
+        # Heads are given to workers, if there are enough of them, and if a block that is a worker's own is
+        # not a few very long rows.
+        self.workers = min(threads, B * H)
+        if 2 * self.workers <= threads or apiece < min(_ROWS // 2, self.G * S) * columns:
+            self.workers = 1
+        budget = apiece
+        if self.workers == 1:
+            # Threads share a block: for many it is larger.
+            shared = _BLOCK * (threads // 2 if self.on_cpu else 4)
+            budget = min(_LARGEST_BLOCK, max(_BLOCK, shared, _ROWS * columns))
+        self.chunk = min(S, call.chunk or max(1, min(most, budget // (self.G * columns))))
+        a_head = columns * max(self.G * self.chunk, self.D)
+        whole = self.chunk >= S
+        self.heads = max(1, min(H, budget // a_head, B * H // self.workers)) if whole else 1
+        self.batch = max(1, min(B, budget // (a_head * H), B // self.workers)) if self.heads == H else 1
+        self._size = self.batch * self.heads * self.G * self.chunk * columns
+        self._make_room()
+        keys = call.keys_BHTD
+        # What a matrix product takes as it lies; the rest is copied a tile at a time.
+        self.keys_as_they_are = keys.dtype == call.dtype and keys.stride(3) == 1 and keys.stride(2) >= self.D
+        self.tile = max(1, min(self.T, _KEY_TILE // (self.D * self.workers)))
+
+    def _make_room(self) -> None:
+        keys = self.call.keys_BHTD
+        self.block, self.scratch = (keys.new_empty(self._size, dtype=self.call.dtype) for _ in range(2))
+
+    def copied(self) -> "_Walk":
+        """The same call and results, with other blocks."""
+        other = copy(self)
+        other._make_room()
+        return other
+
+    def _look(self) -> None:
+        """Masks that can be left out, where looking costs nothing: a GPU would be waited for."""
+        call = self.call
+        # Columns up to the last one that somebody does not hold.
+        self.holes = 0 if call.exists_BHT is None else self.T
+        # Entry from which on every query is sure to see something.
+        self.sure = 0 if call.exists_BHT is None else self.T
+        self.asks_BS = call.asks_BS
+        if not self.on_cpu:
+            return
+        if call.exists_BHT is not None and bool(call.exists_BHT.all()):
+            self.holes = self.sure = 0  # every query sees itself
+        elif call.exists_BHT is not None:
+            whole_T = call.exists_BHT.flatten(0, 1).all(0)
+            self.holes = self.T - int(whole_T.flip(0).cumprod(0).sum())
+            if call.window is None:
+                any_BH, first_BH = call.exists_BHT.int().max(-1)
+                self.sure = int(torch.where(any_BH > 0, first_BH, self.T).max())
+        if call.asks_BS is not None and bool(call.asks_BS.all()):
+            self.asks_BS = None
+
+    def slabs(self) -> Iterator[_Rows]:
+        """Sequences and heads whose blocks are made together."""
+        for b in range(0, self.B, self.batch):
+            for h in range(0, self.H, self.heads):
+                stop = min(self.H, h + self.heads)
+                query_heads = slice(h * self.G, stop * self.G)
+                yield _Rows(slice(b, min(self.B, b + self.batch)), slice(h, stop), query_heads)
+
+    def fold_all(self, slabs: list[_Rows]) -> None:
+        """Count the queries of all slabs."""
+        for rows in slabs:
+            self.fold(rows)
+
+    def fold(self, rows: _Rows) -> None:
+        """Count the queries of some heads, a few at a time."""
+        keys = self.call.keys_BHTD[rows.batch, rows.heads]
+        copied = None
+        if not self.keys_as_they_are and self.tile == self.T:
+            copied = keys.to(self.call.dtype, memory_format=torch.contiguous_format, copy=True)
+        k0, k1 = self.call.keys
+        if "scatter" in self.found:
+            self.mean_BHGK = self.block.new_zeros((*keys.shape[:2], self.G, k1 - k0))
+            self.until_K = self.entry_T.new_zeros(k1 - k0)
+        for start in range(0, self.S, self.chunk):
+            stop = min(self.S, start + self.chunk)
+            low, high = self._reach(start, stop)
+            if low < high:
+                probs_BHGsK = self._probs(rows, keys if copied is None else copied, start, stop, low, high)
+                if "plain" in self.found:
+                    self._add("plain", rows, slice(None), probs_BHGsK[..., k0:k1].sum(3))
+                if self.call.pool is not None:
+                    probs_BHGsK = self._pooled(rows, probs_BHGsK)
+                self._count(rows, probs_BHGsK, start, stop, low, high)
+        if "scatter" in self.found:
+            # Queries behind those that counted a key pay it nothing.
+            behind_K = (self.until_K * (self.S - self.until_K)).to(self.call.dtype) / self.S
+            self._add("scatter", rows, slice(None), self.mean_BHGK.square_().mul_(behind_K))
+
+    def _reach(self, start: int, stop: int) -> tuple[int, int]:
+        """First key that any of the queries needs, and one past the last."""
+        call = self.call
         if call.pool is not None:
-            return replace(self, start=start, stop=stop, low=0, high=T)
+            return 0, self.T
+        end = call.first + stop
+        low, high = 0, min(self.T, end)
         if call.window is not None and call.place_BT is None:
             low = max(low, call.first + start - call.window + 1)
         if call.lse_BQS is not None:
             low = max(low, call.keys[0])
             high = min(high, call.keys[1], end - call.distance)
-        return replace(self, start=start, stop=stop, low=low, high=high)
+        return low, high
 
-    def fold(self) -> None:
-        """Count the queries."""
-        if self.low >= self.high:
-            return
-        probs_BHGsK = self._probs()
-        if "plain" in self.found:
-            self._add("plain", slice(None), probs_BHGsK[..., slice(*self.call.keys)].sum(3))
-        if self.call.pool is not None:
-            probs_BHGsK = self._pooled(probs_BHGsK, self.call.pool)
-        self._count(probs_BHGsK)
-
-    def finish(self) -> None:
-        """Queries behind those that counted a key pay it nothing: the rest of `scatter`."""
-        if self.mean_BHGK is not None:
-            S = self.call.queries_BQSD.shape[2]
-            behind_K = (self.until_K * (S - self.until_K)).to(self.call.dtype) / S
-            self._add("scatter", slice(None), self.mean_BHGK.square_().mul_(behind_K))
-
-    def _other(self, block: Tensor) -> Tensor:
-        """A tensor of a block's shape in the buffer that does not hold the block."""
-        first, second = self.buffers
-        held = block.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        return (second if held else first)[: block.numel()].view(block.shape)
-
-    def _grouped(self, tensor_BQ: Tensor) -> Tensor:
-        return tensor_BQ.unflatten(1, (self.call.keys_BHTD.shape[1], -1))
-
-    def _query_s1(self) -> Tensor:
-        """Entry index of each query."""
-        first = self.call.first
-        return torch.arange(first + self.start, first + self.stop, device=self.until_K.device)[:, None]
-
-    def _entries(self, low: int, high: int) -> Tensor:
-        return torch.arange(low, high, device=self.until_K.device)
-
-    def _probs(self) -> Tensor:
-        """Attention of the queries over the keys in reach, `[B, H, G, s, K]`."""
-        call = self.call
-        queries = self._grouped(call.queries_BQSD)[:, :, :, self.start : self.stop]
+    def _logits(self, rows: _Rows, keys: Tensor, start: int, stop: int, low: int, high: int) -> Tensor:
+        """Scaled products of the queries with the keys in reach, `[B, H, G, s, K]`, in `block`."""
+        call, dtype, n = self.call, self.call.dtype, high - low
+        queries = call.queries_BQSD.unflatten(1, (self.H, self.G))[rows.batch, rows.heads, :, start:stop]
         b, h, G, s, D = queries.shape
-        rows = (queries.to(call.dtype) * call.scaling).reshape(b * h, G * s, D)
-        keys = call.keys_BHTD[:, :, self.low : self.high].flatten(0, 1)
-        n = self.high - self.low
-        logits = self.buffers[0][: b * h * G * s * n].view(b * h, G * s, n)
-        logits = torch.bmm(rows, keys.transpose(1, 2), out=logits).view(b, h, G, s, n)
+        queries = (queries.to(dtype) * call.scaling).reshape(b * h, G * s, D)
+        logits = self.block[: b * h * G * s * n].view(b * h, G * s, n)
+        keys = keys[:, :, low:high]
+        if self.keys_as_they_are or self.tile == self.T:
+            torch.bmm(queries, keys.flatten(0, 1).transpose(1, 2), out=logits)
+        else:
+            for row, head in enumerate(keys.flatten(0, 1)):
+                for at in range(0, n, self.tile):
+                    part = head[at : at + self.tile].to(dtype)
+                    torch.mm(queries[row], part.t(), out=logits[row, :, at : at + self.tile])
+        return logits.view(b, h, G, s, n)
+
+    def _probs(self, rows: _Rows, keys: Tensor, start: int, stop: int, low: int, high: int) -> Tensor:
+        """Attention of the queries over the keys in reach, `[B, H, G, s, K]`, in `block` or in `scratch`."""
+        call = self.call
+        logits = self._logits(rows, keys, start, stop, low, high)
         if call.soft_cap is not None:
             logits.div_(call.soft_cap).tanh_().mul_(call.soft_cap)
         if call.log_weight_BHT is not None:
-            logits.add_(call.log_weight_BHT[:, :, None, None, self.low : self.high])
-        self._hide(logits)
-        on_cpu = logits.device.type == "cpu"
+            logits.add_(rows.of(call.log_weight_BHT)[:, :, None, None, low:high])
+        self._hide(rows, logits, start, stop, low, high)
         if call.lse_BQS is not None:
-            lse = call.lse_BQS[:, :, self.start : self.stop].to(call.dtype)
+            lse = call.lse_BQS[rows.batch, rows.query_heads, start:stop].to(call.dtype)
             # A row that sees nothing pays nothing.
             lse = lse.masked_fill(lse == float("-inf"), float("inf"))
             # No more than 1, whatever digits a log-sum-exp is short of.
-            probs = logits.sub_(self._grouped(lse)[..., None]).clamp_max_(0.0).exp_()
-        elif call.sinks_Q is None and "lse" not in self.found and (on_cpu or call.exists_BHT is None):
-            probs = torch.softmax(logits, -1, out=self._other(logits))
-            if call.exists_BHT is not None and bool((blank := probs[..., :1].isnan()).any()):
-                # A row that sees nothing is NaN there; most often there is none.
-                probs.masked_fill_(blank & (logits.amax(-1, keepdim=True) == float("-inf")), 0.0)
+            probs = logits.sub_(lse.unflatten(1, (-1, self.G))[..., None]).clamp_max_(0.0).exp_()
+        elif (
+            call.sinks_Q is None
+            and "lse" not in call.wanted
+            and (self.on_cpu or call.first + start >= self.sure)
+        ):
+            probs = torch.softmax(logits, -1, out=self.scratch[: logits.numel()].view(logits.shape))
+            if call.first + start < self.sure:
+                # Of a row that sees nothing, all is NaN; most often there is none.
+                blank = probs[..., :1].isnan()
+                if bool(blank.any()):
+                    probs.masked_fill_(blank & (logits.amax(-1, keepdim=True) == float("-inf")), 0.0)
         else:
-            probs = self._softmax(logits)
-        if call.asks_BS is not None:
-            probs.masked_fill_(~call.asks_BS[:, None, None, self.start : self.stop, None], 0.0)
+            probs = self._softmax(rows, logits, start, stop)
+        if self.asks_BS is not None:
+            probs.masked_fill_(~self.asks_BS[rows.batch, None, None, start:stop, None], 0.0)
         return probs
 
-    def _softmax(self, logits: Tensor) -> Tensor:
+    def _softmax(self, rows: _Rows, logits: Tensor, start: int, stop: int) -> Tensor:
         """In place, of rows that may see nothing or have a sink; the log-sum-exp is kept if it is wanted."""
         call = self.call
         most = logits.amax(-1, keepdim=True)
         if call.sinks_Q is not None:
-            sink = call.sinks_Q.to(call.dtype).view(1, *logits.shape[1:3], 1, 1)
+            sink = call.sinks_Q[rows.query_heads].to(call.dtype).view(1, -1, self.G, 1, 1)
             most = torch.maximum(most, sink)
         most.clamp_min_(torch.finfo(call.dtype).min)
         probs = logits.sub_(most).exp_()
@@ -341,48 +347,55 @@ class _Block:
         if call.sinks_Q is not None:
             total += torch.exp(sink - most)
         if "lse" in self.found:
-            lse = (most + total.log())[..., 0]
-            if call.asks_BS is not None:
-                lse.masked_fill_(~call.asks_BS[:, None, None, self.start : self.stop], float("-inf"))
-            self.found["lse"][..., self.start : self.stop] = lse
+            lse = (most + total.log())[..., 0].flatten(1, 2)
+            if self.asks_BS is not None:
+                lse.masked_fill_(~self.asks_BS[rows.batch, None, start:stop], float("-inf"))
+            self.found["lse"][rows.batch, rows.query_heads, start:stop] = lse
         return probs.mul_(torch.where(total > 0, 1 / total, 0.0))
 
-    def _hide(self, logits: Tensor) -> None:
+    def _hide(self, rows: _Rows, logits: Tensor, start: int, stop: int, low: int, high: int) -> None:
         """Put -inf where a query does not see a key."""
-        call, low, high, never = self.call, self.low, self.high, float("-inf")
-        # Up to the first query's entry, causality hides nothing.
-        after = max(low, call.first + self.start + 1)
+        call, never = self.call, float("-inf")
+        query_s1 = self.query_S[start:stop, None]
+        # Up to the first query's own entry, causality hides nothing.
+        after = max(low, call.first + start + 1)
         if after < high:
-            logits[..., after - low :].masked_fill_(self._entries(after, high) > self._query_s1(), never)
+            logits[..., after - low :].masked_fill_(self.entry_T[after:high] > query_s1, never)
         if call.window is not None and call.place_BT is None:
             # From the last query's reach on, the window hides nothing.
-            until = min(high, call.first + self.stop - call.window)
+            until = min(high, call.first + stop - call.window)
             if low < until:
-                hidden = self._entries(low, until) <= self._query_s1() - call.window
-                logits[..., : until - low].masked_fill_(hidden, never)
+                logits[..., : until - low].masked_fill_(
+                    self.entry_T[low:until] <= query_s1 - call.window, never
+                )
         elif call.window is not None:
-            logits.masked_fill_(~self._near(low, high)[:, None, None], never)
-        until = min(high, self.holes)
-        if call.exists_BHT is not None and low < until:
-            logits[..., : until - low].masked_fill_(~call.exists_BHT[:, :, None, None, low:until], never)
+            near_BsK = self._near(rows, start, stop, low, high)
+            logits.masked_fill_(~near_BsK[:, None, None], never)
+        if call.exists_BHT is not None and low < min(high, self.holes):
+            exists_BHK = rows.of(call.exists_BHT)[..., low : min(high, self.holes)]
+            logits[..., : self.holes - low].masked_fill_(~exists_BHK[:, :, None, None], never)
 
-    def _near(self, low: int, high: int) -> Tensor:
+    def _near(self, rows: _Rows, start: int, stop: int, low: int, high: int) -> Tensor:
         """Which entries a window counted in places reaches back to (later ones too), `[B, s, K]`."""
         call = self.call
         assert call.place_BT is not None and call.window is not None
-        query_Bs = call.place_BT[:, call.first + self.start : call.first + self.stop]
-        return call.place_BT[:, None, low:high] > query_Bs[..., None] - call.window
+        place_BT = call.place_BT[rows.batch]
+        query_Bs = place_BT[:, call.first + start : call.first + stop]
+        return place_BT[:, None, low:high] > query_Bs[..., None] - call.window
 
-    def _pooled(self, probs: Tensor, pool: Pool) -> Tensor:
-        """Rows smoothed along the entries, on both sides of the split apart."""
-        exists, place = self.call.exists_BHT, self.call.place_BT
-        pooled = self._other(probs).zero_()
+    def _pooled(self, rows: _Rows, probs: Tensor) -> Tensor:
+        """Rows smoothed along the entries, on both sides of the split apart, in the other buffer."""
+        pool = self.call.pool
+        assert pool is not None
+        other = self.block if probs.data_ptr() == self.scratch.data_ptr() else self.scratch
+        pooled = other[: probs.numel()].view(probs.shape).zero_()
+        exists_BHT = None if self.call.exists_BHT is None else rows.of(self.call.exists_BHT)
         for side in (slice(0, pool.split), slice(pool.split, None)):
             before, after = probs[..., side], pooled[..., side]
             if not before.shape[-1]:
                 continue
-            if place is not None:
-                _pool_places_(after, before, pool, place[:, side])
+            if self.call.place_BT is not None:
+                _pool_places_(after, before, pool, self.call.place_BT[rows.batch, side])
             elif pool.kind == "max":
                 as_rows = before.reshape(-1, 1, before.shape[-1])
                 after.copy_(max_pool1d(as_rows, pool.size, 1, pool.size // 2).view(before.shape))
@@ -392,43 +405,52 @@ class _Block:
                     after[..., here] += before[..., near]
             if pool.kind == "avg":
                 after.div_(pool.size)
-            if exists is not None:
-                # An entry that nobody holds gets nothing of its neighbours.
-                after.masked_fill_(~exists[:, :, None, None, side], 0.0)
+            if exists_BHT is not None and self.holes:
+                # What nobody holds gets nothing of its neighbours.
+                after.masked_fill_(~exists_BHT[:, :, None, None, side], 0.0)
             if pool.keep_mass:
                 mass = after.sum(-1, keepdim=True).clamp_min(torch.finfo(after.dtype).tiny)
                 after.mul_(before.sum(-1, keepdim=True) / mass)
         return pooled
 
-    def _count(self, probs: Tensor) -> None:
-        """Fold rows `[B, H, G, s, K]` into the statistics."""
-        call, found = self.call, self.found
+    def _count(self, rows: _Rows, probs: Tensor, start: int, stop: int, low: int, high: int) -> None:
+        """Fold a block `[B, H, G, s, K]` of rows into the statistics; the block is used up."""
+        call = self.call
         first, last = call.keys
         if call.pool is None:
-            last = min(last, call.first + self.stop - call.distance)
-        bottom, top = max(self.low, first), min(self.high, last)
+            last = min(last, call.first + stop - call.distance)
+        bottom, top = max(low, first), min(high, last)
         if bottom >= top:
             return
-        probs = probs[..., bottom - self.low : top - self.low]
+        probs = probs[..., bottom - low : top - low]
+        query_s1 = self.query_S[start:stop, None]
         # Up to here every query of the block is far enough away.
-        far = max(bottom, call.first + self.start - call.distance + 1)
+        far = max(bottom, call.first + start - call.distance + 1)
         if call.distance and far < top:
-            near_sK = self._entries(far, top) > self._query_s1() - call.distance
+            near_sK = self.entry_T[far:top] > query_s1 - call.distance
             probs[..., far - bottom :].masked_fill_(near_sK, 0.0)
         columns = slice(bottom - first, top - first)
+        other = self.block if probs.untyped_storage().data_ptr() != self.block.data_ptr() else self.scratch
+        spare = other[: probs.numel()].view(probs.shape)
+        elsewhere = ("lse", "plain")
+        found = {name: self._part(name, rows, columns) for name in call.wanted if name not in elsewhere}
         if "last" in found:
-            part = found["last"][..., columns]
-            torch.maximum(part, self._last(probs, bottom, top), out=part)
+            accessed = self._last(rows, probs, spare, start, stop, bottom, top)
+            torch.maximum(found["last"], accessed, out=found["last"])
         if "max" in found:
-            part = found["max"][..., columns]
-            torch.maximum(part, self._reduce(probs, "max"), out=part)
+            torch.maximum(found["max"], self._reduce(probs, "max"), out=found["max"])
         if "sum" in found:
-            found["sum"][..., columns] += self._reduce(probs, "sum")
+            found["sum"] += self._reduce(probs, "sum")
         if "entropy" in found:
-            terms = torch.add(probs, LOG_EPS, out=self._other(probs)).log_().mul_(probs)
-            found["entropy"][..., columns] -= self._reduce(terms, "sum")
-        if self.mean_BHGK is not None:
-            self._scatter(self.mean_BHGK[..., columns], probs, columns)
+            found["entropy"] -= self._reduce(torch.add(probs, LOG_EPS, out=spare).log_().mul_(probs), "sum")
+        if "scatter" in found:
+            self._scatter(rows, probs, spare, start, stop, columns)
+
+    def _part(self, name: str, rows: _Rows, columns: slice) -> Tensor:
+        """The part of a statistic of these heads and keys, `[B, H, G, K]`, or `[B, H, K]` for a group."""
+        if self.call.group:
+            return self.found[name][rows.batch, rows.heads, columns]
+        return self.found[name].unflatten(1, (self.H, self.G))[rows.batch, rows.heads, :, columns]
 
     def _reduce(self, values_BHGsK: Tensor, how: str) -> Tensor:
         """Over the queries, and over the group if that is asked."""
@@ -436,46 +458,52 @@ class _Block:
         axis = 2 if self.call.group else 3
         return values.amax(axis) if how == "max" else values.sum(axis)
 
-    def _add(self, name: str, columns: slice, sums_BHGK: Tensor) -> None:
+    def _add(self, name: str, rows: _Rows, columns: slice, sums_BHGK: Tensor) -> None:
         """Add sums over queries to a statistic, over the group too if that is asked."""
-        self.found[name][..., columns].add_(sums_BHGK.sum(2) if self.call.group else sums_BHGK)
+        self._part(name, rows, columns).add_(sums_BHGK.sum(2) if self.call.group else sums_BHGK)
 
-    def _scatter(self, mean: Tensor, probs: Tensor, columns: slice) -> None:
-        """Fold rows into sums of squared distances from a mean that moves as queries come.
+    def _scatter(
+        self, rows: _Rows, probs: Tensor, spare: Tensor, start: int, stop: int, columns: slice
+    ) -> None:
+        """Fold a block into sums of squared distances from a mean that moves as queries come.
 
         As Chan, Golub and LeVeque (1979) put two samples together. Earlier queries that did not count these
         keys have left the mean at 0, which is what they paid.
         """
-        num = self.stop - self.start
+        mean, num = self.mean_BHGK[..., columns], stop - start
         moved = probs.mean(3)
-        apart = torch.sub(probs, moved[:, :, :, None], out=self._other(probs)).square_().sum(3)
+        apart = torch.sub(probs, moved[:, :, :, None], out=spare).square_().sum(3)
         moved -= mean
-        apart += moved.square() * (self.start * num / self.stop)
-        mean += moved * (num / self.stop)
-        self.until_K[columns] = self.stop
-        self._add("scatter", columns, apart)
+        apart += moved.square() * (start * num / stop)
+        mean += moved * (num / stop)
+        self.until_K[columns] = stop
+        self._add("scatter", rows, columns, apart)
 
-    def _last(self, probs: Tensor, bottom: int, top: int) -> Tensor:
+    def _last(
+        self, rows: _Rows, probs: Tensor, spare: Tensor, start: int, stop: int, bottom: int, top: int
+    ) -> Tensor:
         """Entry index of the last of the queries that accesses each key; -1 for none."""
         call = self.call
         assert call.least_BQS is not None
-        least = self._grouped(call.least_BQS[:, :, self.start : self.stop]).to(call.dtype)
+        least = (
+            call.least_BQS[rows.batch, rows.query_heads, start:stop].unflatten(1, (-1, self.G)).to(call.dtype)
+        )
         accessed = probs >= least[..., None]
-        # Where nothing is asked for, zeros are enough: only of entries that are seen.
-        query_s1, entry_K = self._query_s1(), self._entries(bottom, top)
+        # Where nothing is asked for, zeros are enough: only of what is seen.
+        query_s1, entry_K = self.query_S[start:stop, None], self.entry_T[bottom:top]
         accessed &= entry_K <= query_s1 - call.distance
         if call.window is not None and call.place_BT is None:
             accessed &= entry_K > query_s1 - call.window
         elif call.window is not None:
-            accessed &= self._near(bottom, top)[:, None, None]
+            accessed &= self._near(rows, start, stop, bottom, top)[:, None, None]
         if call.exists_BHT is not None:
-            accessed &= call.exists_BHT[:, :, None, None, bottom:top]
-        if call.asks_BS is not None:
-            accessed &= call.asks_BS[:, None, None, self.start : self.stop, None]
+            accessed &= rows.of(call.exists_BHT)[:, :, None, None, bottom:top]
+        if self.asks_BS is not None:
+            accessed &= self.asks_BS[rows.batch, None, None, start:stop, None]
         # Counted from 1 within the block, exact in floats.
-        turn_s1 = torch.arange(1, self.stop - self.start + 1, device=probs.device, dtype=call.dtype)[:, None]
-        turn = self._reduce(torch.mul(accessed, turn_s1, out=self._other(probs)), "max").long()
-        return torch.where(turn > 0, turn + (call.first + self.start - 1), -1)
+        turn_s1 = torch.arange(1, stop - start + 1, device=self.device, dtype=call.dtype)[:, None]
+        turn = self._reduce(torch.mul(accessed, turn_s1, out=spare), "max").long()
+        return torch.where(turn > 0, turn + (call.first + start - 1), -1)
 
 
 def _pool_places_(pooled: Tensor, part: Tensor, pool: Pool, place_BT: Tensor) -> None:

@@ -35,7 +35,7 @@ PUBLISHED: dict[str, tuple[str, ...]] = {
 
 def shipped() -> tuple[str, ...]:
     """Names of the models that gates ship for."""
-    return tuple(sorted(path.parent.name for path in FOLDER.glob(f"*/{METADATA_FILE}")))
+    return tuple(name for name, _ in records())
 
 
 def match_of(fingerprint: dict[str, str | int]) -> tuple[str, bool] | None:

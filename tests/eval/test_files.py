@@ -124,7 +124,7 @@ def test_broken_files_are_refused(name: str, text: str, match: str, tmp_path: Pa
 
 def test_a_data_set_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     hub = Mock(return_value=ROWS)
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=hub))
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=hub, __spec__="made"))
     rows = load_rows("hub:me/mine", None, split="validation", data_dir="4096", only="second")
     assert [row.item for row in rows] == [1] and rows[0].task == "hub:me/mine"
     where = {"split": "validation", "data_dir": "4096", "name": None, "revision": None}

@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 import retain
-from retain.budget.head_weights import format_weights
+from retain.attention.head_weights import format_weights
 from retain.eval.head_weights import importance_weights
 from retain.hf.version_names import CACHE
 from retain.models.named import load_named_model

@@ -1,6 +1,5 @@
 """A model is attached, changed, copied, attached by threads at once, and detached without a trace."""
 
-import copy
 import inspect
 import logging
 import threading
@@ -92,21 +91,6 @@ def test_inert_for_other_caches_and_for_none(family, attn):
         during = run()
     for a, b, c in zip(before, during, run(), strict=True):
         assert torch.equal(a, b) and torch.equal(a, c)
-
-
-def test_a_copy_of_an_attached_model_is_attached_and_detached_alone():
-    model = tiny_model("qwen3")
-    before = everything_about(model)
-    handle = attach(model)
-    attached, want = everything_about(model), generated(model)
-    twin = copy.deepcopy(model)
-    assert torch.equal(generated(twin), want)
-    refused("prompt_lookup_num_tokens=2 asks for assisted", generated, twin, prompt_lookup_num_tokens=2)
-    retain.detach(twin)
-    assert everything_about(twin) == before and everything_about(model) == attached
-    assert torch.equal(generated(model), want)
-    handle.undo()
-    assert everything_about(model) == before
 
 
 def test_gradient_checkpointing_in_training_mode_is_refused():

@@ -80,48 +80,6 @@ def test_a_row_equals_separate_forwards(family: str) -> None:
                 assert (shown.rotary is None) == (wanted.rotary is None)
 
 
-def test_layers_are_shown_in_order_and_what_is_not_asked_for_is_not_there() -> None:
-    order: list[int] = []
-
-    def visit(shown: list[Shown]) -> None:
-        order.append(shown[0].document.layer_idx)
-        assert [one.row for one in shown] == [0, 1, 2]
-        assert [len(one.branches) for one in shown] == [2, 0, 1]
-        document, branches = shown[0].document, shown[0].branches
-        assert document.stream_BTE is None and not torch.is_grad_enabled()
-        # A first branch is a view, and a second one is made when asked for.
-        first, second = (branch() for branch in branches)
-        assert first.keys_BHTD.data_ptr() == document.keys_BHTD.data_ptr()
-        assert second.keys_BHTD.data_ptr() != document.keys_BHTD.data_ptr()
-
-    read_texts(tiny_model("gemma3"), TEXTS, visit)
-    assert order == [1, 3], "the sliding layers are left alone"
-
-
-def test_the_model_is_restored_after_an_error() -> None:
-    model = tiny_model("qwen3")
-    before = [dict(vars(module)) for module in model.modules()]
-    hooks = [len(module._forward_pre_hooks) for module in model.modules()]
-
-    def visit(shown: list[Shown]) -> None:
-        raise KeyError("the visitor's own")
-
-    with pytest.raises(KeyError, match="the visitor's own"):
-        read_texts(model, TEXTS, visit, wanted=("stream",))
-    assert model.config._attn_implementation == "sdpa"
-    assert [len(module._forward_pre_hooks) for module in model.modules()] == hooks
-    assert [sorted(vars(module)) for module in model.modules()] == [sorted(names) for names in before]
-
-
-def test_what_comes_after_the_last_evicting_layer_is_not_run() -> None:
-    model = tiny_model("llama")
-    ran: list[int] = []
-    for idx, layer in enumerate(base_model(model).layers):
-        layer.mlp.register_forward_hook(lambda *_, idx=idx: ran.append(idx))
-    read_texts(model, TEXTS, lambda shown: None)
-    assert ran == [0]
-
-
 def test_a_rotation_that_looks_at_the_length_is_read_text_by_text() -> None:
     """A long text must not turn the short ones as if they were long."""
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}

@@ -49,7 +49,7 @@ def test_crop_equals_never_having_read_on_or_is_refused(family):
     fed(model, cache, mask, steps(7, 5))
     if family in STATEFUL:
         before = cache.fork()
-        refused(r"window or a recurrent state.*fork\(\)", cache.crop, 42)
+        refused(r"recurrent state, or whose sliding window is full.*fork\(\)", cache.crop, 42)
         assert_same_state(cache, before)
         return
     cache.crop(42)
@@ -65,6 +65,25 @@ def test_crop_equals_never_having_read_on_or_is_refused(family):
     got, want = (fed(model, one, mask, after)[0] for one in (cache, base))
     assert torch.equal(got, want)
     refused(r"cannot go back to 39: entries were evicted.*fork\(\)", cache.crop, 39)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "gemma2", "cohere2"])
+def test_layers_with_a_window_go_back_until_it_is_full(family):
+    """As if the tokens had never come; a fork from before is not reached."""
+    model, (ids, mask) = attached(family), tiny_batch((0, 2, 3), 7)
+    cache = Cache(model, policy=None)
+    forward(model, cache, ids, mask)
+    fresh, base = cache.fork(), cache.fork()
+    fed(model, cache, mask, steps(6, 5))
+    cache.crop(9)
+    _, mask_9 = fed(model, fresh, mask, steps(6, 5)[:2])
+    assert_same_state(cache, fresh)
+    after = steps(9, 6)  # on beyond the window
+    got, want = (fed(model, one, mask_9, after)[0] for one in (cache, fresh))
+    assert torch.equal(got, want)
+    assert_same_state(cache, fresh)
+    refused(r"window is full.*fork\(\)", cache.crop, 9)
+    assert base.num_seen == 7 and fresh.report().total.bytes_held == cache.report().total.bytes_held
 
 
 # Of keys; of attention inputs; of a window of queries; of all queries since the last eviction.
@@ -127,7 +146,7 @@ def test_crop_into_tokens_whose_metadata_is_stored(name, why, monkeypatch):
         ("keydiff", "decode", 39, "entries were evicted when it had seen 48"),
     ],
 )
-def test_crop_is_refused_where_a_later_eviction_would_read_what_is_gone(name, regime, length, why):
+def test_crop_is_refused_where_later_evictions_would_read_freed_data(name, regime, length, why):
     settings = {"h2o": POLICIES["h2o"], "keydiff": AGAIN["keydiff"]}[name]
     model, mask, cache = evicts_again("llama", name, regime, 8, **settings)
     fed(model, cache, mask, steps(7 if name == "h2o" else 9, 5))

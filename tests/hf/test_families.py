@@ -5,7 +5,6 @@ import torch
 
 import retain
 from retain.hf.cache.cache import Cache
-from retain.hf.model.decoder import layout_of
 from retain.hf.version_names import CACHE
 from tests.close import MODEL, assert_close
 from tests.hf.masked import evicting, full_cache, masked, masked_logits, random_keep
@@ -69,19 +68,6 @@ def test_generate_equals_the_masked_full_cache(family, batch, attn):
     assert apart(got.logits, plain.logits) > 0.1
     later = 19 * batch * keep[0].shape[1] * len(keep)
     assert cache.entries_held == sum(int(kept.sum()) for kept in keep) + later
-
-
-@every_family
-def test_the_report_says_what_was_left_alone(family):
-    model, (ids, mask) = attached(family), tiny_batch(PADS[3])
-    cache = Cache(model, policy=choose(model, random_keep(model, mask))).prefill(ids, mask)
-    layout, report = layout_of(model), cache.report()
-    assert [row.name for row in report.layers] == [f"layer {idx}" for idx in evicting(model)]
-    assert [row.name for row in report.alone] == [f"layer {idx}" for idx in layout.alone]
-    assert cache.entries_evicted > 0
-    for row, left in zip(report.alone, layout.alone.values(), strict=True):
-        assert (row.kind, row.window) == (left.kind, left.window) and row.bytes_held > 0
-        assert left.kind in str(report)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -24,10 +24,10 @@ def said(family: str, tmp_path, **settings) -> ModelDescription:
 
 @pytest.mark.parametrize("family", MODELS)
 def test_bytes_are_those_that_a_cache_holds(family, tmp_path):
-    found = said(family, tmp_path, keep_ratio=0.2, policy="merge")
+    found = said(family, tmp_path, keep_ratio=0.2)
     (want,) = found.footprints
     model, (ids, mask) = attached(family), tiny_batch((0,), TOKENS)
-    cache = retain.Cache(model, policy="merge", keep_ratio=0.2, gates=retain.new_gates(model))
+    cache = retain.Cache(model, policy="keydiff", keep_ratio=0.2, short="raise")
     report = cache.prefill(ids, mask).report()
     assert report.total.bytes_held == want.kept
     alone = sum(row.bytes_held for row in report.alone)
@@ -47,7 +47,7 @@ def test_the_command_prints_a_config_or_why_not(tmp_path, capsys):
         "model_type    cohere2",
         "layers evict  2 (1, 3): 2 KV heads of width 8, 4 query heads",
         "left alone    2 (0, 2): sliding_attention of 16 tokens",
-        "1,000 tokens  full cache 0.2 MiB; 0.0 MiB kept at keep_ratio 0.2 by 'keydiff', and 0.0 MiB left",
+        "1,000 tokens  full cache 0.2 MiB; 0.0 MiB kept at keep_ratio 0.2, and 0.0 MiB left",
     ):
         assert line in shown
     (tmp_path / "config.json").write_text('{"model_type": "deepseek_v32", "num_hidden_layers": 1}')

@@ -150,17 +150,6 @@ def test_units_that_do_not_fit_are_refused_when_the_cache_is_made():
         assert made.prefill(*tiny_batch((0,), 60)).entries_evicted > 0
 
 
-def test_what_evidence_is_asked_to_show_is_checked_before_anything_is_read():
-    model, (ids, mask) = tiny_model("llama"), tiny_batch((0,), 12)
-    hold = {"evict": False, "hold_evidence": True}
-    with retain.attach(model):
-        cache = Cache(model, policy=None)
-        said = "unknown input of gates .wanted. 'steam': did you mean 'stream'"
-        refused(said, cache.prefill, ids, mask, **hold, wanted=("hidden", "steam"))
-        assert cache.num_seen == 0
-        assert cache.prefill(ids, mask, **hold, wanted=("hidden",)).evidence
-
-
 def test_gates_that_do_not_fit_the_model_are_refused(monkeypatch):
     model, wide = tiny_model("gpt_oss"), tiny_model("gpt_oss", head_dim=16)
     said = "'Q': 4, 'D': 16. in the gates and .*'H': 2, 'Q': 4, 'D': 8. in the model"

@@ -87,10 +87,10 @@ def test_evidence_is_what_attention_used(family, attn):
 def test_a_model_whose_layers_all_have_a_window_is_refused():
     for family in ("mistral", "phi3"):
         model = tiny_model(family, sliding_window=24)
-        refused("no layer has full attention .all are sliding_attention", layout_of, model)
-        refused("no layer has full attention .all are sliding_attention", attach, model)
+        refused("entries could be evicted: all are sliding_attention", layout_of, model)
+        refused("entries could be evicted: all are sliding_attention", attach, model)
         layout = layout_of(tiny_model(family, sliding_window=4096))  # all positions that the model has
-        assert not layout.alone and len(layout.evicting) == layout.num_layers
+        assert not layout.alone and len(layout.evicting) == len(layout.kinds)
     assert base_model(model) is model.model
     unbounded = SimpleNamespace(layer_types=["sliding_attention"] * 2, sliding_window=None)
     assert kinds_of(unbounded, 2) == [Kind("full_attention")] * 2
@@ -107,8 +107,8 @@ def test_layers_of_other_kinds_are_left_alone():
     ):
         layout = layout_of(model)
         assert [spec.layer_idx for spec in layout.evicting] == evicting_idx
-        assert sorted([*evicting_idx, *layout.alone]) == list(range(layout.num_layers))
-        assert {(left.kind, left.window) for left in layout.alone.values()} == {(kind, window)}
+        assert sorted([*evicting_idx, *layout.alone]) == list(range(len(layout.kinds)))
+        assert {(left.name, left.window) for left in layout.alone.values()} == {(kind, window)}
     known = fingerprint(tiny_model("qwen3_next"))
     assert (known["num_layers"], known["layers"]) == (2, "1,3")
     assert "layers" not in fingerprint(tiny_model("qwen3"))
@@ -129,16 +129,16 @@ IRREGULAR = {
     "layer 1 is of type chunked_attention, which is not understood": partial(
         changed, "llama", None, "layer_types", ["full_attention", "chunked_attention"]
     ),
-    "none of its layers has attention whose entries could be evicted": partial(
+    "no layer has full attention .all are linear_attention": partial(
         tiny_model, "qwen3_next", layer_types=["linear_attention"] * 4
     ),
     "layer 2 .*Qwen3Attention has no `k_norm`": partial(changed, "qwen3", 2, "k_norm"),
     "layer 1 .LlamaDecoderLayer.: LlamaAttention has no `o_proj`": partial(changed, "llama", 1, "o_proj"),
     "32 features, no groups of 2 heads of width 12": partial(changed, "llama", 0, "head_dim", 12),
-    "GPT2LMHeadModel is not supported: GPT2Model has no `layers`.*qwen3": lambda: GPT2LMHeadModel(
+    "GPT2LMHeadModel is not supported: GPT2Model is no decoder of .*`layers`.*qwen3": lambda: GPT2LMHeadModel(
         GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=32)
     ),
-    "Linear is not a transformers model": partial(torch.nn.Linear, 2, 2),
+    "Linear is not supported: Linear is no decoder of transformers": partial(torch.nn.Linear, 2, 2),
 }
 
 

@@ -67,7 +67,6 @@ WRONG = {
     "bits": (lambda header: header["precision"].update(bits=3), "precision.bits: input should be"),
     "none": (lambda header: header.update(precision=None), "packed entries, and no precision"),
     "rule": (lambda header: header["rule"]["precision"].update(recent=-1), "precision.recent: input"),
-    "counters": (lambda header: header.pop("packed_at"), "does not hold what cache.save writes"),
 }
 
 

@@ -1,5 +1,7 @@
 """Layers left alone: what a cache asks of them is what transformers' whole cache would do."""
 
+import copy
+
 import pytest
 import torch
 from transformers import DynamicCache
@@ -8,8 +10,6 @@ from retain.hf.model.decoder import layout_of
 from retain.hf.model.pass_through_layers import (
     allocated_bytes,
     concat,
-    empty_layer,
-    fork,
     held_bytes,
     load_state,
     state,
@@ -25,13 +25,12 @@ every_family = pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "qwen3_ne
 
 @torch.no_grad()
 def filled(family, num_tokens=40, pads=(0, 3, 11), read=None):
-    """transformers' cache after a context (its first `read` tokens), and what describes the layers of it that
-    would be left alone."""
+    """transformers' cache after a context (its first `read` tokens), and the layout."""
     model = tiny_model(family)
     cache = DynamicCache(config=model.config)
     ids, mask = (part[:, :read] for part in tiny_batch(pads, num_tokens))
     model(input_ids=ids, attention_mask=mask, **{CACHE: cache})
-    return cache, layout_of(model).alone
+    return cache, layout_of(model)
 
 
 def tensors(layer):
@@ -44,27 +43,27 @@ def equal(one, other):
 
 
 def test_the_state_of_another_kind_of_layer_is_refused():
-    sliding, linear = (layout_of(tiny_model(name)).alone[0] for name in ("gemma3", "qwen3_5"))
+    sliding, linear = (layout_of(tiny_model(name)).blank_layers()[0] for name in ("gemma3", "qwen3_5"))
     saved = state(filled("gemma3")[0].layers[0])
     said = "saved for a LinearAttentionLayer holds .*keys.*another model"
-    refused(said, load_state, empty_layer(linear), saved)
+    refused(said, load_state, linear, saved)
     said = "saved for a DynamicSlidingWindowLayer holds .'keys'."
-    refused(said, load_state, empty_layer(sliding), {"keys": saved["keys"]})
+    refused(said, load_state, sliding, {"keys": saved["keys"]})
 
 
 @every_family
 def test_sequences_are_selected_and_concatenated(family):
-    cache, alone = filled(family)
+    cache, layout = filled(family)
     idx = torch.tensor([2, 0, 0])
-    for layer in alone:
+    for layer in layout.alone:
         whole = cache.layers[layer]
-        one, parts = fork(whole), [fork(whole) for _ in range(3)]
+        one, *parts = (copy.deepcopy(whole) for _ in range(4))
         one.reorder_cache(idx)
         assert equal(tensors(one), {name: tensor[idx] for name, tensor in tensors(whole).items()})
         for row, part in enumerate(parts):
             part.reorder_cache(torch.tensor([row]))
         assert equal(tensors(concat(parts)), tensors(whole))
-        empty = empty_layer(alone[layer])
+        empty = layout.blank_layers()[layer]
         empty.reorder_cache(idx)
         assert not tensors_of(empty)
 

@@ -8,7 +8,7 @@ import retain
 from retain.hf.cache.cache import Cache
 from retain.hf.model.decoder import describe
 from retain.hf.model.identity import fingerprint
-from retain.hf.model.projection import dense_weight, plain_weight
+from retain.hf.model.projection import dense_weight
 from tests.close import assert_close
 from tests.refused import refused
 from tests.tiny import FAMILIES, tiny_batch, tiny_model
@@ -116,9 +116,3 @@ def test_a_large_bias_rounds_no_weight_away():
     dense = dense_weight(module, torch.bfloat16)
     assert dense.dtype == torch.bfloat16
     assert (dense.T.float() - module.dense().float()).abs().max() < 2**-7 * module.dense().abs().max()
-
-
-def test_plain_weights_stay_views():
-    linear = nn.Linear(8, 4)
-    assert dense_weight(linear, torch.float64).data_ptr() == linear.weight.data_ptr()
-    assert plain_weight(nn.Linear(8, 4).to(torch.float8_e4m3fn)) is None  # numbers that want a scale

@@ -4,16 +4,16 @@ from functools import partial
 import pytest
 import torch
 from transformers import DynamicCache
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import retain.hf.training.soft_attention as soft_module
 from retain.gates import GateInputs, build_gates
 from retain.hf.model.decoder import base_model, describe
 from retain.hf.training.soft_attention import SoftGated
 from retain.hf.version_names import CACHE, CHECKPOINTING
-from retain.kernels import backend
 from retain.kernels.gated_attention import gated_attention
 from tests.close import MODEL, assert_close
-from tests.kernels.device import DEVICE
+from tests.hf.test_gate_inputs import gates_of as random_gates
 from tests.refused import refused
 from tests.tiny import FAMILIES, SINGLE, tiny_batch, tiny_model
 
@@ -163,20 +163,6 @@ def test_soft_caps():
     assert float((uncapped - logits).abs().max()) > 0.05
 
 
-def test_kernels_give_the_same():
-    model = tiny_model("llama").to(DEVICE)
-    gates, found = gates_of(model, dtype=torch.float32).to(DEVICE), []
-    input_ids, mask = INPUT_IDS.to(DEVICE), MASK.to(DEVICE)
-    for path in ("reference", "triton"):
-        gates.zero_grad()
-        with backend.using(path), SoftGated(model, gates, protected=3) as trained:
-            logits = trained(input_ids, mask)[0].logits[mask.bool()]
-            logits.logsumexp(-1).sum().backward()
-        found.append([logits.detach(), *(parameter.grad.clone() for parameter in gates.parameters())])
-    for reference, kernel in zip(*found, strict=True):
-        assert_close(kernel, reference.double(), ops=MODEL)
-
-
 def hooks_of(model):
     return [
         hook
@@ -206,6 +192,7 @@ def test_gradient_checkpointing_changes_nothing(family):
             losses.append(output.logits[mask.bool()].logsumexp(-1).sum())
             losses.append(sum(phi.exp().mean() for phi in log_gates.values()))
         sum(losses).backward()
+        trained.close()
         assert model.config._attn_implementation == "sdpa"
         found.append(gradients(gates).values())
     for plain, checkpointed in zip(*found, strict=True):
@@ -288,5 +275,64 @@ def test_models_that_do_not_fit_are_refused():
     refused(said, SoftGated, tuned, gates, protected=2)
     assert not hooks_of(model) and not hooks_of(tuned)
     model.config._attn_implementation = "flash_attention_2"
-    said = "attention implementation 'flash_attention_2' cannot be gated softly"
-    refused(said, SoftGated(model, gates, protected=2), INPUT_IDS, MASK)
+    refused("implementation 'flash_attention_2' is not supported", SoftGated, model, gates, protected=2)
+
+
+FAMILIES_OF_GATES = {
+    **{"decay": ("decay", {"F": 16}), "decay, shared": ("decay_shared", {"F": 16})},
+    **{"admission": ("admission", {}), "delayed": ("dms", {})},
+    "context": ("context", {"heads": 2, "width": 4}),
+    **{"low rank": ("lowrank", {"rank": 4, "sinks": 3}), "linear": ("linear", {})},
+}
+MODELS = ("llama", "qwen2", "qwen3")
+
+
+def inputs_of_module(module, hidden, kwargs, stream, valid):
+    """Everything that a gate may look at, from the module's own projections."""
+    B, T, _ = hidden.shape
+    split = (B, T, -1, module.head_dim)
+    queries, keys, values = (
+        projection(hidden).view(split) for projection in (module.q_proj, module.k_proj, module.v_proj)
+    )
+    if hasattr(module, "q_norm"):
+        queries, keys = module.q_norm(queries), module.k_norm(keys)
+    queries, keys, values = (part.transpose(1, 2) for part in (queries, keys, values))
+    turned = apply_rotary_pos_emb(queries, keys, *kwargs["position_embeddings"])
+    return GateInputs(
+        hidden_BTE=hidden,
+        stream_BTE=stream,
+        queries_BQTD=turned[0],
+        queries_before_BQTD=queries,
+        keys_BHTD=turned[1],
+        keys_before_BHTD=keys,
+        values_BHTD=values,
+        valid_BT=valid,
+    )
+
+
+SHOWN = {"protected": 4, "shown_to": inputs_of_module}
+
+
+@pytest.mark.parametrize(
+    ("model", "gate"), [(MODELS[number % 3], gate) for number, gate in enumerate(FAMILIES_OF_GATES)]
+)
+def test_every_family_attends_as_its_paper_says(model, gate):
+    model = tiny_model(model, dtype=torch.float64)
+    assert_same(model, random_gates(model, *FAMILIES_OF_GATES[gate]), **SHOWN)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("rope", ["before", "after"])
+def test_queries_keys_and_values_before_and_after_rope(rope, model):
+    def of_mass(output, gate):
+        return torch.nn.functional.logsigmoid(output)
+
+    model = tiny_model(model, dtype=torch.float64)
+    assert_same(model, random_gates(model, "qkv", {"F": 8, "rope": rope}), to_log_gate=of_mass, **SHOWN)
+
+
+def test_families_without_an_openness_are_refused():
+    model = tiny_model("llama")
+    gates = random_gates(model, "qkv", {"F": 8}, dtype=torch.float32)
+    trained = SoftGated(model, gates, protected=2)
+    refused("family 'qkv' say no openness.*pass to_log_gate=", trained, INPUT_IDS, MASK)

@@ -108,7 +108,7 @@ def forwards(exact):
 
 def test_what_a_regime_is_not(exact, forwards):
     wrong = {
-        "regime is 'chunkd' .did you mean 'chunked'.*one of prefill": {"regime": "chunkd"},
+        "regime is 'prefill', 'chunked', .*; got 'chunkd'": {"regime": "chunkd"},
         "every is 0, and must be a whole number of tokens": {"regime": "decode", "every": 0},
         "'regim' .did you mean 'regime'": {"regim": "chunked"},
     }

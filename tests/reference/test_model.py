@@ -1,9 +1,6 @@
 """The reference model that comes with the package: it answers, its tokenizer takes any text."""
 
-import pytest
-
 from retain.reference import load_model, load_tokenizer
-from retain.reference.documents import Writer
 from tests.refused import refused
 
 
@@ -16,8 +13,3 @@ def test_the_tokenizer_encodes_any_text() -> None:
     for text in ("def f(x):\n\treturn x", "Grüße, 你好 🙂", "\x00\x7f"):
         assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
     assert tokenizer("<q> get name<a>")["input_ids"][0] == tokenizer.convert_tokens_to_ids("<q>")
-
-
-@pytest.mark.parametrize("seed", [1, (5,)])
-def test_documents_of_training_and_evaluation_differ_at_the_same_seed(seed: int | tuple[int, ...]) -> None:
-    assert (Writer("train", seed).text[:1000] != Writer("eval", seed).text[:1000]).any()

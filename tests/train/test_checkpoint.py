@@ -152,7 +152,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint_and_log(
 
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "save_new", full)
-        patch.setattr(checkpoint, "write_new", full)
+        patch.setattr(checkpoint, "write_text", full)
         patch.setattr(checkpoint, "open", full, raising=False)
         wanted = rf"cannot write .*{name}: No space left on device. Next step: free some space.*of step 1 in "
         acts = (

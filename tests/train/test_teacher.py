@@ -28,7 +28,7 @@ def test_a_local_model_is_frozen_and_needs_no_tokenizer(tmp_path: Path) -> None:
     frozen = load_frozen(str(tmp_path), dtype="float32")
     assert frozen.encode is None and frozen.tokenizer is None and frozen.chat is None
     assert not frozen.model.training and not any(p.requires_grad for p in frozen.model.parameters())
-    assert len(frozen.layout.evicting) == 2 and frozen.rotary is not None
+    assert len(frozen.layout.evicting) == 2
 
 
 def test_a_quantisation_that_cannot_be_had_is_refused(tmp_path: Path) -> None:

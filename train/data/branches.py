@@ -12,7 +12,9 @@ A branch sees the document and itself, and no other branch; so a document is rea
 from collections.abc import Sequence
 from typing import Any
 
-from retain.hf.training.block_reader import write_greedily
+import torch
+
+from retain.hf.version_names import CACHE
 from retain.train.data.document import Branch, Document, Reading
 from retain.train.objectives.targets import TargetSettings
 from retain.train.teacher import Frozen
@@ -96,16 +98,27 @@ def continuation_of(frozen: Frozen, document: Document, tokens: int) -> tuple[in
     """
     ids = frozen.written.get((document.key, tokens))
     if ids is None:
-        ids = write_greedily(
-            frozen.model,
-            document.context_ids,
-            tokens,
-            ends=_ends(frozen.model),
-            layout=frozen.layout,
-        )
+        ids = _written(frozen.model, document.context_ids, tokens)
         if len(frozen.written) < REMEMBERED:
             frozen.written[document.key, tokens] = ids
     return ids
+
+
+@torch.no_grad()
+def _written(model: Any, ids: Sequence[int], tokens: int) -> tuple[int, ...]:
+    """Continue one text by the likeliest token each time, whatever the model's generation config says."""
+    ends, device = _ends(model), model.get_input_embeddings().weight.device
+    written: list[int] = []
+    new, cache = list(ids), None
+    while len(written) < tokens:
+        given = {"input_ids": torch.tensor([new], device=device), CACHE: cache}
+        output = model(**given, use_cache=True, logits_to_keep=1)
+        cache, token = output[CACHE], int(output.logits[0, -1].argmax())
+        if token in ends:
+            break
+        written.append(token)
+        new = [token]
+    return tuple(written)
 
 
 def _ends(model: Any) -> frozenset[int]:

@@ -5,13 +5,12 @@ Everything that can be wrong about the request is found when the cache is made, 
 """
 
 import dataclasses
-import operator
 import os
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from retain import config
 from retain.attention.head_weights import check_weights
@@ -134,10 +133,8 @@ def _bind_function(policy: Any, extra: Sequence[str], **asked: Any) -> BoundPoli
     if policy is not None and not callable(policy):
         raise ValueError(f"policy is a name, a path, a Policy or a function of the evidence; got {policy!r}.")
     name = "everything" if policy is None else getattr(policy, "__name__", type(policy).__name__)
-    unread = (
-        extra if policy is None else [*extra, *(key for key, value in asked.items() if value is not None)]
-    )
-    if unread:
+    given = [] if policy is None else [key for key, value in asked.items() if value is not None]
+    if unread := [*extra, *given]:
         raise ValueError(
             f"{', '.join(unread)} can only be given with a named policy, and would not be read: policy is "
             f"{'None' if policy is None else f'the function {name}'}."
@@ -169,34 +166,16 @@ def _overridden(policy: Policy, overrides: Mapping[str, Any]) -> Policy:
         raise ValueError(f"unfit settings of Cache or of policy {policy.name!r}:\n{problems}{also}") from None
 
 
-def whole(value: Any, name: str, least: int, most: int | None = None) -> int:
+def whole(value: Any, name: str, least: int, most: int = 2**31) -> int:
     """A whole number (numpy's too) between two bounds.
 
     Raises:
         ValueError: it is none, or lies outside.
     """
-    try:
-        number = None if isinstance(value, bool | Tensor) else operator.index(value)
-    except TypeError:
-        number = None
-    if number is None or number < least or (most is not None and number > most):
-        bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
-        raise ValueError(f"{name} is {value!r:.60}: pass a whole number {bounds}.")
+    number = getattr(value, "item", lambda: value)()
+    if isinstance(number, bool) or not isinstance(number, int) or not least <= number <= most:
+        raise ValueError(f"{name} is {value!r:.60}: pass a whole number of at least {least}, at most {most}.")
     return number
-
-
-def seeds_from(seeds: Any) -> Sequence[int] | None:
-    """The `seeds` that a user passed; the number of sequences is not known yet.
-
-    Raises:
-        ValueError: no list of whole numbers.
-    """
-    if seeds is None:
-        return None
-    try:
-        return [operator.index(seed) for seed in seeds]
-    except TypeError:
-        raise ValueError(f"seeds is {seeds!r:.60}: pass a list of whole numbers, one per sequence.") from None
 
 
 def one_per_sequence(given: Sequence[Any] | None, num_sequences: int, what: str) -> Sequence[Any] | None:

@@ -18,6 +18,7 @@ from typing import Any, SupportsFloat, SupportsInt
 import torch
 from jaxtyping import Int, Int64
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from retain.cache.precision import Precision
 from retain.cache.store import SLACK
@@ -26,10 +27,10 @@ from retain.correction.merge import Merge
 from retain.evidence import Evidence
 from retain.gates.base import INPUTS
 from retain.hf.cache import saving
-from retain.hf.cache.bound_policy import MOST_SLACK, bind_policy, seeds_from, whole
+from retain.hf.cache.bound_policy import MOST_SLACK, bind_policy, whole
 from retain.hf.cache.engine import Engine
 from retain.hf.cache.regime import Regime
-from retain.hf.cache.report import Report, held_BLH, report_of
+from retain.hf.cache.report import Report, report_of
 from retain.hf.cache.state import State, concat
 from retain.hf.intercept.interceptor import InterceptedCache
 from retain.hf.model.decoder import base_model, layout_of, refuse_learned_prompt
@@ -101,13 +102,13 @@ class Cache(InterceptedCache):
     ):
         refuse_learned_prompt(model)
         layout = layout_of(model)
-        names = ("keep_ratio", "tokens_per_head", "bytes", "byte_ratio", "threshold")
-        amounts = plain_numbers((keep_ratio, tokens_per_head, bytes, byte_ratio, threshold))
+        budget = {"keep_ratio": keep_ratio, "tokens_per_head": tokens_per_head, "bytes": bytes}
+        budget |= {"byte_ratio": byte_ratio, "threshold": threshold}
         bound = bind_policy(
             model,
             policy,
             layers=layout.evicting,
-            budget=dict(zip(names, amounts, strict=True)),
+            budget=plain_numbers(budget),
             gates=gates,
             pinned=pinned,
             overrides=overrides,
@@ -116,7 +117,8 @@ class Cache(InterceptedCache):
         when = Regime(regime, plain_numbers(every))
         bound.refuse(*(("again",) if when.again else ()))
         self.model, self.short = model, short
-        slack, seeds = whole(slack, "slack", 0, MOST_SLACK), seeds_from(seeds)
+        slack = whole(slack, "slack", 0, MOST_SLACK)
+        seeds = None if seeds is None else [whole(seed, "seeds", -(2**63), 2**63) for seed in seeds]
         self.state = State(layout, bound, when, slack=slack, seeds=seeds, pinned=pinned)
         self.engine = Engine(model, self.state)
         super().__init__(layers=self.state.layers)
@@ -417,14 +419,21 @@ class Cache(InterceptedCache):
         return report_of(self.state)
 
     def entries_by_head(self) -> Int64[Tensor, "B L H"]:
-        """Entries that each sequence, layer and KV head holds.
+        """Entries that each sequence, layer and KV head holds, on the CPU; 0 for heads that a layer has not.
 
         Raises:
             ValueError: nothing was read yet.
         """
         if not self.num_seen:
             raise ValueError("nothing was read yet, so nothing is held: prefill or generate first.")
-        return held_BLH(self.state)
+        counts, state = [], self.state
+        for spec, layer in zip(state.specs, state.ragged, strict=True):
+            if layer.store is None:
+                counts.append(state.valid_BT.sum(-1, keepdim=True).cpu().expand(-1, spec.num_kv_heads))
+            else:
+                counts.append(layer.store.lengths_BH.cpu().long())
+        most = max(count_BH.shape[1] for count_BH in counts)
+        return torch.stack([pad(count_BH, (0, most - count_BH.shape[1])) for count_BH in counts], dim=1)
 
     def bytes_held(self) -> int:
         """Bytes of the keys and values held, over all layers that evict."""

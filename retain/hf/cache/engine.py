@@ -24,7 +24,7 @@ from retain.correction.cuts import cut_
 from retain.eviction import Eviction
 from retain.evidence import Evidence, Stock
 from retain.hf.cache.bound_policy import one_per_sequence, pins_per_sequence
-from retain.hf.cache.generation import Generation, check_ids
+from retain.hf.cache.generation import Generation
 from retain.hf.cache.later_evidence import (
     evidence_of,
     intact_tokens,
@@ -39,7 +39,6 @@ from retain.hf.intercept.interceptor import Step, check_pointed, refuse_unasked
 from retain.hf.intercept.lookahead_pass import ReadCache, look_ahead
 from retain.hf.model.decoder import base_model
 from retain.hf.model.layout import LayerSpec
-from retain.hf.model.pass_through_layers import refuse_padding
 from retain.hf.version_names import CHECKPOINTING
 from retain.kernels.backend import without_autocast
 from retain.kernels.ragged_attention.pages import PAGE
@@ -146,8 +145,12 @@ class Engine:
         if call.is_prefill:
             state.seeds = one_per_sequence(state.seeds, call.mask_BT.shape[0], "seeds")
             state.pinned = pins_per_sequence(state.pinned, call.mask_BT.shape[0])
-        if state.layout.alone:
-            refuse_padding(state.layout.alone, call, None if past is None else past.valid_BT)
+        if state.layout.alone and state.prompt_B is not None and call.valid_BS is not None:
+            kinds = ", ".join(sorted({left.name for left in state.layout.alone.values()}))
+            raise ValueError(
+                f"padding behind tokens, which layers left to transformers ({kinds}) take for tokens: read "
+                "turns of different lengths in separate caches (batch_select_indices)."
+            )
         state.evidence = [] if call.is_prefill and self.hold_evidence else None
         state.call = call
         self._forget()
@@ -224,7 +227,34 @@ class Engine:
             )
 
     def check_ids(self, ids: Any, attention_mask: Any, inputs_embeds: Any = None) -> None:
-        check_ids(self.state, ids, attention_mask, inputs_embeds)
+        """Refuse ids (or embeddings) that leave out what the cache has read: `generate` wants all, and reads
+        what is new. Ids alone that a mask over both comes with are taken, as transformers takes them.
+
+        Raises:
+            ValueError: no more of them than were read, or others; or a broken cache.
+        """
+        self.state.check_whole()
+        past, seen = self.state.history, self.num_seen
+        given = inputs_embeds if isinstance(inputs_embeds, Tensor) else ids
+        if past is None or not isinstance(given, Tensor):
+            return
+        num_given, by_ids = given.shape[1], given is ids
+        if by_ids and isinstance(attention_mask, Tensor) and attention_mask.shape[-1] == seen + num_given:
+            return
+        how = (
+            "pass generate those that were read and those that come (torch.cat([context_ids, question_ids], "
+            "dim=1)); it reads only the new ones."
+        )
+        if num_given <= seen:
+            name = "input_ids" if by_ids else "inputs_embeds"
+            raise ValueError(f"{name} has {num_given} tokens a row, and this cache has read {seen}: {how}")
+        read_BT = past.token_ids_BT
+        if by_ids and read_BT is not None and len(read_BT) == len(ids):
+            differs_BT = ids[:, :seen].to(read_BT.device) != read_BT
+            if bool((differs_BT & past.valid_BT.to(differs_BT.device)).any()):
+                raise ValueError(
+                    f"input_ids does not begin with the {seen} tokens that this cache has read: {how}"
+                )
 
     def generating(self, room: int | None = None) -> AbstractContextManager[Callable[[Tensor], None]]:
         return self.generation.running(self.state, room)

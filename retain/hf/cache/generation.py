@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -101,40 +100,3 @@ class Generation:
             first = self.ids_BT.shape[1] - self.sampled + static.before
             ids_BN = self.ids_BT[:, first : first + came]
         static.leave(ids_BN)
-
-
-def check_ids(state: State, ids: Any, attention_mask: Any, inputs_embeds: Any) -> None:
-    """Refuse ids or embeddings that leave out what the cache has read: `generate` wants all, and reads what
-    is new.
-
-    Args:
-        state: of the cache.
-        ids: as `generate` was given them.
-        attention_mask: of both.
-        inputs_embeds: in place of ids. Where both are given, these are read.
-
-    Raises:
-        ValueError: fewer of them than were read, unless they are ids with a mask over both; or others; or a
-            broken cache.
-    """
-    state.check_whole()
-    past, by_ids = state.history, not isinstance(inputs_embeds, Tensor)
-    given = ids if by_ids else inputs_embeds
-    if past is None or not isinstance(given, Tensor) or given.ndim != (2 if by_ids else 3):
-        return
-    read_BT, num_given, seen = past.token_ids_BT, given.shape[1], past.num_seen
-    over_both = isinstance(attention_mask, Tensor) and attention_mask.shape[-1] == seen + num_given
-    # transformers takes ids alone that a mask over both comes with, and cuts embeddings all the same.
-    if over_both and by_ids:
-        return
-    name, kind = ("input_ids", "ids") if by_ids else ("inputs_embeds", "embeddings")
-    step = (
-        f"pass generate the {kind} of both, those that were read and those that come (torch.cat([context_"
-        f"{kind}, question_{kind}], dim=1)); it reads only the new ones."
-    )
-    if num_given <= seen or over_both:
-        raise ValueError(f"{name} has {num_given} tokens a row, and this cache has read {seen}: {step}")
-    if by_ids and read_BT is not None and len(read_BT) == len(given):
-        differs_BT = given[:, :seen].to(read_BT.device) != read_BT
-        if bool((differs_BT & past.valid_BT.to(differs_BT.device)).any()):
-            raise ValueError(f"{name} does not begin with the {seen} tokens that this cache has read: {step}")

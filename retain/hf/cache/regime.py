@@ -9,7 +9,7 @@ A name is one or two parts joined by `+`:
 
 from dataclasses import dataclass
 
-from retain.process.registry import suggest
+from retain.process.registry import check_choice
 
 NAMES = ("prefill", "chunked", "decode", "prefill+decode", "chunked+decode")
 
@@ -31,9 +31,7 @@ class Regime:
     every: int = 32
 
     def __post_init__(self) -> None:
-        if self.name not in NAMES:
-            hint = suggest(str(self.name), NAMES)
-            raise ValueError(f"regime is {self.name!r}{hint}, and must be one of {', '.join(NAMES)}.")
+        check_choice("regime", self.name, NAMES)
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
             raise ValueError(f"every is {self.every!r}, and must be a whole number of tokens, at least 1.")
 

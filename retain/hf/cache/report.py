@@ -4,14 +4,7 @@
 them; the storage behind them (slack, unequal rooms, positions, metadata) is `bytes_allocated`.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import groupby
-
-import torch
-from jaxtyping import Int64
-from torch import Tensor
-from torch.nn.functional import pad
 
 from retain.cache.static_rows import spare_bytes
 from retain.hf.cache.state import State
@@ -77,7 +70,7 @@ class LeftAloneReport:
 
 @dataclass(frozen=True)
 class Report:
-    """The contents of a cache. Its `str` is a table, with one row for neighbouring layers that hold the same.
+    """The contents of a cache. Its `str` is a table, one row a layer.
 
     Args:
         policy: name of the policy that evicted.
@@ -103,32 +96,18 @@ class Report:
     decoded: str | None = None
 
     def __str__(self) -> str:
-        rows = [*_folded(self.layers), ("total", str(self.total)), *_folded(self.alone)]
-        wide = max(9, *(len(name) for name, _ in rows))
         times = "once" if self.evictions == 1 else f"{self.evictions} times"
         lines = [f"policy {self.policy}, evicted {times}; attention: {self.path}"]
         lines += [f"gates: {self.gates}"] * (self.gates is not None)
         lines += [f"decoded: {self.decoded}"] * (self.decoded is not None)
         lines.append(
-            f"{'':>{wide}} {'seen':>10} {'held':>10} {'evicted':>10} {'held':>10} {'of full':>8} "
-            f"{'allocated':>10}"
+            f"{'':>9} {'seen':>10} {'held':>10} {'evicted':>10} {'held':>10} {'of full':>8} {'allocated':>10}"
         )
-        lines += [f"{name:>{wide}} {row}" for name, row in rows]
+        lines += [f"{row.name:>9} {row}" for row in (*self.layers, self.total, *self.alone)]
         if self.held_whole:
             whole = ", ".join(map(str, self.held_whole))
             lines.append(f"    short sequences held whole, more than their budget: {whole}")
         return "\n".join(lines)
-
-
-def _folded(rows: Sequence[LayerReport | LeftAloneReport]) -> list[tuple[str, str]]:
-    """Rows as text with their names; neighbours that hold the same are one row."""
-    found = []
-    for text, group in groupby(rows, key=str):
-        names: list[str] = [row.name for row in group]
-        first, last = (int(name.removeprefix("layer ")) for name in (names[0], names[-1]))
-        count = "" if last - first + 1 == len(names) else f"{len(names)} of "
-        found.append((names[0] if len(names) == 1 else f"{count}layers {first}-{last}, each", text))
-    return found
 
 
 def _mib(num_bytes: int | float) -> str:
@@ -159,7 +138,7 @@ def report_of(state: State) -> Report:
     for idx, left in state.layout.alone.items():
         layer = state.layers[idx]
         sizes = pass_through_layers.held_bytes(layer), pass_through_layers.allocated_bytes(layer)
-        alone.append(LeftAloneReport(f"layer {idx}", left.kind, left.window, *sizes))
+        alone.append(LeftAloneReport(f"layer {idx}", left.name, left.window, *sizes))
     names = [one.name for one in fields(LayerReport)][1:]
     total = LayerReport("total", *(sum(getattr(row, name) for row in rows) for name in names))
     return Report(
@@ -173,16 +152,3 @@ def report_of(state: State) -> Report:
         gates=state.bound_policy.gates_source,
         decoded=state.decoded,
     )
-
-
-def held_BLH(state: State) -> Int64[Tensor, "B L H"]:
-    """Entries that each sequence holds in each layer and KV head, on the CPU; zero for heads that a layer
-    does not have."""
-    seen_B, counts = state.valid_BT.sum(-1).cpu(), []
-    for spec, layer in zip(state.specs, state.ragged, strict=True):
-        if layer.store is None:
-            counts.append(seen_B[:, None].expand(-1, spec.num_kv_heads))
-        else:
-            counts.append(layer.store.lengths_BH.cpu().long())
-    most = max(count_BH.shape[1] for count_BH in counts)
-    return torch.stack([pad(count_BH, (0, most - count_BH.shape[1])) for count_BH in counts], dim=1)

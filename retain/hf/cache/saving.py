@@ -42,13 +42,8 @@ COUNTERS = ("prompt_B", "last_due", "recorded", "evictions", "evicted_at", "pack
 
 
 def save(cache: "Cache", path: str | os.PathLike[str]) -> Path:
-    """Write a conversation to one file; an older one survives until the new one is complete on disk.
-
-    Needs memory on the host for one copy of what is written.
-
-    Raises:
-        ValueError: there is nothing to save yet, or it is held densely; nothing was written.
-        OSError: the disk takes no more; names the file.
+    """Write a conversation to one file: `retain.Cache.save`, which see. Needs memory on the host for one copy
+    of what is written.
     """
     state = cache.state
     if state.history is None:
@@ -76,65 +71,32 @@ def load(
     """Read a conversation back: `retain.Cache.load`, which see."""
     header, tensors = read_file(Path(path))
     check_model(header, identity_of(model), describe(model)[0].dtype, path)
-    try:
-        return _made(cls, header, tensors, path, model, gates=gates, policy=policy)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-    # Whole by its digest, which whoever writes other things into it can make too.
-    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, OverflowError) as error:
-        raise ValueError(
-            f"{path} does not hold what cache.save writes ({type(error).__name__}: {error}): it was changed, "
-            "or another program wrote it."
-        ) from error
-
-
-def _made(
-    cls: "type[Cache]",
-    header: Mapping[str, Any],
-    tensors: Mapping[str, Tensor],
-    path: Any,
-    model: nn.Module,
-    *,
-    gates: Any,
-    policy: Any,
-) -> "Cache":
-    """The cache that a sound file describes.
-
-    Raises:
-        ValueError: a function is missing, or given where it would not be used; or other gates are given than
-            those that scored the entries which are held.
-    """
     rule = header["rule"]
     if rule["function"] != callable(policy) or not rule["function"] and policy is not None:
         raise ValueError(
-            f"the policy is {'a function' if rule['function'] else 'in the file'} ({rule['name']!r}), and "
-            f"policy={policy!r} was passed: pass the same function, which a file cannot hold, or else none."
+            f"{path}: policy is {'a function' if rule['function'] else 'in the file'} ({rule['name']!r}), "
+            f"and policy={policy!r} was passed: pass the same function, which a file cannot hold, or none."
         )
-    asked = {"policy": policy}
-    if rule["policy"] is not None:
-        asked = {"policy": config.build(rule["policy"], Policy), **rule["budget"]}
-    cache = cls(
-        model,
-        **asked,
-        **header["regime"],
-        gates=gates,
-        seeds=header["seeds"],
-        pinned=header["pinned"],
-        slack=header["slack"],
-        short=header["short"],
-    )
-    state = cache.state
-    if rule["policy"] is None and not rule["function"]:
-        state.bound_policy = BoundPolicy(rule["name"], precision=precision_of(rule))
-    then, now = rule["gates"], _digest(state.bound_policy)
-    if then is not None and now is not None and then != now:
-        raise ValueError(
-            f"it was evicted with gates {then[:12]}, and these are {now[:12]} (sha256): pass the gates that "
-            "it was made with."
-        )
-    for name in COUNTERS:
-        setattr(state, name, header[name])
-    _fill(cache, header, tensors, model)
+    try:
+        asked = {"policy": policy}
+        if rule["policy"] is not None:
+            asked = {"policy": config.build(rule["policy"], Policy), **rule["budget"]}
+        stated = {name: header[name] for name in ("seeds", "pinned", "slack", "short")}
+        cache = cls(model, **asked, **header["regime"], **stated, gates=gates)
+        state = cache.state
+        if rule["policy"] is None and not rule["function"]:
+            state.bound_policy = BoundPolicy(rule["name"], precision=precision_of(rule))
+        then, now = rule["gates"], _digest(state.bound_policy)
+        if then is not None and now is not None and then != now:
+            raise ValueError(
+                f"it was evicted with gates {then[:12]}, and these are {now[:12]} (sha256): pass the gates "
+                "that it was made with."
+            )
+        for name in COUNTERS:
+            setattr(state, name, header[name])
+        _fill(cache, header, tensors, model)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     return cache
 
 

@@ -155,10 +155,8 @@ class State:
         """Forget everything that was read."""
         layout = self.layout
         # In place: transformers' side of the cache holds the same list.
-        self.layers[:] = [
-            pass_through_layers.empty_layer(layout.alone[idx]) if idx in layout.alone else Layer()
-            for idx in range(layout.num_layers)
-        ]
+        blank = layout.blank_layers()
+        self.layers[:] = [blank[idx] if idx in layout.alone else Layer() for idx in range(len(layout.kinds))]
         self.seeds, self.pinned = self.stated
         self.history: History | None = None
         self.evidence: list[Evidence] | None = None
@@ -181,11 +179,6 @@ class State:
     def ragged(self) -> list[Layer]:
         """The layers that evict, in the order of `specs`; the others are transformers'."""
         return [self.layers[spec.layer_idx] for spec in self.specs]
-
-    @property
-    def pass_through(self) -> list[Any]:
-        """Cache layers of transformers, where the model has layers that are left alone."""
-        return [self.layers[idx] for idx in self.layout.alone]
 
     @property
     def stores(self) -> list[Store]:
@@ -368,8 +361,8 @@ class State:
                 layer.recent = Recent()
                 if layer.store is not None:
                     _drop_metadata(layer.store)
-        for left in self.pass_through:
-            pass_through_layers.trim_(left)
+        for idx in self.layout.alone:
+            pass_through_layers.trim_(self.layers[idx])
 
     def shrink(self, lower: Sequence[Tensor | None], rows: list[int] | None) -> None:
         """Evict from lower layers what a cascade no longer keeps, one layer at a time.
@@ -393,8 +386,7 @@ class State:
         """A copy. Of a dense prefill nothing is copied until a fork evicts."""
         other, alone = copy.copy(self), self.layout.alone
         other.layers = [
-            pass_through_layers.fork(layer) if idx in alone else layer.fork()
-            for idx, layer in enumerate(self.layers)
+            copy.deepcopy(layer) if idx in alone else layer.fork() for idx, layer in enumerate(self.layers)
         ]
         other.evidence = None if self.evidence is None else list(self.evidence)
         return other
@@ -404,8 +396,8 @@ class State:
         assert self.history is not None
         rows = indices.tolist()
         with self.changing():
-            for left in self.pass_through:
-                left.reorder_cache(indices)
+            for idx in self.layout.alone:
+                self.layers[idx].reorder_cache(indices)
             for layer in self.ragged:
                 layer.select_batch(indices)
             if self.evidence is not None:
@@ -434,17 +426,20 @@ class State:
             left = max(0, recent.num_tokens("queries") - (self.num_seen - length))
             if left < self.num_queries(self.history.cut(length)):
                 return "later evictions read queries from before it, which are freed"
-        if self.layout.alone:
-            return "layers with a sliding window or a recurrent state cannot forget tokens"
+        if any(left.window is None or self.num_seen >= left.window for left in self.layout.alone.values()):
+            return "a layer with a recurrent state, or whose sliding window is full, cannot forget tokens"
         return None
 
     def crop(self, length: int) -> None:
         """Forget all tokens but the first `length`; `cannot_crop` was asked."""
         assert self.history is not None
-        cut = self.history.cut(length)
+        cut, forgotten = self.history.cut(length), self.num_seen - length
         with self.changing():
+            for left in self.pass_through:
+                left.crop(-forgotten)
+                pass_through_layers.trim_(left)
             for layer in self.ragged:
-                layer.recent.forget(self.num_seen - length)
+                layer.recent.forget(forgotten)
                 layer.seen = length
                 if layer.store is not None:
                     layer.store.crop_(cut.last_B + 1)

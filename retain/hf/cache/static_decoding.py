@@ -30,7 +30,7 @@ TOGETHER = 4
 
 def refused(state: State) -> str | None:
     """The reason why a cache decodes as written; None: it may be static."""
-    if kinds := {left.kind for left in state.layout.alone.values()} - {SLIDING}:
+    if kinds := {left.name for left in state.layout.alone.values()} - {SLIDING}:
         return f"the model has layers of another kind ({', '.join(sorted(kinds))})"
     return None
 

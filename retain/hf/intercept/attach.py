@@ -1,25 +1,22 @@
 """Connects a model to `retain.Cache`, and disconnects it again.
 
-It uses the public extension points of transformers only: an attention and a mask function under a name of
-ours, which the model's config then points to; hooks on the decoder, its layers and their attention modules;
-and a `generate` of the instance, which refuses what would get round a budget.
-
-All of it is inert unless the forward's cache is an `InterceptedCache`. No state is kept here; it is the
-cache's. A model is attached once, however many ask for it, until the last of them has undone its handle, or
-`detach` has taken everything away. One lock lets one thread at a time attach, undo or detach.
+It registers an attention and a mask function under a name of ours, to which the model's config then points;
+puts hooks on the decoder, its layers and their attention modules; and gives the instance a `generate` that
+refuses what would get round a budget. All of it is inert unless the forward's cache is an `InterceptedCache`,
+which holds all state. A model is attached once, however many ask for it, until the last of them has undone
+its handle, or `detach` has taken everything away. One lock lets one thread at a time attach, undo or detach.
 """
 
 import inspect
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from transformers import StoppingCriteria, StoppingCriteriaList
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers import AttentionInterface, AttentionMaskInterface, StoppingCriteriaList
 
 from retain.attention.rotary import Rotary
 from retain.hf.intercept.interceptor import (
@@ -28,10 +25,10 @@ from retain.hf.intercept.interceptor import (
     InterceptedCache,
     hidden_of,
     intercepted,
+    mask_function,
     outside_graphs,
-    register,
 )
-from retain.hf.model.decoder import base_model, describe, refuse_learned_prompt, rotary_of, windowed
+from retain.hf.model.decoder import base_model, describe, layout_of, refuse_learned_prompt, rotary_of
 from retain.hf.model.layout import LayerSpec
 from retain.hf.version_names import CACHE, NAMES
 
@@ -39,17 +36,6 @@ from retain.hf.version_names import CACHE, NAMES
 @outside_graphs
 def _outside_graphs(method: Callable[..., Any], *args: Any) -> Any:
     return method(*args)
-
-
-def _mask_function(previous: str) -> Callable[..., Tensor | None]:
-    def retain_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-        # Of a later forward on our cache: a square over the new tokens alone, behind those that were seen
-        # (`Layer.get_mask_sizes`), which nothing reads.
-        if kwargs.get("kv_offset") and kwargs.get("q_length") == kwargs["kv_length"]:
-            return None
-        return ALL_MASK_ATTENTION_FUNCTIONS[previous](*args, **kwargs)
-
-    return retain_mask
 
 
 def cache_in(given: Mapping[str, Any]) -> Any:
@@ -71,20 +57,17 @@ def _name_cache(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple
     return None
 
 
-class _BeforeModel:
-    """Decoder pre-hook: shows our cache what a forward was given."""
-
-    def __init__(self, attachment: "Attachment", base: nn.Module):
-        self.attachment = attachment
-        self.names = list(inspect.signature(base.forward).parameters)
-
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
-        given = {**dict(zip(self.names, args, strict=False)), **kwargs}
-        if isinstance(cache := cache_in(given), InterceptedCache):
-            if cache.engine.is_static:
-                return None
-            _outside_graphs(_begin, cache, module, given, self.attachment)
-        return _name_cache(module, args, kwargs)
+def _before_model(
+    attachment: "Attachment", names: list[str], module: Any, args: tuple, kwargs: dict[str, Any]
+) -> tuple[tuple, dict] | None:
+    """Decoder pre-hook: shows our cache what a forward was given (`names` are the decoder's arguments)."""
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    cache = cache_in(given)
+    if isinstance(cache, InterceptedCache) and cache.engine.is_static:
+        return None
+    if isinstance(cache, InterceptedCache):
+        _outside_graphs(_begin, cache, module, given, attachment)
+    return _name_cache(module, args, kwargs)
 
 
 def _begin(cache: InterceptedCache, decoder: Any, given: dict[str, Any], attachment: "Attachment") -> None:
@@ -131,9 +114,8 @@ def _before_attention(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple
 def _before_window(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
     """The same of a layer that is left to transformers: it is the cache's while steps are one graph."""
     cache = cache_in(kwargs)
-    if isinstance(cache, InterceptedCache) and cache.engine.is_static:
-        return args, {**kwargs, STEP: cache.layers[module.layer_idx].static}
-    return None
+    static = isinstance(cache, InterceptedCache) and cache.engine.is_static
+    return (args, {**kwargs, STEP: cache.layers[module.layer_idx].static}) if static else None
 
 
 _ASSISTED = (
@@ -164,12 +146,9 @@ UNSTATED = (None, "hybrid")
 
 def _stated(name: str, given: Mapping[str, Any], configs: Mapping[str, Any]) -> tuple[str, Any]:
     """The place where a setting is given first, and its value. An argument that is None overrides configs."""
-    if name in given:
-        return name, None if given[name] in UNSTATED else given[name]
-    for place, config in configs.items():
-        if (value := getattr(config, name, None)) not in UNSTATED:
-            return f"{place}.{name}", value
-    return name, None
+    places = {f"{place}.{name}": getattr(config, name, None) for place, config in configs.items()}
+    places = {name: given[name]} if name in given else places
+    return next(((place, value) for place, value in places.items() if value not in UNSTATED), (name, None))
 
 
 def _refuse(given: Mapping[str, Any], configs: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
@@ -179,17 +158,6 @@ def _refuse(given: Mapping[str, Any], configs: Mapping[str, Any], reasons: Mappi
         if value is not None and (value is False or value == 0) == (name == "use_cache"):
             shown = f"={value!r}" if isinstance(value, int | float | str) else ""
             raise ValueError(f"{place}{shown} {reason}")
-
-
-class _Listener(StoppingCriteria):
-    """A criterion that ends nothing, and passes on the ids behind every sampled token."""
-
-    def __init__(self, hear: Callable[[Tensor], None]):
-        self.hear = hear
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        self.hear(input_ids)
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
 def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -212,7 +180,6 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     # Of peft, which puts a method on the model for as long as it generates.
     refuse_learned_prompt(getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None))
     _refuse(given, configs, {**REFUSED, **OF_A_FORWARD})
-    _refuse({}, {"model.config": base_model(model).config}, OF_A_FORWARD)  # no argument overrides it
     ids = given.get("inputs") if given.get("input_ids") is None else given["input_ids"]
     mask = given.get("attention_mask")
     engine.check_ids(ids, mask, given.get("inputs_embeds"))
@@ -220,7 +187,13 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     room = _room(model, given, configs, ids)
     with engine.generating(room) as hear:
         if room:
-            given["stopping_criteria"] = StoppingCriteriaList([*(criteria or ()), _Listener(hear)])
+
+            def listen(input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+                hear(input_ids)
+                return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+            # A criterion that ends nothing, and passes on the ids behind every sampled token.
+            given["stopping_criteria"] = StoppingCriteriaList([*(criteria or ()), cast(Any, listen)])
         by_place = [given.pop(name) for name in names[: len(args)]]
         output = plain(model, *by_place, **renamed(given))
     if engine.num_seen == before:
@@ -279,16 +252,17 @@ def _point(base: Any) -> None:
             "not: call model.set_attn_implementation('eager') before retain.attach(model)."
         )
     for former, name in PREVIOUS.items():
-        register(name, intercepted(former), _mask_function(former))
-    name = PREVIOUS[previous]
-    if base.config._attn_implementation != name:
-        base.set_attn_implementation(name)
-    if base.config._attn_implementation != name:
-        raise ValueError(
-            f"transformers does not let the attention implementation of {type(base).__name__} be set, since "
-            "its source cannot be read or does not use ALL_ATTENTION_FUNCTIONS: define it in a file that "
-            "does."
-        )
+        AttentionInterface.register(name, intercepted(former))
+        AttentionMaskInterface.register(name, mask_function(former))
+    _point_to(base, PREVIOUS[previous])
+
+
+def _point_to(base: nn.Module, name: str) -> None:
+    """Have the configs that modules read their attention's name from say this one. (transformers' own method
+    refuses the classes that FSDP makes.)"""
+    for part in base.modules():
+        if hasattr(part, "config"):
+            part.config._attn_implementation = name
 
 
 class Attachment:
@@ -301,15 +275,14 @@ class Attachment:
         self.generating: list[Any] = []  # models before whose `generate` ours stands
         self.evicting = {spec.layer_idx: spec.module for spec in specs}
         self.hooks_layers = False  # whether decoder layers have hooks too
-        base = self.base
+        base, names = self.base, list(inspect.signature(self.base.forward).parameters)
         self.hooks: list[RemovableHandle] = [
-            base.register_forward_pre_hook(_BeforeModel(self, base), with_kwargs=True),
+            base.register_forward_pre_hook(partial(_before_model, self, names), with_kwargs=True),
             base.register_forward_hook(_after_model, with_kwargs=True),
         ]
-        for modules, hook in (
-            (self.evicting.values(), _before_attention),
-            (windowed(base), _before_window),
-        ):
+        alone = layout_of(base).alone.items()
+        windowed = [base.layers[idx].self_attn for idx, left in alone if left.window is not None]
+        for modules, hook in ((self.evicting.values(), _before_attention), (windowed, _before_window)):
             self.hooks += [one.register_forward_pre_hook(hook, with_kwargs=True) for one in modules]
 
     def hook_layers(self) -> None:
@@ -412,10 +385,6 @@ def detach(model: nn.Module) -> None:
 
     Raises:
         ValueError: it is no decoder of transformers.
-
-    Examples:
-        >>> retain.attach(model)  # doctest: +SKIP
-        >>> retain.detach(model)  # doctest: +SKIP
     """
     with _LOCK:
         base = base_model(model)
@@ -429,4 +398,4 @@ def detach(model: nn.Module) -> None:
             vars(inner).pop("generate", None)
         names = {ours: previous for previous, ours in PREVIOUS.items()}
         if (name := names.get(base.config._attn_implementation)) is not None:
-            base.set_attn_implementation(name)
+            _point_to(base, name)

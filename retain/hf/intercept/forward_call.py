@@ -6,7 +6,6 @@ its tokens are real, and nothing waits for the device.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
@@ -68,12 +67,10 @@ def read_call(
     """Check a forward's arguments against what was seen.
 
     Args:
-        past_BT: True on real tokens among those seen; None before the first.
-        last_B: position of the last real token of each sequence; None before the first.
+        past_BT, last_B: real tokens among those seen, and the position of each sequence's last; None: none.
         attention_mask: 2D over past and new tokens, or None for no padding.
         position_ids: of the new tokens, or None to count on from what was seen, padding included, as
             transformers does.
-        rotary: the model's rotary embedding, for those who look at queries before it.
         width: tokens of the whole prompt, padding included, where it is read in chunks; a sequence may begin
             after the first of them.
         reads_prompt: the call is part of the first prompt.
@@ -91,11 +88,24 @@ def read_call(
             f"{name} are {tuple(tokens.shape)}: pass [B, S], at least one token in each of B sequences."
         )
     B, S, device = *tokens.shape[:2], tokens.device
-    if past_BT is None:
-        past_BT = torch.ones(B, 0, dtype=torch.bool, device=device)
-    past_BT, seen = past_BT.to(device), past_BT.shape[1]
-    _check_shapes(past_BT, tokens, attention_mask)
-    positions_BS = _positions(seen, tokens, position_ids)
+    past_BT = torch.ones(B, 0, dtype=torch.bool, device=device) if past_BT is None else past_BT.to(device)
+    seen = past_BT.shape[1]
+    if past_BT.shape[0] != B:
+        raise ValueError(
+            f"the cache holds {past_BT.shape[0]} sequences, but the call has {B}: use "
+            "batch_repeat_interleave (beams, several returned sequences) or batch_select_indices first."
+        )
+    given = attention_mask if attention_mask is None else getattr(attention_mask, "shape", attention_mask)
+    if given is not None and given != (B, seen + S):
+        raise ValueError(
+            f"attention_mask is {tuple(given)}, but the cache has seen {seen} tokens and {S} are new: pass "
+            f"the 2D mask [{B}, {seen + S}] over the past and the new tokens (1 = token, 0 = padding)."
+        )
+    if position_ids is None:
+        position_ids = torch.arange(seen, seen + S, device=device)[None]
+    if position_ids.ndim != 2 or position_ids.shape[1] != S:
+        raise ValueError(f"position_ids are {tuple(position_ids.shape)}: pass [{B}, {S}].")
+    positions_BS = position_ids.to(device=device, dtype=torch.int64).expand(B, S)
     if not reads_prompt and S == 1:
         mask_BT = torch.cat([past_BT, past_BT.new_ones(B, 1)], dim=1)
         return Call(False, mask_BT, None, positions_BS, input_ids, rotary)
@@ -127,31 +137,3 @@ def _disorder(
     if last_B is None:
         return disorder
     return disorder | ((positions_BS <= last_B.to(valid_BS.device)[:, None]) & valid_BS).any()
-
-
-def _check_shapes(past_BT: Bool[Tensor, "B P"], tokens: Tensor, attention_mask: Any) -> None:
-    """Refuse another batch size, or a mask of another shape."""
-    (B, S), seen = tokens.shape[:2], past_BT.shape[1]
-    if past_BT.shape[0] != B:
-        raise ValueError(
-            f"the cache holds {past_BT.shape[0]} sequences, but the call has {B}: use "
-            "batch_repeat_interleave (beams, several returned sequences) or batch_select_indices first."
-        )
-    if attention_mask is None or isinstance(attention_mask, Tensor) and attention_mask.shape == (B, seen + S):
-        return
-    given = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask)
-    raise ValueError(
-        f"attention_mask is {given}, but the cache has seen {seen} tokens and {S} are "
-        f"new: pass the 2D mask [{B}, {seen + S}] over the past and the new tokens (1 = token, "
-        "0 = padding)."
-    )
-
-
-def _positions(seen: int, tokens: Tensor, position_ids: Tensor | None) -> Int[Tensor, "B S"]:
-    """Positions of the new tokens."""
-    (B, S), device = tokens.shape[:2], tokens.device
-    if position_ids is None:
-        position_ids = torch.arange(seen, seen + S, device=device)[None]
-    if position_ids.ndim != 2 or position_ids.shape[1] != S:
-        raise ValueError(f"position_ids are {tuple(position_ids.shape)}: pass [{B}, {S}].")
-    return position_ids.to(device=device, dtype=torch.int64).expand(B, S)

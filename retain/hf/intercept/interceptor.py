@@ -11,12 +11,12 @@ held changes from token to token, and a graph of it would be compiled for each.
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache as TransformersCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -29,7 +29,7 @@ STEP = "retain_step"
 outside_graphs = torch.compiler.disable(reason="retain.Cache runs outside of graphs")
 
 
-def intercepted(previous: str | None) -> Callable[..., tuple[Tensor, Tensor | None]]:
+def intercepted(previous: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """An attention function that leaves a layer to the step in its arguments: an object with a method
     `attend(query, key, value, dense, given)`, which gives the layer's attention, `[B, S, Q, D]`.
 
@@ -37,7 +37,7 @@ def intercepted(previous: str | None) -> Callable[..., tuple[Tensor, Tensor | No
     model would have run, and `given` are the further arguments of transformers' function.
 
     Args:
-        previous: name of the function for calls without such a step; None: there are none.
+        previous: name of the function for calls without such a step.
     """
 
     def retain_attention(
@@ -51,8 +51,6 @@ def intercepted(previous: str | None) -> Callable[..., tuple[Tensor, Tensor | No
         attend = getattr(kwargs.pop(STEP, None), "attend", None)
 
         def dense() -> tuple[Tensor, Tensor | None]:
-            if previous is None:
-                raise ValueError(f"{type(module).__name__} cannot be read packed: its layer is not known.")
             # `eager` is a function in each architecture's module.
             function: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
             if previous != "eager":
@@ -64,31 +62,34 @@ def intercepted(previous: str | None) -> Callable[..., tuple[Tensor, Tensor | No
     return retain_attention
 
 
-def register(
-    name: str, attention: Callable[..., tuple[Tensor, Tensor | None]], mask: Callable[..., Tensor | None]
-) -> None:
-    """Put an attention and a mask function of ours into transformers' tables, unless they are there."""
-    tables: Any = (
-        (AttentionInterface, ALL_ATTENTION_FUNCTIONS, attention),
-        (AttentionMaskInterface, ALL_MASK_ATTENTION_FUNCTIONS, mask),
-    )
-    for table, held, function in tables:
-        if getattr(held.get(name), "__globals__", None) is not function.__globals__:
-            table.register(name, function)
+# Layers of which no masks are made (`masks_unmade`); None: all have theirs.
+_UNMADE: ContextVar[str | None] = ContextVar("retain_masks_unmade", default=None)
 
 
 @contextmanager
-def pointed_to(base: nn.Module, name: str) -> Iterator[None]:
-    """Inside, the configurations that modules of a model read their attention's name from say this one."""
-    configs = {id(part.config): part.config for part in base.modules() if hasattr(part, "config")}
-    before = [(config, config._attn_implementation) for config in configs.values()]
-    for config, _ in before:
-        config._attn_implementation = name
+def masks_unmade(which: str) -> Iterator[None]:
+    """Inside, forwards of attached models make no masks of T x T: of `all` layers, or those of `full`
+    attention."""
+    token = _UNMADE.set(which)
     try:
         yield
     finally:
-        for config, previous in before:
-            config._attn_implementation = previous
+        _UNMADE.reset(token)
+
+
+def mask_function(previous: str) -> Callable[..., Tensor | None]:
+    """A mask function that makes none where nothing reads it: as `masks_unmade` says, and in a later forward
+    on our cache, a square over the new tokens alone (`Layer.get_mask_sizes`)."""
+
+    def retain_mask(*args: Any, **kwargs: Any) -> Tensor | None:
+        unmade = _UNMADE.get()
+        if unmade == "all" or unmade == "full" and kwargs.get("local_size") is None:
+            return None
+        if kwargs.get("kv_offset") and kwargs.get("q_length") == kwargs["kv_length"]:
+            return None
+        return ALL_MASK_ATTENTION_FUNCTIONS[previous](*args, **kwargs)
+
+    return retain_mask
 
 
 def check_pointed(decoder: Any) -> None:

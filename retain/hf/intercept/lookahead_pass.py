@@ -47,7 +47,8 @@ class _ReadLayer(DynamicLayer):
 
 
 class QueryRecorder:
-    """Records the queries and keys of every layer, and computes its attention as the model would have."""
+    """The engine of a `ReadCache`: it records the queries and keys of every layer, and computes its attention
+    as the model would have."""
 
     is_quick = is_static = reads_stream = False
 
@@ -55,7 +56,7 @@ class QueryRecorder:
         self.asked: dict[int, Asked] = {}
 
     def begin(self, decoder: nn.Module, given: Any, rotary: Any) -> None:
-        pass
+        """Nothing is to be prepared, nor finished."""
 
     def finish(self) -> None:
         pass
@@ -71,11 +72,7 @@ class QueryRecorder:
 
 
 class ReadCache(InterceptedCache):
-    """A prompt that tokens are run behind; an attached model shows it their queries and keys.
-
-    Args:
-        held: the prompt's keys and values of every layer, `[B, H, T, D]`.
-    """
+    """A prompt that tokens are run behind, of the keys and values of every layer, `[B, H, T, D]`."""
 
     def __init__(self, held: Sequence[tuple[Tensor, Tensor]]):
         super().__init__(layers=[_ReadLayer(*layer) for layer in held])
@@ -169,7 +166,7 @@ def lookahead_gates(
     """
     layout, base = layout_of(model), base_model(model)
     if layout.alone:
-        kinds = ", ".join(sorted({left.kind for left in layout.alone.values()}))
+        kinds = ", ".join(sorted({left.name for left in layout.alone.values()}))
         raise ValueError(
             f"lookahead gates take models whose layers all evict, and {type(model).__name__} has others "
             f"({kinds}): take gates of another family."

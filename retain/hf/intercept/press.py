@@ -49,11 +49,11 @@ def press_score(model: nn.Module, press: Any, *, unit: str = "rank") -> Callable
 
     @torch.no_grad()
     def score(evidence: Evidence) -> Score:
+        assert evidence.hidden_BTE is not None
         if not evidence.exists_BHT.equal(evidence.valid_BT[:, None].expand_as(evidence.exists_BHT)):
             raise ValueError(
                 f"{name} scores keys that all heads hold, and heads of layer {evidence.layer_idx} hold "
-                "different entries already: evict once, after the prompt (regime='prefill'), or use a score "
-                "of retain.scores."
+                "different entries already: evict once, after the prompt (regime='prefill')."
             )
         module = modules[evidence.layer_idx]
         values_BHT = torch.zeros(evidence.keys_BHTD.shape[:3], device=evidence.keys_BHTD.device)
@@ -62,30 +62,30 @@ def press_score(model: nn.Module, press: Any, *, unit: str = "rank") -> Callable
                 module.rotary_emb = embedding
                 undo.callback(delattr, module, "rotary_emb")
             for row, real_T in enumerate(evidence.valid_BT):
-                if real_T.any():
-                    values_BHT[row, :, real_T] = score_one(evidence, row, real_T, module)
+                if not real_T.any():
+                    continue
+                hidden, at = evidence.hidden_BTE[row, real_T][None], evidence.positions_BT[row, real_T][None]
+                keys, values = (x[row, :, real_T][None] for x in (evidence.keys_BHTD, evidence.values_BHTD))
+                kwargs = {
+                    "hidden_states": hidden,
+                    "position_embeddings": None if embedding is None else embedding(hidden, at),
+                    "position_ids": at,
+                    "cache_position": torch.arange(keys.shape[2], device=keys.device),
+                }
+                got, want = press.score(module, hidden, keys, values, None, kwargs), (1, *keys.shape[1:3])
+                if not isinstance(got, Tensor) or got.shape != want or bool(got.isnan().any()):
+                    what = (
+                        f"{list(got.shape)}, maybe with NaN"
+                        if isinstance(got, Tensor)
+                        else type(got).__name__
+                    )
+                    raise ValueError(
+                        f"{name}.score returned {what} for layer {evidence.layer_idx}; wanted a tensor "
+                        f"{list(want)} without NaN: one number an entry and KV head, higher = keep."
+                    )
+                limit = torch.finfo(torch.float32).max
+                values_BHT[row, :, real_T] = got[0].to(keys.device).float().clamp(-limit, limit)
         return masked_score(values_BHT, evidence.valid_BT, unit)
-
-    def score_one(evidence: Evidence, row: int, real_T: Tensor, module: nn.Module) -> Tensor:
-        """The press on one sequence alone: `[H, n]`, finite."""
-        assert evidence.hidden_BTE is not None
-        hidden, positions = evidence.hidden_BTE[row, real_T][None], evidence.positions_BT[row, real_T][None]
-        keys, values = (x[row, :, real_T][None] for x in (evidence.keys_BHTD, evidence.values_BHTD))
-        kwargs = {
-            "hidden_states": hidden,
-            "position_embeddings": None if embedding is None else embedding(hidden, positions),
-            "position_ids": positions,
-            "cache_position": torch.arange(keys.shape[2], device=keys.device),
-        }
-        got, want = press.score(module, hidden, keys, values, None, kwargs), (1, *keys.shape[1:3])
-        if not isinstance(got, Tensor) or got.shape != want or bool(got.isnan().any()):
-            what = f"{list(got.shape)}, maybe with NaN" if isinstance(got, Tensor) else type(got).__name__
-            raise ValueError(
-                f"{name}.score returned {what} for layer {evidence.layer_idx}; wanted a tensor {list(want)} "
-                "without NaN: one number an entry and KV head, higher = keep."
-            )
-        limit = torch.finfo(torch.float32).max
-        return got[0].to(keys.device).float().clamp(-limit, limit)
 
     score.__name__ = name
     return score

@@ -9,12 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from retain.attention.rotary import Rotary
-from retain.hf.model import rotary_probe
-from retain.hf.model.families import ALONE, FAMILIES, FULL, SLIDING, SUPPORTED, kinds_of
-from retain.hf.model.layout import LayerSpec, Layout, LeftAlone
+from retain.hf.model.families import ALONE, FAMILIES, FIXED, FULL, SUPPORTED, kinds_of
+from retain.hf.model.layout import LayerSpec, Layout
 from retain.hf.model.projection import input_width, stored
 
 
@@ -26,14 +25,11 @@ def base_model(model: nn.Module) -> PreTrainedModel:
     """
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # a peft wrapper
     base = getattr(inner, "base_model", inner)
-    if not isinstance(base, PreTrainedModel):
+    if not isinstance(base, PreTrainedModel) or not isinstance(getattr(base, "layers", None), nn.ModuleList):
         raise ValueError(
-            f"{type(model).__name__} is not a transformers model: pass an AutoModelForCausalLM. {SUPPORTED}"
-        )
-    if not isinstance(getattr(base, "layers", None), nn.ModuleList):
-        raise ValueError(
-            f"{type(model).__name__} is not supported: {type(base).__name__} has no `layers` (of a model "
-            f"that reads more than text, load the text decoder as a causal language model). {SUPPORTED}"
+            f"{type(model).__name__} is not supported: {type(base).__name__} is no decoder of transformers "
+            "with `layers`: pass an AutoModelForCausalLM (of a model that reads more than text, its text "
+            f"decoder). {SUPPORTED}"
         )
     return base
 
@@ -56,12 +52,6 @@ def describe(model: nn.Module) -> list[LayerSpec]:
         ValueError: unsupported architecture; says which module or setting stands in the way.
     """
     return list(layout_of(model).evicting)
-
-
-def windowed(base: Any) -> list[nn.Module]:
-    """Attention modules of a decoder's layers with a sliding window that are left alone."""
-    alone = layout_of(base).alone
-    return [base.layers[idx].self_attn for idx, left in alone.items() if left.kind == SLIDING]
 
 
 def layout_of(model: nn.Module, *, on_meta: bool = False) -> Layout:
@@ -91,17 +81,14 @@ def layout_of(model: nn.Module, *, on_meta: bool = False) -> Layout:
     found = ", ".join(sorted({kind.name for kind in kinds}))
     check(
         any(kind.name == FULL for kind in kinds),
-        f"no layer has full attention (all are {found}, as in Mistral-7B-v0.1 and Phi-3-mini-4k), and others "
-        "are left alone",
+        f"none of its layers has attention whose entries could be evicted: all are {found}, and left alone "
+        "(layers with a window too, as those of Mistral-7B-v0.1 and Phi-3-mini-4k)",
     )
-    blank = DynamicCache(config=config).layers if any(kind.name != FULL for kind in kinds) else []
-    specs, alone = [], {}
-    for idx, (layer, kind) in enumerate(zip(layers, kinds, strict=True)):
-        if kind.name == FULL:
-            specs.append(_spec(base, idx, layer, check, on_meta))
-        else:
-            alone[idx] = LeftAlone(idx, kind.name, kind.window, blank[idx])
-    return Layout(tuple(specs), alone, len(layers))
+    evicting = [idx for idx, kind in enumerate(kinds) if kind.name == FULL]
+    specs = tuple(_spec(base, idx, layers[idx], check, on_meta) for idx in evicting)
+    return Layout(
+        specs, {idx: kinds[idx] for idx in range(len(kinds)) if idx not in evicting}, tuple(kinds), config
+    )
 
 
 def _spec(base: Any, idx: int, layer: Any, check: Callable[[object, str], None], on_meta: bool) -> LayerSpec:
@@ -135,14 +122,30 @@ def _spec(base: Any, idx: int, layer: Any, check: Callable[[object, str], None],
 
 
 def rotary_of(model: nn.Module) -> Rotary | None:
-    """The rotary embedding of a model's evicting layers (`retain.hf.model.rotary_probe`).
+    """The rotary embedding of a model's evicting layers.
 
     Returns:
-        None where the model has none, turns only some of these layers, or each in another way, turns
-        neighbouring dimensions (the interleaved convention), or is of a family of which this is not known.
+        None where the model has none, where its frequencies change with the length, where layers that evict
+        turn in several ways, or in another than by halves of a head (`Family.halves`).
 
     Raises:
         ValueError: unsupported architecture.
     """
-    base = base_model(model)
-    return rotary_probe.rotary_of(getattr(base, "rotary_emb", None), base.config, layout_of(model))
+    base, layout = base_model(model), layout_of(model)
+    embedding, stated = getattr(base, "rotary_emb", None), getattr(base.config, "rope_parameters", None) or {}
+    # A module with an embedding for each kind of layer (Gemma-3) names buffers and settings by the kind.
+    by_kind = embedding is not None and not hasattr(embedding, "inv_freq")
+    if by_kind:
+        stated = stated.get(FULL) or {}
+    prefix = f"{FULL}_" if by_kind else ""
+    frequencies = getattr(embedding, f"{prefix}inv_freq", None)
+    known = FAMILIES[base.config.model_type].halves and stated.get("rope_type", "default") in FIXED
+    if (
+        not known
+        or (by_kind and not layout.alone)
+        or frequencies is None
+        or frequencies.device.type == "meta"
+    ):
+        return None
+    scaling = float(getattr(embedding, f"{prefix}attention_scaling", 1.0))
+    return Rotary(frequencies.detach().float().clone(), scaling)

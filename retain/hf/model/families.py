@@ -68,6 +68,8 @@ SUPPORTED = f"Supported: {', '.join(FAMILIES)} (docs/families.md says how to add
 FULL = "full_attention"
 SLIDING = "sliding_attention"
 ALONE = (SLIDING, "linear_attention")
+# Types of rotary embeddings whose frequencies do not change with the length.
+FIXED = ("default", "linear", "yarn", "llama3")
 
 
 @dataclass(frozen=True)

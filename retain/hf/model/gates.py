@@ -7,6 +7,7 @@ of its sizes (`retain.new_gates`).
 import inspect
 import os
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from retain.gates import GATES, GateSet, build_gates, dims_for
 from retain.gates.artifact import check_fingerprint
 from retain.gates.artifact import load_gates as read_gates
 from retain.gates.hub import fetch
+from retain.gates.published import CONFIG_FILE, PICKLES, import_published
 from retain.hf.intercept.lookahead_pass import lookahead_gates
 from retain.hf.model.decoder import describe
 from retain.hf.model.identity import fingerprint
@@ -43,9 +45,8 @@ def load_gates(
             the name of a model that gates ship for (`smollm2-135m`).
         model: the model on which they will be used; None skips the check that they were trained on it.
         revision: of the hub repository.
-        allow_other_weights: take a model of the same dimensions whose weights are others than those that the
-            gates were trained on: a fine-tune of it, or the same checkpoint quantised. What they are worth
-            there is for you to measure. A `retain.Cache` for this model takes what is returned.
+        allow_other_weights: take a model of the same dimensions with other weights: a fine-tune, or the same
+            checkpoint quantised. What the gates are worth there is for you to measure.
 
     Returns:
         the gates, with what the artifact says of itself in `metadata`.
@@ -66,6 +67,34 @@ def load_gates(
     return gates
 
 
+def import_gates(
+    path_or_hub_id: str | os.PathLike[str],
+    model: nn.Module,
+    *,
+    kind: str = "auto",
+    revision: str | None = None,
+) -> GateSet:
+    """Import gates that others published (`retain.gates.published`), for the model that they were trained on.
+
+    `retain.gates.artifact.save_gates(gates, folder, fingerprint=fingerprint(model))` keeps them.
+
+    Args:
+        path_or_hub_id: a file of weights, a folder with some, or a hub repository.
+        kind: of `retain.gates.published.KINDS`; `auto`: told by the tensors' names.
+
+    Raises:
+        ValueError: nothing is there, it is of an unknown kind, incomplete, or of another model.
+    """
+    path = Path(path_or_hub_id)
+    if not path.exists():
+        files = (CONFIG_FILE, "*.safetensors", *(f"*{end}" for end in PICKLES))
+        path = fetch(path_or_hub_id, revision, files=files)
+    gates = import_published(path, {spec.layer_idx: spec.sizes for spec in describe(model)}, kind=kind)
+    gates.metadata["published"]["source"] = os.fspath(path_or_hub_id)
+    gates.metadata["base_model"] = getattr(model.config, "name_or_path", "") or "(not stated)"
+    return gates
+
+
 def shipped_gates(model: nn.Module, policy: str) -> GateSet:
     """The gates that ship for a model, known by its weights.
 
@@ -75,24 +104,21 @@ def shipped_gates(model: nn.Module, policy: str) -> GateSet:
     Raises:
         ValueError: there are none for these weights; says what there is instead.
     """
-    name = getattr(model.config, "_name_or_path", "") or "NAME"
-    found = match_of(fingerprint(model))
+    name, found = getattr(model.config, "_name_or_path", "") or "NAME", match_of(fingerprint(model))
     if found is not None and found[1]:
         gates = load_gates(FOLDER / found[0], model)  # whatever lies in the working directory
         gates.source = f"{found[0]}{SHIPS}"
         return gates
-    steps = (
-        []
-        if found is None
-        else [
+    steps = []
+    if found is not None:
+        steps.append(
             f"gates ship for {found[0]}, which has the same sizes and other weights: pass "
             f"gates=retain.load_gates({found[0]!r}, model, allow_other_weights=True); what they are worth "
             "on this model was not measured"
-        ]
-    )
+        )
     steps += [
-        f"others have published gates for {name}: python -m retain.hf.model.published "
-        f"--from {repository} --model {name} --out gates, then gates='gates' (not tried here)"
+        f"others have published gates for {name}: "
+        f"gates=retain.hf.model.gates.import_gates({repository!r}, model) (not tried here)"
         for repository in published_for(name)
     ]
     steps += [
@@ -114,9 +140,8 @@ def new_gates(model: nn.Module, family: str = "mlp", *, seed: int = 0, **setting
         model: a causal language model of transformers, attached or not.
         family: of `retain.gates.GATES` (docs/gates.md): `linear`, `mlp`, `lowrank`, `qkv`, `decay`, ...
         seed: of the first weights.
-        **settings: of the family, e.g. `F=64` hidden units (`retain.gates.settings_of(family)` lists them
-            with their defaults); of `lookahead`, those of
-            `retain.hf.intercept.lookahead_pass.lookahead_gates`.
+        **settings: of the family, e.g. `F=64` hidden units (`retain.gates.settings_of(family)` lists them);
+            of `lookahead`, those of `retain.hf.intercept.lookahead_pass.lookahead_gates`.
 
     Raises:
         ValueError: unsupported architecture, an unknown family, or settings that it does not have, all in one
@@ -173,8 +198,7 @@ def _check_sizes(model: nn.Module, gates: GateSet) -> None:
         wanted = {name: size for name, size in sizes.get(layer, {}).items() if not dims or name in got}
         if got != wanted:
             raise ValueError(
-                f"these gates do not fit {type(model).__name__}: they have {len(gates.layers)} layers and it "
-                f"has {len(sizes)}. The first to differ is layer {layer}, with {got or 'nothing'} in the "
+                f"these gates do not fit {type(model).__name__}: layer {layer} has {got or 'nothing'} in the "
                 f"gates and {wanted or 'nothing'} in the model (width E, KV heads H, query heads Q, head "
                 "width D). Load gates that were trained on this model."
             )

@@ -6,22 +6,18 @@ turn.
 """
 
 import hashlib
-from collections.abc import Iterator
-from itertools import chain
+import json
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
 from retain.hf.model.decoder import base_model, layout_of
-from retain.hf.model.layout import Layout
 from retain.hf.model.projection import packed_parts
 from retain.process.fingerprint import fingerprint_of, shape_and_sample
 
 # Where a module of peft keeps the module that it stands before.
 BASES = ("base_layer", "original_module")
-# Ends of what rotary embeddings call their frequencies and the factor on their cosines; no checkpoint has
-# them.
-FREQUENCIES, FACTOR = ("original_inv_freq", "inv_freq"), "attention_scaling"
 
 
 def fingerprint(model: nn.Module) -> dict[str, str | int]:
@@ -44,7 +40,19 @@ def fingerprint(model: nn.Module) -> dict[str, str | int]:
             offloaded, or never loaded.
     """
     base, layout = base_model(model), layout_of(model)
-    return fingerprint_of(_dims(base, layout), {name: _sample(tensor) for name, tensor in _weights(base)})
+    specs, config = layout.evicting, layout.config
+    dims: dict[str, str | int] = {
+        "model_type": config.model_type,
+        "num_layers": len(specs),
+        "hidden_size": specs[0].hidden_size,
+        "num_heads": specs[0].num_heads,
+        "num_kv_heads": specs[0].num_kv_heads,
+        "head_dim": specs[0].head_dim,
+        "vocab_size": config.vocab_size,
+    }
+    if layout.alone:
+        dims["layers"] = ",".join(str(spec.layer_idx) for spec in specs)
+    return fingerprint_of(dims, {name: _sample(tensor) for name, tensor in _weights(base)})
 
 
 def identity_of(model: nn.Module, *, head: bool = False) -> dict[str, str | int]:
@@ -55,43 +63,20 @@ def identity_of(model: nn.Module, *, head: bool = False) -> dict[str, str | int]
         head: whether the output head counts too, as for what a model answers.
 
     Returns:
-        a fingerprint with `rotary`, of the frequencies of rotary embeddings; `adapters`, of those
+        a fingerprint with `rotary`, of the settings of rotary embeddings; `adapters`, of those
         of peft that are active (their weights and scales; their names are free), where there are any; and
         `head`.
     """
     known = fingerprint(model)
     base = base_model(model)
-    known["rotary"] = _hash(_rotary(base))
+    known["rotary"] = _hash([json.dumps(getattr(base.config, "rope_parameters", None), sort_keys=True)])
     if adapters := list(_adapters(base)):
-        known["adapters"] = _hash(iter(adapters))
+        known["adapters"] = _hash(adapters)
     output: Any = model.get_output_embeddings() if head else None
     if output is not None:
-        weights = ((name, _sample(tensor)) for name, tensor in _weights(output))
-        known["head"] = _hash(chain(weights, _adapters(output)))
+        weights = [part for name, tensor in _weights(output) for part in (name, _sample(tensor))]
+        known["head"] = _hash([*weights, *_adapters(output)])
     return known
-
-
-def _dims(base: Any, layout: Layout) -> dict[str, str | int]:
-    specs = layout.evicting
-    dims: dict[str, str | int] = {
-        "model_type": base.config.model_type,
-        "num_layers": len(specs),
-        "hidden_size": specs[0].hidden_size,
-        "num_heads": specs[0].num_heads,
-        "num_kv_heads": specs[0].num_kv_heads,
-        "head_dim": specs[0].head_dim,
-        "vocab_size": base.config.vocab_size,
-    }
-    if layout.alone:
-        dims["layers"] = ",".join(str(spec.layer_idx) for spec in specs)
-    return dims
-
-
-def _wrappers(base: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Modules of peft that stand before a module of the model, by their names."""
-    for name, module in base.named_modules():
-        if hasattr(module, "active_adapters") and any(part in module._modules for part in BASES):
-            yield name, module
 
 
 def _weights(base: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -99,18 +84,15 @@ def _weights(base: nn.Module) -> Iterator[tuple[str, Tensor]]:
     checkpoints."""
     added = [f"{name}." for name, module in base.named_modules() if hasattr(module, "active_adapters")]
     for path, module in base.named_modules():
-        names = path.split(".")
-        prefix = f"{path}."
-        outer = [one for one in added if prefix.startswith(one)]
-        if any(prefix.removeprefix(one).partition(".")[0] not in BASES for one in outer):
+        inside = [f"{path}.".removeprefix(one) for one in added if f"{path}.".startswith(one)]
+        if any(rest.partition(".")[0] not in BASES for rest in inside):
             continue
-        where = ".".join(name for name in names if name not in BASES)
-        there = {**module._parameters, **module._buffers}
-        for name, tensor in there.items():
-            if tensor is None or name in module._non_persistent_buffers_set:
-                continue
-            _check_whole(tensor, f"{where}.{name}")
-            yield f"{where}.{name}".lstrip("."), tensor
+        where = [name for name in path.split(".") if name and name not in BASES]
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and name not in module._non_persistent_buffers_set:
+                whole_name = ".".join([*where, name])
+                _check_whole(tensor, whole_name)
+                yield whole_name, tensor
 
 
 def _check_whole(tensor: Any, name: str) -> None:
@@ -128,35 +110,24 @@ def _sample(tensor: Tensor) -> bytes:
     return b"".join(map(shape_and_sample, packed_parts(tensor)))
 
 
-def _adapters(base: nn.Module) -> Iterator[tuple[str | bytes, ...]]:
+def _adapters(base: nn.Module) -> Iterator[str | bytes]:
     """Yields what each active adapter brings, without its name: paths, scales and samples of its weights.
     Merged ones are in the weights already."""
-    for path, module in _wrappers(base):
-        if module.disable_adapters:
+    for path, module in base.named_modules():
+        wraps = hasattr(module, "active_adapters") and any(part in module._modules for part in BASES)
+        if not wraps or module.disable_adapters:
             continue
         merged = getattr(module, "merged_adapters", ())
-        for adapter in module.active_adapters:
+        for adapter in (one for one in module.active_adapters if one not in merged):
             scale = getattr(module, "scaling", {}).get(adapter)
             for name, tensor in (*module.named_parameters(), *module.named_buffers()):
                 parts = name.split(".")
-                if adapter not in parts or parts[0] in BASES or adapter in merged:
-                    continue
-                parts.remove(adapter)
-                yield path, ".".join(parts), str(scale), _sample(tensor)
+                if adapter in parts and parts[0] not in BASES:
+                    parts.remove(adapter)
+                    yield from (path, ".".join(parts), str(scale), _sample(tensor))
 
 
-def _rotary(base: nn.Module) -> Iterator[tuple[str | bytes, ...]]:
-    for path, module in base.named_modules():
-        # Those that grow with the text are remembered as they were.
-        kept = [[name for name in module._buffers if name.endswith(end)] for end in FREQUENCIES]
-        for name in kept[0] or kept[1]:
-            yield path, name, _sample(module._buffers[name])
-        for name in (name for name in vars(module) if kept[1] and name.endswith(FACTOR)):
-            yield path, name, f"{float(getattr(module, name)):.6g}"
-
-
-def _hash(parts: Iterator[tuple[str | bytes, ...]]) -> str:
+def _hash(parts: Iterable[str | bytes]) -> str:
     """First 16 hex digits of the sha256 of some texts and bytes."""
-    flat = chain.from_iterable(parts)
-    whole = b"".join(one.encode() + b"\n" if isinstance(one, str) else one for one in flat)
+    whole = b"".join(one.encode() + b"\n" if isinstance(one, str) else one for one in parts)
     return hashlib.sha256(whole).hexdigest()[:16]

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 from retain.evidence import Evidence
-from retain.hf.model.families import Family
+from retain.hf.model.families import Family, Kind
 from retain.hf.model.projection import dense_weight, plain_weight, stored
 
 
@@ -106,28 +107,22 @@ class LayerSpec:
 
 
 @dataclass(frozen=True, eq=False)
-class LeftAlone:
-    """Describes a layer whose state is left to transformers.
+class Layout:
+    """All layers of a model: those that evict, in order, and by their index those that are left alone.
 
     Args:
-        kind: `sliding_attention`, `linear_attention`, ..., as transformers calls it.
-        window: tokens that it looks back on, where its attention has a window.
-        empty: the cache layer that transformers makes for it, never filled.
+        kinds: of all layers, in order.
+        config: of the decoder.
     """
 
-    layer_idx: int
-    kind: str
-    window: int | None
-    empty: Any = field(repr=False)
-
-
-@dataclass(frozen=True, eq=False)
-class Layout:
-    """All layers of a model: those that evict, in order, and by their index those that do not."""
-
     evicting: tuple[LayerSpec, ...]
-    alone: dict[int, LeftAlone]
-    num_layers: int
+    alone: dict[int, Kind]
+    kinds: tuple[Kind, ...]
+    config: Any = field(repr=False)
+
+    def blank_layers(self) -> list[Any]:
+        """New cache layers of transformers, one a layer; those of layers left alone are used."""
+        return DynamicCache(config=self.config).layers if self.alone else []
 
     @cached_property
     def spec_of(self) -> dict[int, LayerSpec]:

@@ -1,7 +1,7 @@
 """Handles the cache layers that are left to transformers: a sliding window or a recurrent state.
 
-transformers decides what such a layer is and how it is updated; here are its bytes, a copy of it, and its
-tensors for a file. Tokens that it has read cannot be forgotten.
+transformers decides what such a layer is and how it is updated; here are its bytes, and its tensors for a
+file.
 """
 
 import copy
@@ -11,42 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retain.hf.intercept.forward_call import Call
-from retain.hf.model.layout import LeftAlone
-
 # Attributes that hold tensors of the conversation: one (or none), or several by the number of the state.
 TENSORS = ("keys", "values")
 STATES = ("conv_states", "recurrent_states")
 # Tokens that a layer with a window has seen.
 COUNT = "cumulative_length"
-
-
-def refuse_padding(alone: Mapping[int, LeftAlone], call: Call, seen_BT: Tensor | None) -> None:
-    """Refuse padding that layers left alone would take for tokens, as they do in transformers' cache.
-
-    `seen_BT` is False on padding among the tokens that were seen; None before the first.
-
-    Raises:
-        ValueError: padding behind a sequence's tokens.
-    """
-    valid_BS = call.valid_BS
-    if valid_BS is None:
-        return
-    begun_BS = valid_BS.cumsum(-1) > 0
-    if seen_BT is not None:
-        begun_BS |= seen_BT.any(-1, keepdim=True).to(begun_BS.device)
-    if bool((begun_BS & ~valid_BS).any()):
-        kinds = ", ".join(sorted({left.kind for left in alone.values()}))
-        raise ValueError(
-            "this call has padding behind tokens that its sequences have seen already, which layers left to "
-            f"transformers ({kinds}) take for tokens: read turns of different lengths, and go on behind "
-            "sequences that have ended, in separate caches (batch_select_indices)."
-        )
-
-
-def empty_layer(left: LeftAlone) -> Any:
-    """A new, empty cache layer of transformers for a layer that is left alone."""
-    return copy.deepcopy(left.empty)
 
 
 def tensors_of(layer: Any) -> dict[str, Tensor]:
@@ -85,22 +54,9 @@ def trim_(layer: Any) -> None:
             _put(layer, name, tensor.clone(memory_format=torch.contiguous_format))
 
 
-def fork(layer: Any) -> Any:
-    """Copies a layer. Recurrent states are changed in place, so they are copied; keys and values are only
-    ever replaced, so they are shared."""
-    other = copy.copy(layer)
-    for name, value in vars(layer).items():
-        if isinstance(value, dict):
-            setattr(other, name, value.copy())
-    for name, tensor in tensors_of(layer).items():
-        if name not in TENSORS:
-            _put(other, name, tensor.clone())
-    return other
-
-
 def concat(layers: list[Any]) -> Any:
     """Makes one layer with the sequences of several, which have all seen equally many tokens."""
-    whole = fork(layers[0])
+    whole = copy.deepcopy(layers[0])
     parts = [tensors_of(layer) for layer in layers]
     for name in parts[0]:
         _put(whole, name, torch.cat([part[name].to(parts[0][name].device) for part in parts]))
@@ -116,7 +72,7 @@ def state(layer: Any) -> dict[str, Tensor]:
 
 
 def load_state(layer: Any, saved: Mapping[str, Tensor]) -> None:
-    """Fill an empty layer (`empty_layer`) with what `state` gave, on the device that the tensors are on.
+    """Fill an empty layer with what `state` gave, on the device that the tensors are on.
 
     Raises:
         ValueError: tensors that this kind of layer does not hold, or some that it needs and are missing.

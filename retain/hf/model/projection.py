@@ -33,7 +33,7 @@ def plain_weight(module: nn.Module) -> Tensor | None:
     return weight
 
 
-def sharded_weight(module: nn.Module) -> Tensor | None:
+def sharded_weight(module: nn.Module) -> Any:
     """A plain weight of which every process holds a part (FSDP, DeepSpeed ZeRO-3), while it is in parts."""
     weight = getattr(module, "weight", None)
     if weight is None or not (hasattr(weight, "placements") or hasattr(weight, "ds_id")):
@@ -61,7 +61,15 @@ def dense_weight(module: nn.Module, dtype: torch.dtype) -> Float[Tensor, "in out
         ValueError: a weight that FSDP holds in parts, outside of its layer's forward.
     """
     if (parts := sharded_weight(module)) is not None:
-        return _put_together(module, parts, dtype)
+        if not hasattr(parts, "ds_id"):
+            raise ValueError(
+                f"the weight of {type(module).__name__} is in parts ({tuple(parts.shape)}, FSDP), and is "
+                "whole only while its decoder layer runs: read it there, in a hook or the attention function."
+            )
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(list(module.parameters())):
+            return dense_weight(module, dtype).clone()
     weight = plain_weight(module)
     if weight is not None and isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
         return weight.detach().T
@@ -76,19 +84,6 @@ def dense_weight(module: nn.Module, dtype: torch.dtype) -> Float[Tensor, "in out
             identity.diagonal(start).fill_(FACTOR)
             pieces.append(((module(identity) - bias) / FACTOR).to(dtype))
         return torch.cat(pieces)
-
-
-def _put_together(module: nn.Module, weight: Any, dtype: torch.dtype) -> Tensor:
-    """The matrix of a sharded module: every process must ask for it, at the same place."""
-    if hasattr(weight, "ds_id"):
-        import deepspeed
-
-        with deepspeed.zero.GatheredParameters(list(module.parameters())):
-            return dense_weight(module, dtype).clone()
-    raise ValueError(
-        f"the weight of {type(module).__name__} is in parts ({tuple(weight.shape)}, FSDP), and is whole only "
-        "while its decoder layer runs: read it there, in a hook or in the attention function."
-    )
 
 
 def packed_parts(tensor: Any) -> Iterator[Tensor]:

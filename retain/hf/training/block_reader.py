@@ -11,7 +11,7 @@ recurrent state cannot be packed: such a model reads text by text, with at most 
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -19,25 +19,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from retain.attention.rotary import Rotary
 from retain.evidence import Evidence
-from retain.hf.intercept.interceptor import (
-    STEP,
-    hidden_of,
-    intercepted,
-    pointed_to,
-    register,
-)
+from retain.hf.intercept.attach import attach
+from retain.hf.intercept.interceptor import STEP, hidden_of, masks_unmade
 from retain.hf.model.decoder import base_model, layout_of, rotary_of
-from retain.hf.model.families import FULL, SLIDING, kinds_of
+from retain.hf.model.families import FIXED, FULL, SLIDING
 from retain.hf.model.layout import Layout
 from retain.hf.training.causal_attention import causal_attention
-from retain.hf.version_names import CACHE
-
-# Name of our attention among transformers'.
-NAME = "retain_blocks"
-# Rotary embeddings that look at how long a sequence is, of which a row with others says nothing.
-BY_LENGTH = ("dynamic", "longrope")
 
 
 @dataclass(frozen=True)
@@ -64,41 +52,30 @@ class Shown:
     branches: Sequence[Callable[[], Evidence]]
 
 
-def _by_token(evidence: Evidence) -> dict[str, Any]:
+def _cut(row: Evidence, entries: Sequence[slice], queries: slice) -> Evidence:
+    """Evidence of some runs of tokens of a row: views where it is one, else copies."""
+
+    def of(row: Tensor, dim: int) -> Tensor:
+        parts = [row.narrow(dim, run.start, run.stop - run.start) for run in entries]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
     names = ("positions_BT", "valid_BT", "hidden_BTE", "token_ids_BT", "stream_BTE")
-    return {name: getattr(evidence, name) for name in names}
-
-
-def _cut(row: Evidence, entries: slice, queries: slice) -> Evidence:
-    """Evidence of consecutive tokens of a row, in views."""
-    by_token: dict[str, Any] = {
-        name: one if one is None else one[:, entries] for name, one in _by_token(row).items()
-    }
+    found = {name: getattr(row, name) for name in names}
+    by_token: dict[str, Any] = {name: None if one is None else of(one, 1) for name, one in found.items()}
     return replace(
         row,
         queries_BQSD=row.queries_BQSD[:, :, queries],
-        keys_BHTD=row.keys_BHTD[:, :, entries],
-        values_BHTD=row.values_BHTD[:, :, entries],
+        keys_BHTD=of(row.keys_BHTD, 2),
+        values_BHTD=of(row.values_BHTD, 2),
         **by_token,
     )
 
 
 def _branch(row: Evidence, document: slice, branch: slice) -> Evidence:
     """Evidence over `[document | branch]` of a row, with the branch's queries."""
-    row = replace(row, stream_BTE=None)
-    if branch.start == document.stop:
-        return _cut(row, slice(document.start, branch.stop), branch)
-    first, second = _cut(row, document, document), _cut(row, branch, branch)
-    by_token: dict[str, Any] = {
-        name: None if one is None else torch.cat([one, getattr(second, name)], 1)
-        for name, one in _by_token(first).items()
-    }
-    return replace(
-        second,
-        keys_BHTD=torch.cat([first.keys_BHTD, second.keys_BHTD], 2),
-        values_BHTD=torch.cat([first.values_BHTD, second.values_BHTD], 2),
-        **by_token,
-    )
+    follows = branch.start == document.stop
+    entries = [slice(document.start, branch.stop)] if follows else [document, branch]
+    return _cut(replace(row, stream_BTE=None), entries, branch)
 
 
 @torch.no_grad()
@@ -108,8 +85,6 @@ def read_texts(
     visit: Callable[[list[Shown]], None],
     *,
     wanted: Collection[str] = (),
-    layout: Layout | None = None,
-    rotary: Rotary | None = None,
 ) -> None:
     """Read texts with the frozen decoder, without its language-model head, and show its evicting layers.
 
@@ -123,8 +98,6 @@ def read_texts(
             recurrent layers, and with rotary embeddings that look at the length) text by text. It is called
             without gradients, and may enable them for its tensors; it must not run the model.
         wanted: `stream` for the residual stream of the documents before the input norm.
-        layout: of the model, if it is known (`retain.hf.model.decoder.layout_of`).
-        rotary: likewise (`rotary_of`); looked up with the layout.
 
     Raises:
         ValueError: nothing to read, a model that is not understood, or several branches behind one document
@@ -134,107 +107,53 @@ def read_texts(
     if not texts or empty:
         what = f"text {empty[0]} has an empty document or branch" if texts else "there are no texts"
         raise ValueError(f"nothing to read: {what}. Pass at least one token of each.")
-    if layout is None:
-        layout, rotary = layout_of(model), rotary_of(model)
-    unit = forward_of(model, layout)
+    layout = layout_of(model)
+    unit = forward_of(layout)
     if unit == "branch" and any(len(text.branches) > 1 for text in texts):
         raise ValueError(
             f"{type(model).__name__} has recurrent layers, which read at most one branch behind a document: "
             "take fewer sources of queries."
         )
     rows = [range(len(texts))] if unit == "row" else [[i] for i in range(len(texts))]
-    reader = _Reader(model, layout, rotary)
-    with reader.hooked(stream="stream" in wanted):
+    reader = _Reader(model, layout, visit)
+    with reader.hooked("stream" in wanted):
         for row in rows:
-            reader.read({i: texts[i] for i in row}, visit)
+            reader.read({i: texts[i] for i in row})
 
 
-def forward_of(model: nn.Module, layout: Layout) -> Literal["row", "text", "branch"]:
+def forward_of(layout: Layout) -> Literal["row", "text", "branch"]:
     """The unit that a forward of `read_texts` reads: all texts in a row; one text and its branches, where the
     rotary embedding looks at the length; or a text and its only branch, where layers are recurrent."""
-    config = base_model(model).config
-    if any(kind.name not in (FULL, SLIDING) for kind in kinds_of(config, layout.num_layers)):
+    if any(kind.name not in (FULL, SLIDING) for kind in layout.kinds):
         return "branch"
-    kind = str((getattr(config, "rope_parameters", None) or {}).get("rope_type", "default"))
-    return "text" if kind in BY_LENGTH else "row"
-
-
-@torch.no_grad()
-def write_greedily(
-    model: nn.Module,
-    ids: Sequence[int],
-    tokens: int,
-    *,
-    ends: Collection[int] = (),
-    layout: Layout | None = None,
-) -> tuple[int, ...]:
-    """Continue a text by the likeliest token each time, up to an end token (left out).
-
-    One sequence, no mask, nothing of the generation config: the continuation is a function of model and text.
-    Memory is linear in the text: its KV cache, and one layer's activations.
-
-    Args:
-        model: a causal language model of transformers with its head.
-        ids: the text, at least one token.
-        tokens: at most so many.
-        ends: token ids that end it.
-        layout: of the model, if it is known.
-    """
-    head: Any = model.get_output_embeddings()
-    reader = _Reader(model, layout_of(model) if layout is None else layout)
-    written: list[int] = []
-    new, cache = list(ids), None
-    with reader.hooked():
-        while len(written) < tokens:
-            first = len(ids) + len(written) - len(new)
-            spans = {0: [slice(0, len(new))]}
-            output = reader.run(new, range(first, first + len(new)), spans, use_cache=True, **{CACHE: cache})
-            cache = output[CACHE]
-            token = int(head(output.last_hidden_state[:, -1]).argmax())
-            if token in ends:
-                break
-            written.append(token)
-            new = [token]
-    return tuple(written)
-
-
-class _Enough(Exception):
-    """Ends a forward behind the last layer that is read."""
+    kind = str((getattr(layout.config, "rope_parameters", None) or {}).get("rope_type", "default"))
+    return "row" if kind in FIXED else "text"
 
 
 class _Reader:
     """A model while it is read with, and the row of its running forward."""
 
-    def __init__(self, model: nn.Module, layout: Layout, rotary: Rotary | None = None):
+    def __init__(self, model: nn.Module, layout: Layout, visit: Callable[[list[Shown]], None]):
         self.base: Any = base_model(model)
-        self.layout, self.rotary = layout, rotary
-        self.kinds = kinds_of(self.base.config, layout.num_layers)
-        # Wrappers that gather weights around each layer want every forward to end as it began.
-        gathered = any("FSDP" in cls.__name__ for layer in self.base.layers for cls in type(layer).__mro__)
-        gathered |= any(hasattr(parameter, "ds_id") for parameter in self.base.parameters())
-        self.last = None if gathered else layout.evicting[-1].layer_idx
-        self.visit: Callable[[list[Shown]], None] | None = None
-        self.spans: Mapping[int, Sequence[slice]] = {}  # of each text: its document, and its branches
+        self.layout, self.rotary, self.visit = layout, rotary_of(model), visit
+        self.spans: dict[int, list[slice]] = {}  # of each text: its document, and its branches
         self.hidden: Tensor | None = None
         self.stream: Tensor | None = None
 
     @contextmanager
-    def hooked(self, *, stream: bool = False) -> Iterator[None]:
+    def hooked(self, stream: bool) -> Iterator[None]:
         """Inside, the model attends block by block."""
-        register(NAME, intercepted(None), _no_mask)
-        specs = self.layout.spec_of
-        attention = type(self.layout.evicting[0].module)
         with ExitStack() as undo:
-            for idx, layer in enumerate(self.base.layers[: self.layout.num_layers]):
-                if stream and idx in specs:
-                    hook = layer.register_forward_pre_hook(self._before_layer, with_kwargs=True)
-                    undo.callback(hook.remove)
-                for module in layer.children():
-                    if type(module) is attention:
-                        before = partial(self._before_attention, idx)
-                        hook = module.register_forward_pre_hook(before, with_kwargs=True)
-                        undo.callback(hook.remove)
-            undo.enter_context(pointed_to(self.base, NAME))
+            undo.enter_context(attach(self.base))
+            undo.enter_context(masks_unmade("all"))
+            for idx, layer in enumerate(self.base.layers[: len(self.layout.kinds)]):
+                hooks: list[tuple[nn.Module, Callable[..., Any]]] = []
+                if stream and idx in self.layout.spec_of:
+                    hooks.append((layer, self._before_layer))
+                if hasattr(layer, "self_attn"):
+                    hooks.append((layer.self_attn, partial(self._before_attention, idx)))
+                for module, hook in hooks:
+                    undo.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
             yield
 
     def _before_layer(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -243,24 +162,16 @@ class _Reader:
     def _before_attention(
         self, idx: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[tuple, dict[str, Any]]:
-        if self.visit is not None and idx in self.layout.spec_of:
+        if idx in self.layout.spec_of:
             self.hidden = hidden_of(args, kwargs)
         return args, {**kwargs, STEP: _Step(self, idx)}
 
-    def run(
-        self, ids: Sequence[int], positions: Sequence[int], spans: Mapping[int, Sequence[slice]], **how: Any
-    ) -> Any:
-        """The decoder's output over a row."""
-        device = self.base.get_input_embeddings().weight.device
-        self.token_ids, self.positions = (torch.tensor([[*row]], device=device) for row in (ids, positions))
-        self.spans = spans
-        return self.base(input_ids=self.token_ids, position_ids=self.positions, **how)
-
-    def read(self, texts: Mapping[int, Text], visit: Callable[[list[Shown]], None]) -> None:
+    def read(self, texts: Mapping[int, Text]) -> None:
         """Read texts in one forward."""
         ids: list[int] = []
         positions: list[int] = []
         spans: dict[int, list[slice]] = {}
+        self.spans = spans
         for row, text in texts.items():
             spans[row] = []
             for part in (text.document, *text.branches):
@@ -268,13 +179,12 @@ class _Reader:
                 spans[row].append(slice(len(ids), len(ids) + len(part)))
                 ids += part
                 positions += range(first, first + len(part))
-        self.visit = visit
-        with suppress(_Enough):
-            self.run(ids, positions, spans, use_cache=False)
+        device = self.base.get_input_embeddings().weight.device
+        self.token_ids, self.positions = (torch.tensor([row], device=device) for row in (ids, positions))
+        self.base(input_ids=self.token_ids, position_ids=self.positions, use_cache=False)
 
     def show(self, idx: int, query: Tensor, key: Tensor, value: Tensor, given: Mapping[str, Any]) -> None:
         """Hand a layer's evidence to the visitor."""
-        assert self.visit is not None
         positions_BT = self.positions.to(key.device)
         row = self.layout.spec_of[idx].evidence(
             scaling=given["scaling"],
@@ -293,10 +203,8 @@ class _Reader:
         shown = []
         for text, (document, *branches) in self.spans.items():
             makers = [partial(_branch, row, document, branch) for branch in branches]
-            shown.append(Shown(text, _cut(row, document, document), makers))
+            shown.append(Shown(text, _cut(row, [document], document), makers))
         self.visit(shown)
-        if self.last == idx:
-            raise _Enough
 
 
 @dataclass(frozen=True, eq=False)
@@ -313,17 +221,15 @@ class _Step:
         reader, idx = self.reader, self.layer_idx
         # A rotation in float32 leaves queries and keys wider than values.
         query, key = query.to(value.dtype), key.to(value.dtype)
-        if reader.visit is not None and idx in reader.layout.spec_of:
+        if idx in reader.layout.spec_of:
             reader.show(idx, query, key, value, given)
         attend = partial(
             causal_attention,
             scaling=given["scaling"],
-            window=reader.kinds[idx].window,
+            window=reader.layout.kinds[idx].window,
             soft_cap=given.get("softcap"),
             sinks_Q=given.get("s_aux"),
         )
-        if key.shape[2] != query.shape[2]:  # one token behind a cache
-            return attend(query, key, value).transpose(1, 2), None
         out = query.new_empty((1, query.shape[2], query.shape[1], value.shape[3]))
         for document, *branches in reader.spans.values():
             # A document and its first branch are one causal sequence.
@@ -333,7 +239,3 @@ class _Step:
                 keys, values = (torch.cat([x[:, :, document], x[:, :, branch]], 2) for x in (key, value))
                 out[:, branch] = attend(query[:, :, branch], keys, values).transpose(1, 2)
         return out, None
-
-
-def _no_mask(*_args: Any, **_kwargs: Any) -> None:
-    """The mask function: who sees whom is in the blocks."""

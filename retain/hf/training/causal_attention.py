@@ -50,13 +50,6 @@ def causal_attention(
             queries_BQSD, keys_BHTD, values_BHTV, is_causal=True, scale=scaling, enable_gqa=grouped
         )
     on_cuda = keys_BHTD.device.type == "cuda"
-    if window is None and on_cuda:
-        from torch.nn.attention.bias import causal_lower_right
-
-        return scaled_dot_product_attention(
-            queries_BQSD, keys_BHTD, values_BHTV, attn_mask=causal_lower_right(S, T), scale=scaling,
-            enable_gqa=grouped,
-        )  # fmt: skip
     # Of a window, as many queries at once as it is long: half of what is multiplied is seen.
     at_once = MASK // T if window is None else min(window, MASK // (2 * window))
     pieces = []

@@ -18,38 +18,25 @@ re-entrant kind finds nothing of a frozen model that needs a gradient. Layers ar
 the backward runs, and meet the gates of their forward.
 """
 
-import inspect
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from retain.gates import Gate, GateSet, inputs_of
-from retain.hf.intercept.attach import cache_in
+from retain.hf.intercept.attach import attach, cache_in
 from retain.hf.intercept.forward_call import Call, read_call
-from retain.hf.intercept.interceptor import (
-    PREVIOUS,
-    STEP,
-    hidden_of,
-    intercepted,
-    pointed_to,
-    register,
-)
+from retain.hf.intercept.interceptor import STEP, check_pointed, hidden_of, masks_unmade
 from retain.hf.model.decoder import base_model, layout_of, rotary_of
-from retain.hf.model.families import FULL, kinds_of
 from retain.hf.model.gates import gates_for
 from retain.hf.model.layout import LayerSpec
 from retain.kernels.gated_attention import gated_attention
 
-# What the model attends with outside, attached to `retain.Cache` or not.
-OUTSIDE = (*PREVIOUS, *PREVIOUS.values())
 # What a pre-hook gives back: the arguments of the forward.
 Hooked = tuple[tuple[Any, ...], dict[str, Any]]
 # From a gate's output and the gate to what soft attention adds: a logarithm, at most 0, where 0 is open.
@@ -74,8 +61,8 @@ class SoftGated(nn.Module):
         l_ji + [j - i >= protected] phi_i               (gates)
         l_ji + [j - i >= protected] (j - i) phi_i       (gates that age: TRIM-KV, with protected = 0)
 
-    and 0 in place of `phi` on ungated entries. Its hooks stay in the model until `close()` or the end of a
-    `with`, so that gradient checkpointing can compute a layer again whenever the backward runs. They do
+    and 0 in place of `phi` on ungated entries. The model is attached, with hooks, until `close()` or the end
+    of a `with`, so that gradient checkpointing can compute a layer again whenever the backward runs. Hooks do
     nothing in other forwards of the model. Attention weights are not dropped out.
 
     Args:
@@ -87,8 +74,8 @@ class SoftGated(nn.Module):
             is open, from the gate's output in its unit; None: as its family says it.
 
     Raises:
-        ValueError: gates of other sizes, or a model that is not frozen; in a forward: a model that attends in
-            another way, a cache, right padding, a mask that fits nothing.
+        ValueError: gates of other sizes, a model that is not frozen or attends in another way; in a forward:
+            a cache, right padding, a mask that fits nothing.
 
     Examples:
         >>> gated = SoftGated(model, gates, protected=128)  # doctest: +SKIP
@@ -107,10 +94,6 @@ class SoftGated(nn.Module):
         self._frozen: tuple[Any, Any] = model, base  # a tuple, so that neither is a part of this module
         before = not self.gates.inputs.isdisjoint(("queries_before", "keys_before"))
         self.rotary = rotary_of(model) if before else None
-        self._active: dict[int, Tensor] | None = None  # log-gates of the forward that is gated now
-        self._ungated_BT: Tensor | None = None
-        self._pointed: ExitStack | None = None  # while the configurations say our name
-        self._again = False  # whether one layer is computed again, for the backward
         trained = {id(parameter) for parameter in self.gates.parameters()}
         wants = [name for name, x in model.named_parameters() if x.requires_grad and id(x) not in trained]
         if wants:
@@ -118,25 +101,24 @@ class SoftGated(nn.Module):
                 f"{len(wants)} parameters of the model want a gradient (the first is {wants[0]}), and soft "
                 "gates are trained on a frozen one: call model.requires_grad_(False)."
             )
-        names = list(inspect.signature(base.forward).parameters)
-        self._handles: list[RemovableHandle] = [
-            base.register_forward_pre_hook(partial(self._before_model, names), with_kwargs=True),
-            base.register_forward_hook(self._after_model, always_call=True),
-        ]
-        layers: Any = base.layers
-        for spec in layout_of(model).evicting:
-            before_attention = partial(self._before_attention, spec)
-            self._handles += [
-                layers[spec.layer_idx].register_forward_pre_hook(self._before_layer, with_kwargs=True),
-                spec.module.register_forward_pre_hook(before_attention, with_kwargs=True),
-                spec.module.register_forward_hook(self._after_attention, always_call=True),
-            ]
+        layers, layout = cast(Any, base.layers), layout_of(model)
+        self._masks = "full" if layout.alone else "all"  # that are not made
+        self._attached = attach(model)
+        self._handles: list[RemovableHandle] = []
+        for spec in layout.evicting:
+            hooked = [(spec.module, "hidden_BTE")]
+            if "stream" in self.gates.inputs:
+                hooked.append((layers[spec.layer_idx], "stream_BTE"))
+            for part, name in hooked:
+                hook = partial(self._hand_on, spec, name)
+                self._handles.append(part.register_forward_pre_hook(hook, with_kwargs=True))
 
     def close(self) -> None:
         """Take the hooks out of the model; layers of gradient checkpointing that were not yet differentiated
         cannot be any more, and forwards are not gated."""
         for handle in self._handles:
             handle.remove()
+        self._attached.undo()
 
     def __enter__(self) -> "SoftGated":
         return self
@@ -161,80 +143,28 @@ class SoftGated(nn.Module):
             ungated_BT: True on entries that stay as they are (sinks, prefix, ...).
             **given: further arguments of the model.
         """
-        log_gates: dict[int, Tensor] = {}
-        self._active, self._ungated_BT = log_gates, ungated_BT
-        try:
-            output = self._frozen[0](input_ids=input_ids, attention_mask=attention_mask, **given)
-        finally:
-            self._active = self._ungated_BT = None
-        return output, log_gates
-
-    def _point(self, name: str) -> None:
-        """Point the model to our attention, while a forward runs, or one of its layers again."""
-        self._pointed = ExitStack()
-        self._pointed.enter_context(pointed_to(self._frozen[1], name))
-
-    def _point_back(self) -> None:
-        if self._pointed is not None:
-            self._pointed.close()
-            self._pointed = None
-
-    def _before_model(
-        self, names: list[str], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Hooked | None:
-        """Decoder pre-hook: reads the padding, and sends this forward's state along."""
-        if self._active is None:
-            return None
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
         if cache_in(given) is not None:
             raise ValueError(
                 "a cache was given, and soft gates read whole sequences in one forward: leave it out."
             )
-        previous = str(module.config._attn_implementation)
-        if previous not in OUTSIDE:
-            raise ValueError(
-                f"attention implementation {previous!r} cannot be gated softly: call "
-                "model.set_attn_implementation('sdpa') (or 'eager') before."
-            )
-        read = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
-        shown: dict[str, Any] = {name: given.get(name) for name in read}
-        name = f"retain_soft_{previous}"
-        register(name, intercepted(previous), _mask_function(previous))
-        step = _Step(self, read_call(**shown), self._ungated_BT, self._active, name)
-        self._point(name)
-        return (), {**given, "use_cache": False, STEP: step}
+        check_pointed(self._frozen[1])
+        shown: dict[str, Any] = {name: given.get(name) for name in ("inputs_embeds", "position_ids")}
+        shown |= {"input_ids": input_ids, "attention_mask": attention_mask}
+        step = _Step(self, read_call(**shown), ungated_BT, {})
+        with masks_unmade(self._masks):
+            output = self._frozen[0](**{**given, **shown, "use_cache": False, STEP: step})
+        return output, step.log_gates
 
-    def _after_model(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Decoder hook, which runs after an error too."""
-        self._point_back()
-
-    def _after_attention(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Hook of an attention module: ends what a layer that is computed again began."""
-        if self._again:
-            self._again = False
-            self._point_back()
-
-    def _before_attention(
-        self, spec: LayerSpec, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    def _hand_on(
+        self, spec: LayerSpec, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Hooked | None:
-        """Pre-hook of an attention module: sends its input along, of which log-gates are made."""
+        """Pre-hook of a decoder layer, and of its attention: sends its input along, of which log-gates are
+        made."""
         step = kwargs.get(STEP)
         if not isinstance(step, _Step) or step.gated is not self:
             return None
-        if self._pointed is None:
-            self._again = True
-            self._point(step.name)
-        return args, {**kwargs, STEP: replace(step, spec=spec, hidden_BTE=hidden_of(args, kwargs))}
-
-    def _before_layer(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Hooked | None:
-        """Pre-hook of a decoder layer: sends the residual stream along."""
-        step = kwargs.get(STEP)
-        if not isinstance(step, _Step) or step.gated is not self:
-            return None
-        stream_BTE = hidden_of(args, kwargs) if "stream" in self.gates.inputs else None
-        return args, {**kwargs, STEP: replace(step, stream_BTE=stream_BTE)}
+        shown: dict[str, Any] = {name: hidden_of(args, kwargs)}
+        return args, {**kwargs, STEP: replace(step, spec=spec, **shown)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -246,7 +176,6 @@ class _Step:
     call: Call
     ungated_BT: Tensor | None
     log_gates: dict[int, Tensor]
-    name: str
     spec: LayerSpec | None = None  # None in layers that are left alone
     hidden_BTE: Tensor | None = None
     stream_BTE: Tensor | None = None  # where gates look at it
@@ -305,16 +234,3 @@ class _Step:
             log_gate_BHT = log_gate_BHT.masked_fill(self.ungated_BT[:, None].to(device), 0.0)
         self.log_gates.setdefault(spec.layer_idx, log_gate_BHT)
         return log_gate_BHT
-
-
-def _mask_function(previous: str) -> Callable[..., Tensor | None]:
-    def soft_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-        """Only masks with which layers that are left alone attend: those that evict have no use for any."""
-        config = kwargs.get("config")
-        if config is not None:
-            kinds = {kind.name for kind in kinds_of(config, config.num_hidden_layers)}
-            if FULL not in kinds or kwargs.get("local_size") is None:
-                return None
-        return ALL_MASK_ATTENTION_FUNCTIONS[previous](*args, **kwargs)
-
-    return soft_mask
