@@ -51,7 +51,7 @@ def make(case, dtype=torch.float32, seed=0):
 
 
 def dense(
-    queries, keys, values, keep, new_keys, new_values, valid, scaling, soft_cap=None, window=None, sinks=None,
+    queries, keys, values, keep, new_keys, new_values, valid, scaling, soft_cap=None, sinks=None,
     weights=None,
 ):  # fmt: skip
     """Full attention with -inf on evicted entries, in the inputs' precision."""
@@ -59,8 +59,6 @@ def dense(
     keys, values = torch.cat([keys, new_keys], 2), torch.cat([values, new_values], 2)
     causal = torch.ones(S, S, dtype=torch.bool).tril() & valid[:, None, :]
     visible = torch.cat([keep[:, :, None].expand(-1, -1, S, -1), causal[:, None].expand(-1, H, -1, -1)], -1)
-    if window is not None:
-        visible = visible & (torch.arange(T + S) > torch.arange(T, T + S)[:, None] - window)
 
     def repeat(x):
         return x.repeat_interleave(Q // H, 1)
@@ -90,12 +88,9 @@ def appended(store, new_keys, new_values, valid, T):
     return store.append_(new_keys, new_values, torch.arange(T, T + S).expand(B, S), padded)
 
 
-def query(store, seen, queries, first, *, scaling=0.3, soft_cap=None, window=None, sinks=None, runs=False):
-    """Attention of queries at positions `first`, `first + 1`, ...; by dense calls only with `runs`."""
-    B, _, S, _ = queries.shape
-    given = {"soft_cap": soft_cap, "sinks_Q": sinks, "window": window}
-    if window is not None:
-        given["query_positions_BS"] = torch.arange(first, first + S).expand(B, S)
+def query(store, seen, queries, *, scaling=0.3, soft_cap=None, sinks=None, runs=False):
+    """Attention of queries; by dense calls only with `runs`."""
+    given = {"soft_cap": soft_cap, "sinks_Q": sinks}
     if runs:
         return attend(store, queries, seen, scaling=scaling, **given)
     return attend(store, queries, seen, scaling=scaling, with_lse=True, **given)[0]  # no dense call has it
@@ -109,7 +104,7 @@ def ragged(queries, *inputs, weights=None, **options):
         extra = {LOG_WEIGHT: weights.float().log()}
         store = RaggedStore.from_dense(keys, values, torch.arange(T).expand(len(keys), T), keep, 2, extra)
         seen = appended(store, *inputs[3:], T)
-    return query(store, seen, queries, keys.shape[2], **options)
+    return query(store, seen, queries, **options)
 
 
 def sinks_of(case):
@@ -119,7 +114,7 @@ def sinks_of(case):
 
 # The op's two ways, by the number of queries up to which pages go as one batch; and dense calls, which take
 # no options.
-OPTIONS = {"soft_cap": 5.0, "window": 6, "sinks": True}
+OPTIONS = {"soft_cap": 5.0, "sinks": True}
 WAYS = {
     "by rows": (0, False, {}),
     "by rows, all options": (0, False, OPTIONS),
@@ -154,14 +149,14 @@ def test_unwritten_room_does_not_matter(monkeypatch, case, few):
     monkeypatch.setattr(reference, "FEW", few)
     queries, *inputs = make(case)
     store, seen = filled(*inputs)
-    clean = query(store, seen, queries, inputs[0].shape[2], window=9)
+    clean = query(store, seen, queries)
     unwritten = torch.ones(len(store.keys_CD), dtype=torch.bool)
     unwritten[store.index_N()] = False
     assert unwritten.any()
     store.keys_CD[unwritten] = math.nan
     store.positions_C[unwritten] = 2**31 - 1 - PAGE
     store.values_CD[unwritten] = 1e30  # finite, as a free slot's values must be
-    assert torch.equal(query(store, seen, queries, inputs[0].shape[2], window=9), clean)
+    assert torch.equal(query(store, seen, queries), clean)
 
 
 @pytest.mark.parametrize("lengths", [(9, 9, 9, 9), (9, 8, 9, 7), (9, 9, 200, 3), (0, 5, 0, 0)], ids=str)
@@ -191,7 +186,7 @@ def test_steps_in_one_call_equal_the_op(monkeypatch, lengths, dtype, counted, th
         got, _ = rows.attend(queries, keys, values, None, {})
         store.free -= 1
         seen = other.append_(keys, values, last_B[:, None])
-        want = query(other, seen.long(), queries, T + step)
+        want = query(other, seen.long(), queries)
         assert_close(got.transpose(1, 2), want.float(), want)
         assert all(map(torch.equal, store.flat(), other.flat()))
         if step == 40:

@@ -3,11 +3,11 @@
 Queries are `[B, Q, S, D]`, the entries of one layer a flat `[C, D]` store: row `r = b * H + h` (one sequence
 and KV head) owns the room `offsets[r] .. offsets[r + 1]` and holds `lengths[r]` entries at its beginning. The
 result is `[B, Q, S, D]`. Counts replace a mask (`seen_RS`): query `s` of a row sees the first `seen` entries
-of the row, whatever their positions, and under a sliding window only those of recent positions.
+of the row, whatever their positions.
 
 On a CPU plain softmax attention runs as a few dense calls, and a decoding step appends and attends in one
-(`retain.cache.equal_rows`). Everything else (CUDA, soft caps, sinks, windows, many
-short rows, codes) is the op `retain.kernels.ragged_attention`, which is also the definition.
+(`retain.cache.equal_rows`). Everything else (CUDA, soft caps, sinks, many short rows, codes) is the op
+`retain.kernels.ragged_attention`, which is also the definition.
 """
 
 from typing import Any
@@ -26,20 +26,16 @@ def attend(
     store: RaggedStore,
     queries_BQSD: Float[Tensor, "B Q S D"],
     seen_RS: Int[Tensor, "R S"],
-    *,
-    window: int | None = None,
-    query_positions_BS: Int[Tensor, "B S"] | None = None,
     **how: Any,
 ) -> Any:
     """Softmax attention of each query over the first `seen` entries of its row.
 
     Args:
         store: plain or of codes.
-        window, query_positions_BS: a query at position p sees positions above `p - window` only.
         **how: `scaling`, `soft_cap`, `sinks_Q` and `with_lse`, as the op takes them.
     """
     keys, values = (store.keys_CD, store.values_CD) if store.codec is None else store.codes
-    special = window, how.get("soft_cap"), how.get("sinks_Q"), how.get("with_lse") or None
+    special = how.get("soft_cap"), how.get("sinks_Q"), how.get("with_lse") or None
     runs = None
     if store.codec is None and all(one is None for one in special) and fits(store, queries_BQSD):
         runs = find_runs(store, seen_RS, queries_BQSD.shape[1])
@@ -47,9 +43,6 @@ def attend(
         return attend_runs(queries_BQSD, runs, seen_RS, how["scaling"])
     return ragged_attention(
         *(queries_BQSD, keys, values, store.offsets_R1, store.lengths_R, seen_RS),
-        window=window,
-        positions_C=None if window is None else store.positions_C,
-        query_positions_BS=query_positions_BS,
         pages=store.pages,
         log_weight_C=store.log_weight_C,
         **how,

@@ -1,9 +1,8 @@
 """Attends over the rows of a ragged store by a few dense calls, on a CPU; and decodes tokens there.
 
 Neighbouring rows of equal room and length are a *run*: one strided `[rows, length, D]` view of the store,
-which PyTorch's attention reads without a copy. A policy with equal head budgets has one run or two (if a
-total does not divide), one with a budget for each head about one run a head.
-`retain.kernels.ragged_attention` is the definition; it is several times slower here.
+which PyTorch's attention reads without a copy. `retain.kernels.ragged_attention` is the definition; it is
+several times slower here.
 
 A token is decoded in one call a layer: append, then attend (`StepRows`), by runs or, where rows have many
 lengths, soft caps, sinks or windows, by the op in C++ (`retain.kernels.decode_step`), once a compiled step
@@ -38,10 +37,8 @@ class Run:
 
     Args:
         row: the first of them.
-        keys: a view of the store, `[rows, 1, room, D]`.
-        values: a view of the store, `[rows, 1, room, V]`.
+        keys, values, log_weight: views of the store; the last is added to the logits; None: nothing is.
         length: entries that each row holds.
-        log_weight: a view of the store, `[rows, 1, 1, room]`: added to the logits; None: nothing is.
     """
 
     row: int

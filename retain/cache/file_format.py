@@ -1,8 +1,7 @@
 """The file of a conversation: a `.safetensors` file with a JSON header.
 
-A file is believed whole or not at all. Its header carries a sha256 over everything else, which is checked
-before a byte of it is used, and it is written in full beside an older one before it is renamed over it. So a
-full disk, a kill, a cut copy and a flipped bit are noticed, and leave what there was. Nothing in it is code.
+Its header carries a sha256 over everything else, which is checked before a byte of it is used, and it is
+written in full beside an older one before it is renamed over it. Nothing in it is code.
 
 Header: the model's `fingerprint` and `dtype`; counters; `seeds`; the `precision` by which
 layers are packed; whatever else the engine needs to go on. Tensors: `history.valid`, `.positions`, `.last`,
@@ -25,7 +24,7 @@ from torch import Tensor
 from retain import config
 from retain.cache.layer_store import Store
 from retain.cache.precision import Codec, Precision
-from retain.cache.store import SLACK, RaggedStore
+from retain.cache.store import RaggedStore
 from retain.process.disk import save_new
 
 # Others are refused.
@@ -40,8 +39,6 @@ LENGTHS, KEY_SCALES = "lengths", "key_scales"
 
 def write_file(path: Path, header: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Write a file; an older one survives until the new one is complete on disk.
-
-    Needs memory on the host for one copy of the tensors, which may be on any device.
 
     Raises:
         OSError: the disk takes no more; names the file.
@@ -99,11 +96,7 @@ def read_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 def check_model(
     header: Mapping[str, Any], fingerprint: Mapping[str, Any], dtype: torch.dtype, path: Any
 ) -> None:
-    """Refuse another model than the one that the entries are of.
-
-    Raises:
-        ValueError: the fingerprint or dtype of the model at hand is not that in the header.
-    """
+    """Refuse another model than the one that the entries are of: a ValueError."""
     saved, at_hand = header["fingerprint"], json.loads(json.dumps(fingerprint))
     differ = [key for key in sorted(saved.keys() | at_hand.keys()) if saved.get(key) != at_hand.get(key)]
     if differ:
@@ -128,27 +121,8 @@ def tensors_of(store: RaggedStore) -> dict[str, Tensor]:
     return {**found, LENGTHS: store.lengths_R.clone(), **table}
 
 
-def store_of(
-    tensors: Mapping[str, Tensor], num_heads: int, slack: int = SLACK, codec: Codec | None = None
-) -> RaggedStore:
-    """Rebuild a store from `tensors_of` it.
-
-    Args:
-        tensors: of one store.
-        num_heads: H.
-        slack: free entries given to each row, at least.
-        codec: of its keys and values.
-    """
-    columns = {name: tensor for name, tensor in tensors.items() if name not in (LENGTHS, KEY_SCALES)}
-    return RaggedStore.from_rows(columns, tensors[LENGTHS], num_heads, slack, codec, tensors.get(KEY_SCALES))
-
-
 def precision_of(record: Mapping[str, Any]) -> Precision | None:
-    """The precision that a header, or a rule in it, says.
-
-    Raises:
-        ValueError: settings that there are not.
-    """
+    """The precision that a header, or a rule in it, says."""
     held = record.get(PRECISION)
     return None if held is None else config.build(held, Precision, PRECISION)
 
@@ -168,20 +142,18 @@ def layer_store_of(
     dtype: torch.dtype,
     slack: int,
 ) -> Store:
-    """The store of a layer.
+    """The store of a layer of this shape, by the header of the file and the tensors named in `layer.N`."""
 
-    Args:
-        header: of the file.
-        tensors: of the layer, by their names in `layer.N`.
-        num_heads, head_dim, dtype: H, D and precision of its keys and values.
-        slack: free entries of a row for new tokens.
-    """
+    def part(found: dict[str, Tensor], slack: int, codec: Codec | None = None) -> RaggedStore:
+        lengths_R, table = found.pop(LENGTHS), found.pop(KEY_SCALES, None)
+        return RaggedStore.from_rows(found, lengths_R, num_heads, slack, codec, table)
+
     precision, packed = precision_of(header), within(tensors, "packed.")
-    store = Store(store_of(within(tensors, "store."), num_heads, slack), precision)
+    store = Store(part(within(tensors, "store."), slack), precision)
     if packed:
         if precision is None:
             raise ValueError("it has packed entries, and no precision.")
-        store.packed = store_of(packed, num_heads, 0, Codec(precision.bits, head_dim, head_dim, dtype))
+        store.packed = part(packed, 0, Codec(precision.bits, head_dim, head_dim, dtype))
     return store
 
 

@@ -1,8 +1,7 @@
 """The store of one layer: its newest entries as they are, the others as codes where a precision says so.
 
-New tokens come into the plain rows, so what a query sees of them is a count; all that is packed came before
-them. The order of all entries is that of the parts, packed ones first, and in each row after row: masks and
-side columns over all entries go by `index_N()`.
+New tokens come into the plain rows; all that is packed came before them. The order of all entries is that of
+the parts, packed ones first, and in each row after row.
 """
 
 from collections.abc import Callable, Sequence
@@ -84,12 +83,11 @@ class Store:
 
     @property
     def keys_CD(self) -> Float[Tensor, "C D"]:
-        """Keys of all entries; a copy where some are packed."""
+        """Keys of all entries, decoded."""
         return self._joined(lambda part: part.decoded()[0])
 
     @property
     def values_CD(self) -> Float[Tensor, "C V"]:
-        """Values of all entries; a copy where some are packed."""
         return self._joined(lambda part: part.decoded()[1])
 
     @property
@@ -99,10 +97,7 @@ class Store:
     @property
     def side(self) -> dict[str, Tensor]:
         """Side columns of all entries, to be read; both parts have the same."""
-        if self.packed is None:
-            return self.plain.side
-        packed, plain = self.packed.side, self.plain.side
-        return {name: torch.cat([packed[name], plain[name]]) for name in plain}
+        return {name: self._joined(lambda part, name=name: part.columns[name]) for name in self.plain.side}
 
     @property
     def log_weight_C(self) -> Float[Tensor, " C"] | None:
@@ -148,12 +143,8 @@ class Store:
                 part.columns.pop(name, None)
 
     def evict_(self, keep_N: Bool[Tensor, " N"], *, in_place: bool = False) -> None:
-        """Keep some entries, in rooms of their size plus slack.
-
-        Args:
-            keep_N: True = kept, in the order of `index_N()`.
-            in_place: rooms stay, and their slack grows.
-        """
+        """Keep some entries (in the order of `index_N()`), in rooms of their size plus slack; in place: rooms
+        stay, and their slack grows."""
         assert keep_N.shape == (self.entries_held,) and keep_N.dtype == torch.bool
         evict_ = RaggedStore.compact_ if in_place else RaggedStore.filter_
         if self.packed is not None:
@@ -218,10 +209,9 @@ def encoded(plain: RaggedStore, bits: int, which_N: Bool[Tensor, " N"]) -> Ragge
 
 
 def stacked(stores: Sequence[Store], slack: int | None = None) -> Store:
-    """Stack stores of one layer along the batch, packed or not; rows keep their lengths.
+    """Stack stores of one layer, of the same side columns, along the batch; rows keep their lengths.
 
     Args:
-        stores: of the same layer, with the same side columns.
         slack: free entries per plain row; default: the largest of the stores'.
 
     Raises:

@@ -50,13 +50,8 @@ class Layout:
     def fill_(
         self, columns: dict[str, Tensor], where: tuple[Tensor, ...] | None, but: Collection[str] = ()
     ) -> None:
-        """Replace columns, one after another, by those of their entries `where` (None: all) in these rooms.
-
-        Zeros elsewhere, not garbage: a masked entry has weight 0, and 0 x NaN would still be NaN.
-
-        Args:
-            but: names of columns that stay.
-        """
+        """Replace columns, one after another, by those of their entries `where` (None: all) in these rooms;
+        columns `but` stay. Zeros elsewhere: a masked entry has weight 0, and 0 x NaN would still be NaN."""
         index_N = self.index_N()
         for name in [name for name in columns if name not in but]:
             source = columns[name]
@@ -72,8 +67,7 @@ def count_free(pages: Pages, lengths: Sequence[int]) -> int:
 
 
 def bytes_of(tensors: Sequence[Tensor]) -> int:
-    """Bytes of the storages behind tensors, of each once; of a storage that others share, those of the parts
-    that are seen here."""
+    """Bytes of the storages behind tensors, of each once; of a shared one, of the parts seen here."""
     seen: dict[int, tuple[int, int]] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -100,8 +94,7 @@ def copy_(
 ) -> None:
     """`target[index[n]] = source[where[0][n], ...]`, piece by piece (`source[n]` without `where`).
 
-    Target and source may be one tensor if both indices ascend and no entry moves to a later place: entries
-    that a piece overwrites were moved before, or are moved with it.
+    Target and source may be one tensor if both indices ascend and no entry moves to a later place.
     """
     width = max(1, target_C[:1].numel()) * target_C.element_size()
     step = max(1, (PIECE if target_C.device.type == "cpu" else LARGE_PIECE) // width)
@@ -120,11 +113,6 @@ def packing(
     keep_N: Bool[Tensor, " N"], offsets_R1: Int[Tensor, " R1"], lengths_R: Int[Tensor, " R"]
 ) -> tuple[Int[Tensor, " moved"], Int[Tensor, " moved"], Int[Tensor, " freed"], Int[Tensor, " R"]]:
     """Plans the packing of every row in place: only entries behind a row's first hole move.
-
-    Args:
-        keep_N: which entries stay, row after row.
-        offsets_R1: where each row's room begins and ends.
-        lengths_R: entries held by each row.
 
     Returns:
         where moved entries lie, where they go, the slots that become free, and how many entries each row

@@ -57,7 +57,6 @@ class Codec(NamedTuple):
     """Keys and values as codes; stores of one codec can be joined.
 
     Args:
-        bits: of a code.
         head_dim, value_dim: D and V, channels of keys and of values.
         dtype: precision of the numbers that codes stand for.
     """
@@ -73,34 +72,19 @@ class Codec(NamedTuple):
         return min(GROUP, self.value_dim)
 
     def encode(
-        self,
-        keys_ND: Float[Tensor, "N D"],
-        values_NV: Float[Tensor, "N V"],
-        lengths_R: Int[Tensor, " R"],
+        self, keys_ND: Float[Tensor, "N D"], values_NV: Float[Tensor, "N V"], lengths_R: Int[Tensor, " R"]
     ) -> tuple[dict[str, Tensor], Float[Tensor, "G 2 D"]]:
-        """Columns of entries that come row after row, and the scales of their keys' groups.
+        """Columns of entries that come row after row, and the scales of their keys' groups, of `GROUP`
+        neighbours of a row.
 
         Raises:
             ValueError: numbers that float16 does not hold.
         """
-        groups_N = groups_of(lengths_R)
+        counts_R = -(-lengths_R.long() // GROUP)
+        places_N = spans(torch.zeros_like(counts_R), lengths_R)
+        groups_N = torch.repeat_interleave(counts_R.cumsum(0) - counts_R, lengths_R) + places_N // GROUP
         values = encode(values_NV, self.bits, self.span)
         keys = encode(keys_ND, self.bits, 1, groups_N)
         columns = {"keys": keys.codes_CW, "values": values.codes_CW}
         columns |= {VALUE_SCALES: values.scales_G2N, GROUPS: groups_N.to(torch.int32)}
         return columns, keys.scales_G2N
-
-
-def groups_of(lengths_R: Int[Tensor, " R"]) -> Int[Tensor, " N"]:
-    """Group of each entry, row after row: `GROUP` neighbours of a row share one, the last of a row may be
-    fewer.
-
-    Examples:
-        >>> groups_of(torch.tensor([34, 0, 2])).tolist()[30:]
-        [0, 0, 1, 1, 2, 2]
-    """
-    lengths_R = lengths_R.to(torch.int64)
-    counts_R = (lengths_R + GROUP - 1) // GROUP
-    firsts_R = counts_R.cumsum(0) - counts_R
-    place_N = spans(torch.zeros_like(lengths_R), lengths_R)
-    return firsts_R[torch.repeat_interleave(lengths_R)] + place_N // GROUP

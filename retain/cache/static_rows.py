@@ -1,9 +1,9 @@
 """Static rows: after an eviction, layers in fixed rooms of one pool, so that a decoding step is one graph.
 
 A store gives its rows new rooms in the pool, with places for the tokens to come, and goes on as a view of it.
-While steps are decoded nothing is laid out anew: each layer's op writes one place a row, and one clock says
-for all layers how many came (`retain.kernels.decode_step`). Sizes of pools are rounded, so that other prompts
-meet shapes that a graph has seen.
+Each layer's op writes one place a row, and one clock says for all layers how many came
+(`retain.kernels.decode_step`). Sizes of pools are rounded, so that other prompts meet shapes that a graph has
+seen.
 """
 
 from collections.abc import Callable, Sequence
@@ -181,7 +181,7 @@ def packed_of(stores: Sequence[RaggedStore], room: int, weighted: bool, together
 
 def spare_bytes(stores: Sequence[Store]) -> int:
     """Bytes of the storages behind stores that none of them lives in."""
-    parts = [part for store in stores for part in store.parts]
-    tensors = [tensor for part in parts for tensor in part.storages()]
-    storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}
-    return max(0, sum(storages.values()) - sum(bytes_of(part.storages()) for part in parts))
+    parts = [part.storages() for store in stores for part in store.parts]
+    storages = [tensor.untyped_storage() for part in parts for tensor in part]
+    sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    return max(0, sum(sizes.values()) - sum(map(bytes_of, parts)))

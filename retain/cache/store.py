@@ -4,11 +4,9 @@ Keys and values are flat `[C, D]` columns that `retain.cache.attend` reads in pl
 their entries. Evicted entries are removed, not masked; padding is never stored.
 
 Every row owns a room of whole pages (`retain.kernels.ragged_attention.pages`), in natural order, with some
-free slots at its end. New tokens go into free slots; an eviction in place moves only what lies behind each
-row's first hole. When a row is full, or bytes are to be given back, the store is laid out anew, one column
-after another, so that never more than one column exists twice. If memory runs out midway, columns and layout
-no longer match: whoever changes a store refuses it from then on (`retain.hf.cache.state.State.changing`).
-Bytes held and bytes allocated are reported apart.
+free slots at its end for new tokens. When a row is full, or bytes are to be given back, the store is laid out
+anew, one column after another, so that never more than one column exists twice. If memory runs out midway,
+whoever changes a store refuses it from then on (`retain.hf.cache.state.State.changing`).
 
 With a `Codec` keys and values are codes (`retain.cache.precision`). An entry is encoded once: evictions move
 its codes, and a group of keys that nobody names any more goes from the table of scales.
@@ -34,8 +32,7 @@ ENTRY = ("keys", "values", "positions", VALUE_SCALES, GROUPS)
 LOG_WEIGHT = "log_weight"
 # Free entries given to each row, at least, when a store is made.
 SLACK = 32
-# A full store grows by this share of its rows' mean length, or by its slack if that is more: laying it out
-# anew costs a copy of it, so this divides a copy among that many tokens.
+# A full store grows by this share of its rows' mean length, or by its slack if that is more.
 GROWTH = 1 / 48
 
 
@@ -43,8 +40,8 @@ class RaggedStore:
     """Keys, values, positions and side columns of entries in one codec.
 
     Row `r = b * H + h`; its room begins at `offsets_R1[r]` (int64), and it holds `lengths_R[r]` (int32)
-    entries. Methods that end in `_` change the store in place, all others leave it alone and share no memory
-    with it. Free slots hold finite numbers, and zeros in side columns.
+    entries. Methods that end in `_` change the store in place, all others share no memory with it. Free slots
+    hold finite numbers, and zeros in side columns.
 
     Args:
         layout: rooms of the rows.
@@ -73,7 +70,7 @@ class RaggedStore:
     ):
         self.num_heads, self.slack, self.columns = num_heads, slack, {**columns}
         self.codec, self.key_scales_G2D = codec, key_scales_G2D
-        self.take_(layout)
+        self._take_(layout)
 
     @classmethod
     @normal_tensors()
@@ -110,8 +107,6 @@ class RaggedStore:
 
         Args:
             keys_BHTD, values_BHTD, positions_BT: of all tokens, keys after norm and RoPE.
-            keep_BHT: True = kept.
-            slack: free entries for each row, at least.
             side: side columns, `[B, H, T]` or `[B, H, T, K]`.
         """
         B, H, T, _ = keys_BHTD.shape
@@ -188,8 +183,7 @@ class RaggedStore:
 
     @property
     def entry_bytes(self) -> int:
-        """Bytes of what attention reads of an entry alone, but for what is added to its logits: of its key
-        and its value, and of codes the scales and the group."""
+        """Bytes that attention reads of an entry, but for its log weight."""
         return _width(*(column for name, column in self.entries.items() if name != "positions"))
 
     @property
@@ -199,8 +193,7 @@ class RaggedStore:
 
     @property
     def bytes_B(self) -> Int[Tensor, " B"]:
-        """Bytes of all that attention reads of the entries that each sequence holds, what is added to their
-        logits included. Scales that copies of a sequence share count for each."""
+        """Bytes that attention reads of what each sequence holds. Scales that copies share count for each."""
         bytes_B = self.lengths_BH.sum(-1) * (self.entry_bytes + self.log_weight_bytes)
         scales = self.key_scales_G2D
         if scales is None:
@@ -218,7 +211,6 @@ class RaggedStore:
 
     @property
     def log_weight_bytes(self) -> int:
-        """Bytes of what is added to the logits of an entry."""
         return 0 if self.log_weight_C is None else self.log_weight_C.element_size()
 
     def storages(self) -> list[Tensor]:
@@ -236,7 +228,7 @@ class RaggedStore:
         return torch.repeat_interleave(self.lengths_R.to(torch.int64))
 
     def flat(self) -> tuple[Float[Tensor, "N D"], Float[Tensor, "N V"], Int[Tensor, " N"], Int[Tensor, " N"]]:
-        """Keys, values, positions and row `b * H + h` of every entry, row after row, in order of time."""
+        """Keys, values, positions and row of every entry, row after row, in order of time."""
         index_N = self.index_N()
         keys_CD, values_CD = self.decoded()
         positions_N = self.positions_C[index_N].to(torch.int64)
@@ -253,8 +245,7 @@ class RaggedStore:
 
         Args:
             keys_BHSD, values_BHSD, positions_BS: of the new tokens, keys after norm and RoPE.
-            valid_BS: False on padding, which is not stored; None: all are real (and the device is not waited
-                for, as long as they are `free`).
+            valid_BS: False on padding, which is not stored; None: all are real.
 
         Returns:
             for each row and new token, how many entries of the row that token sees, itself included; 0 for
@@ -262,10 +253,10 @@ class RaggedStore:
         """
         B, H, S, _ = keys_BHSD.shape
         if len(self.lengths_R) != B * H:
+            held = f"{len(self.lengths_BH)} x {self.num_heads}"
             raise ValueError(
-                f"new keys are of {B} sequences x {H} KV heads, but the store holds "
-                f"{len(self.lengths_BH)} x {self.num_heads}: select or repeat the cache's sequences to match "
-                "the batch."
+                f"new keys are of {B} sequences x {H} KV heads, but the store holds {held}: select or repeat "
+                "the cache's sequences to match the batch."
             )
         if self.free < S:
             self.make_room_(S)
@@ -292,13 +283,8 @@ class RaggedStore:
         return seen_RS
 
     def set_side_(self, name: str, values_BHS: Tensor, valid_BS: Bool[Tensor, "B S"]) -> None:
-        """Write a side column for the last S tokens of every row; a new column is zeros elsewhere.
-
-        Args:
-            name: of the column.
-            values_BHS: `[B, H, S]` or `[B, H, S, K]`.
-            valid_BS: False on padding, as these tokens were appended with.
-        """
+        """Write a side column, `[B, H, S]` or `[B, H, S, K]`, for the last S tokens of every row, which were
+        appended with `valid_BS`; a new column is zeros elsewhere."""
         column = self.columns.get(name)
         if column is None:
             with normal_tensors():
@@ -315,11 +301,8 @@ class RaggedStore:
             self.columns[name] = column.index_copy_(0, self.index_N(), values_N)
 
     def compact_(self, keep_N: Bool[Tensor, " N"]) -> None:
-        """Evict in place: entries behind a row's first hole move forward, rooms stay (their slack grows).
-
-        Args:
-            keep_N: True = kept, in the order of `flat()`.
-        """
+        """Keep some entries (in the order of `flat()`) in place: those behind a row's first hole move
+        forward, rooms stay (their slack grows)."""
         assert keep_N.shape == (self.entries_held,) and keep_N.dtype == torch.bool
         from_N, to_N, freed, evicted_R = packing(keep_N, self.offsets_R1, self.lengths_R)
         for column in self.columns.values():
@@ -355,18 +338,17 @@ class RaggedStore:
         other._forget_groups_()
         return other
 
-    def take_(self, layout: Layout) -> None:
-        """Adopt a layout; the caller moves the columns."""
-        self.pages, self.offsets_R1 = layout.pages, layout.offsets_R1
-        self.lengths_R, self.free = layout.lengths_R, layout.free
-        self.step_rows = None
-
     @normal_tensors()
     def lay_out_anew_(self, layout: Layout, from_N: Int[Tensor, " N"], moved: Collection[str] = ()) -> None:
         """Move these entries to new rooms; these columns were moved already. An old column is let go before
         the next new one is made."""
         layout.fill_(self.columns, (from_N,), moved)
-        self.take_(layout)
+        self._take_(layout)
+
+    def _take_(self, layout: Layout) -> None:
+        self.pages, self.offsets_R1 = layout.pages, layout.offsets_R1
+        self.lengths_R, self.free = layout.lengths_R, layout.free
+        self.step_rows = None
 
     @normal_tensors()
     def _forget_groups_(self) -> None:
@@ -402,15 +384,8 @@ def _width(*columns: Tensor) -> int:
 def tail_index_RS(
     store: RaggedStore, valid_BS: Bool[Tensor, "B S"]
 ) -> tuple[Int[Tensor, "R S"], Bool[Tensor, "R S"]]:
-    """Places of the tokens that were appended last.
-
-    Args:
-        valid_BS: which of the last S tokens are real.
-
-    Returns:
-        the index of each row's last tokens into the store (padding: that of the row's room), and which are
-        real.
-    """
+    """Index of each row's last S tokens into the store (padding: that of the row's room), and which are
+    real."""
     starts_R1 = store.offsets_R1[:-1, None]
     ends_R1 = starts_R1 + store.lengths_R[:, None]
     valid_RS = valid_BS.to(ends_R1.device).repeat_interleave(store.num_heads, dim=0)
