@@ -10,7 +10,7 @@ import torch
 from retain import presets
 from retain.budget.statement import Budget
 from retain.policy import decide_layers, load_policy, policies, score_entries
-from retain.presets import REGIMES, Draw, Pyramid
+from retain.presets import WHEN, Draw, Pyramid
 from retain.protection import Protection
 from retain.scores import SCORES, masked_score
 from tests.evictions import FOLDER, PRESETS, SHARED, learned_scores, make_evidence, policy_of, small
@@ -50,8 +50,8 @@ def test_presets_share_as_published():
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_says_what_its_score_really_is(name, heads_file):
     preset = {preset.name: preset for preset in policies()}[name]
-    assert preset.regime in REGIMES and preset.paper
-    assert (preset.regime == "any") == (
+    assert preset.when in WHEN and preset.paper
+    assert (preset.when == "any") == (
         name in ("full", "learned", "gate", "kivi", "merge", "random", "recency")
     )
     layers = make_evidence(0, 2, 21, (0, 3))
