@@ -32,7 +32,6 @@ from retain.config import leaves
 from retain.eval.config import gates_identity, policy_settings
 from retain.eval.run.table import digest
 from retain.hf.cache.cache import Cache
-from retain.hf.cache.regime import Regime
 from retain.hf.intercept.attach import attach
 from retain.hf.model.identity import identity_of
 from retain.hf.version_names import CACHE
@@ -41,6 +40,7 @@ from retain.models.named import REFERENCE, load
 from retain.presets import Policy, load_policy
 from retain.process.extras import require
 from retain.process.provenance import code_state
+from retain.regime import Regime
 
 with require("lm-eval", "lm_eval", what="retain.eval.harness.model"):
     from lm_eval.api.registry import register_model

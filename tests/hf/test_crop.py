@@ -6,7 +6,7 @@ import torch
 
 from retain.cache.file_format import tensors_of
 from retain.hf.cache.cache import Cache
-from retain.hf.cache.regime import NAMES
+from retain.regime import NAMES
 from tests.close import MODEL, assert_close
 from tests.hf.moments import policy
 from tests.hf.test_saving import POLICIES, SMALL, assert_same_state, forward, grown, random_gates

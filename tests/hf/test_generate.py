@@ -12,8 +12,8 @@ from transformers import (
 
 import retain
 from retain.hf.cache.cache import Cache
-from retain.hf.cache.regime import NAMES
 from retain.hf.version_names import CACHE
+from retain.regime import NAMES
 from tests.close import MODEL, assert_close
 from tests.hf.moments import oracle, policy
 from tests.refused import refused

@@ -9,9 +9,9 @@ import torch
 from retain.config import build, stated_of
 from retain.fusion import FUSIONS
 from retain.hf.cache.cache import Cache
-from retain.hf.cache.regime import NAMES
 from retain.presets import Policy
 from retain.protection import Protection
+from retain.regime import NAMES
 from tests.evictions import EVICTING, policy_of, small
 from tests.hf.regime_runs import FEW, agree, exact_model, gates_of, held_by, life, life_of
 from tests.tiny import attached, tiny_batch

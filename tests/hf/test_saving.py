@@ -16,10 +16,10 @@ import retain
 from retain.cache import file_format
 from retain.gates.artifact import save_gates
 from retain.hf.cache.cache import Cache, saving
-from retain.hf.cache.regime import NAMES
 from retain.hf.model.decoder import describe
 from retain.hf.model.identity import fingerprint
 from retain.hf.version_names import CACHE
+from retain.regime import NAMES
 from retain.scores import masked_score
 from tests.hf.masked import positions_of, random_keep
 from tests.hf.moments import policy

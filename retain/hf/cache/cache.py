@@ -3,7 +3,7 @@
 The first forward on an empty cache is the prefill: each layer attends densely, shows its evidence, and is cut
 to its kept entries before the next layer runs, so the peak is what is held plus one layer, or one and a half
 where layers share a budget. Later forwards append to the ragged rows and attend over them; when the regime
-says so (`retain.hf.cache.regime`), all layers are cut back to the budget (`retain.hf.cache.later_evidence`).
+says so (`retain.regime`), all layers are cut back to the budget (`retain.hf.cache.later_evidence`).
 Layers without full attention keep a cache layer of transformers.
 
 Length means tokens *seen*: positions, masks and slicing follow it as if nothing had been evicted; only
@@ -29,13 +29,13 @@ from retain.gates.base import INPUTS
 from retain.hf.cache import saving
 from retain.hf.cache.bound_policy import MOST_SLACK, bind_policy, whole
 from retain.hf.cache.engine import Engine
-from retain.hf.cache.regime import Regime
 from retain.hf.cache.report import Report, report_of
 from retain.hf.cache.state import State, concat
 from retain.hf.intercept.interceptor import InterceptedCache
 from retain.hf.model.decoder import base_model, layout_of, refuse_learned_prompt
 from retain.hf.version_names import CACHE
 from retain.process.registry import lookup
+from retain.regime import Regime
 
 
 class Cache(InterceptedCache):

@@ -3,7 +3,7 @@
 The first forward on an empty cache attends densely, and each layer is cut before the next one runs, so the
 peak is what is held plus one layer, or one and a half where layers share a budget
 (`retain.budget.cascade.LEFT_OVER`). Later forwards append to the ragged rows and attend over them; when an
-eviction is due (`retain.hf.cache.regime`), every layer is looked at after the forward
+eviction is due (`retain.regime`), every layer is looked at after the forward
 (`retain.hf.cache.later_evidence`), and all are cut by one decision. So budgets that cross layers are as exact
 as at the first eviction; the price is that a chunk is held in all layers until its forward ends.
 """

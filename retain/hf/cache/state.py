@@ -25,11 +25,11 @@ from retain.correction.merge import Merge
 from retain.eviction import Arriving, BoundPolicy
 from retain.evidence import Evidence, Stock
 from retain.hf.cache.layer import Layer, Recent
-from retain.hf.cache.regime import Regime
 from retain.hf.intercept.forward_call import Call
 from retain.hf.model import pass_through_layers
 from retain.hf.model.layout import Layout
 from retain.protection import pinned_mask
+from retain.regime import Regime
 
 
 @dataclass(frozen=True, eq=False)
