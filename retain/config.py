@@ -403,3 +403,15 @@ _SHORT.maxlist = _SHORT.maxdict = _SHORT.maxtuple = 20
 
 def _shown(value: Any) -> str:
     return f"{_SHORT.repr(value)} ({type(value).__name__})"
+
+
+def whole(value: Any, name: str, least: int, most: int = 2**31) -> int:
+    """A whole number (numpy's too) between two bounds.
+
+    Raises:
+        ValueError: it is none, or lies outside.
+    """
+    number = getattr(value, "item", lambda: value)()
+    if isinstance(number, bool) or not isinstance(number, int) or not least <= number <= most:
+        raise ValueError(f"{name} is {value!r:.60}: pass a whole number of at least {least}, at most {most}.")
+    return number

@@ -165,3 +165,31 @@ def _counts(protection: Protection, budget: Fraction | int) -> tuple[int, int]:
 def _is_pair(item: object) -> bool:
     """True for one `(start, stop)`, not a list of them."""
     return isinstance(item, Sequence) and len(item) == 2 and all(isinstance(x, SupportsIndex) for x in item)
+
+
+def one_per_sequence(given: Sequence[Any] | None, num_sequences: int, what: str) -> Sequence[Any] | None:
+    """Repeat what was stated for prompts as `generate` repeats them (for beams, ...): one a sequence.
+
+    Raises:
+        ValueError: a number that does not fit.
+    """
+    if given is None or len(given) == num_sequences:
+        return given
+    if not len(given) or num_sequences % len(given):
+        raise ValueError(
+            f"got {len(given)} {what} for {num_sequences} sequences: pass one per sequence (per prompt, "
+            "where generate repeats prompts for beams or several returned sequences)."
+        )
+    return [item for item in given for _ in range(num_sequences // len(given))]
+
+
+def pins_per_sequence(spans: Any, num_sequences: int) -> Any:
+    """Pinned spans as one list a sequence; None without any.
+
+    Raises:
+        ValueError: lists for another number of sequences.
+    """
+    if spans is None:
+        return None
+    each = spans_by_sequence(spans)
+    return one_per_sequence([spans] if each is None else each, num_sequences, "pinned span lists")

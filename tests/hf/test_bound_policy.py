@@ -5,7 +5,8 @@ import pytest
 import torch
 
 import retain
-from retain.hf.cache.bound_policy import MOST_SLACK, whole
+from retain.config import whole
+from retain.hf.cache.bound_policy import MOST_SLACK
 from retain.hf.cache.cache import Cache
 from retain.hf.version_names import CACHE
 from retain.policy import load_policy

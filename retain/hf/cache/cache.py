@@ -22,13 +22,13 @@ from torch.nn.functional import pad
 
 from retain.cache.precision import Precision
 from retain.cache.store import SLACK
-from retain.config import plain_numbers
+from retain.config import plain_numbers, whole
 from retain.correction.merge import Merge
 from retain.eviction import When
 from retain.evidence import Evidence
 from retain.gates.base import INPUTS
 from retain.hf.cache import saving
-from retain.hf.cache.bound_policy import MOST_SLACK, bind_policy, whole
+from retain.hf.cache.bound_policy import MOST_SLACK, bind_policy
 from retain.hf.cache.engine import Engine
 from retain.hf.cache.report import Report, report_of
 from retain.hf.cache.state import State, concat

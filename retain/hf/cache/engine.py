@@ -23,7 +23,6 @@ from retain.cache.precision import GROUP
 from retain.correction.cuts import cut_
 from retain.eviction import Eviction
 from retain.evidence import Evidence, Stock
-from retain.hf.cache.bound_policy import one_per_sequence, pins_per_sequence
 from retain.hf.cache.generation import Generation
 from retain.hf.cache.later_evidence import (
     evidence_of,
@@ -42,6 +41,7 @@ from retain.hf.model.layout import LayerSpec
 from retain.hf.version_names import CHECKPOINTING
 from retain.kernels.backend import without_autocast
 from retain.kernels.ragged_attention.pages import PAGE
+from retain.protection import one_per_sequence, pins_per_sequence
 
 
 class Engine:

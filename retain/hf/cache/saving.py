@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from retain import config
+from retain.attention.recent import AXES, Recent
 from retain.cache.file_format import (
     PRECISION,
     check_model,
@@ -27,7 +28,6 @@ from retain.cache.file_format import (
     write_file,
 )
 from retain.eviction import BoundPolicy
-from retain.hf.cache.layer import AXES, Recent
 from retain.hf.cache.state import History
 from retain.hf.model import pass_through_layers
 from retain.hf.model.decoder import base_model, describe

@@ -16,6 +16,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from retain.attention.dense_view import last_tokens
+from retain.attention.recent import Recent
 from retain.cache.layer_store import Store, stacked
 from retain.cache.layout import normal_tensors
 from retain.cache.precision import Precision
@@ -24,7 +25,7 @@ from retain.correction.cuts import correct_, cut_
 from retain.correction.merge import Merge
 from retain.eviction import Arriving, BoundPolicy, When
 from retain.evidence import Evidence, Stock
-from retain.hf.cache.layer import Layer, Recent
+from retain.hf.cache.layer import Layer
 from retain.hf.intercept.forward_call import Call
 from retain.hf.model import pass_through_layers
 from retain.hf.model.layout import Layout
