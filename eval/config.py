@@ -177,7 +177,7 @@ def _policy(label: str, parts: tuple[str, ...]) -> Policy:
 
 def policy_settings(policy: Policy) -> dict[str, Any]:
     """Settings that decide which entries a policy keeps; files by what they hold, not by where they are."""
-    settings = asdict(replace(policy, paper="", regime="any", variants={}))
+    settings = asdict(replace(policy, paper="", evaluated="any", variants={}))
     if (path := policy.weights) is not None:
         settings["allocation"]["weights"] = {str(layer): [*row] for layer, row in read_weights(path).items()}
     for name in FILES:

@@ -18,7 +18,7 @@ from retain.scores.trial import try_settings
 Use = Literal["chunks", "again", "bytes", "bits", "merge", "unknown_rope", "vllm"]
 USES: dict[Use, str] = {
     "chunks": "a prompt that is read in chunks",
-    "again": "a regime that evicts again later",
+    "again": "evictions later again",
     "bytes": "a budget in bytes",
     "bits": "entries held in fewer bits",
     "merge": "merging",
@@ -70,7 +70,7 @@ TABLE = (
         "gates",
         ("again", "chunks"),
         "they look from one entry at the others, and earlier ones have shown what they had to show: read the "
-        "prompt at once under regime 'prefill', or take gates that look at one entry at a time",
+        "prompt at once under when='prefill', or take gates that look at one entry at a time",
         lambda gates: gates.contextual,
     ),
     Row(
@@ -83,19 +83,19 @@ TABLE = (
         "scorer",
         ("again", "chunks"),
         "it reads the attention input of all entries, which is not kept: read the prompt at once under "
-        "regime 'prefill', or take a policy that ships",
+        "when='prefill', or take a policy that ships",
     ),
     Row(
         "merge",
         ("again", "chunks"),
         "entries that are held in fewer bits cannot be merged into any more: read the prompt at once under "
-        "regime 'prefill', or leave correction or precision out",
+        "when='prefill', or leave correction or precision out",
         along="bits",
     ),
     Row(
         "bits",
         ("again",),
-        "entries that share scales are packed once, and none of them is evicted then: take regime 'prefill', "
+        "entries that share scales are packed once, and none of them is evicted then: take when='prefill', "
         "or precision None",
     ),
     Row(

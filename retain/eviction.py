@@ -27,6 +27,7 @@ from retain.gates import GateSet
 from retain.kernels.backend import without_autocast
 from retain.policy import Plan, candidates_of, plan_of, score_entries, stock_of
 from retain.presets import Policy
+from retain.process.registry import check_choice
 from retain.scores import SCORES, Score, masked_score
 from retain.scores.trial import entries_read
 from retain.scores.value_norm import value_norms
@@ -35,6 +36,63 @@ from retain.shapes import LayerShape
 Keep = Bool[Tensor, "B H T"]
 # A scorer that is no score of ours (`retain.hf.intercept.press`), or stands in for one.
 Scorer = Callable[[Evidence], Score]
+
+
+# When a cache evicts, parts joined by `+`: `prefill`, once, when the first prompt was read, all its chunks
+# together; `chunk`, after every read: each chunk of a prompt, each later turn; `decode`, whenever so many
+# tokens have come since the last eviction, or since the first prompt.
+WHEN = ("prefill", "chunk", "decode", "prefill+decode", "chunk+decode")
+
+
+@dataclass(frozen=True)
+class When:
+    """When to evict.
+
+    Args:
+        name: one of `WHEN`.
+        every: tokens between evictions, for `decode`.
+
+    Examples:
+        >>> When("prefill+decode").due(read=False, prompt_ends=False, tokens=32)
+        True
+    """
+
+    name: str = "prefill"
+    every: int = 32
+
+    def __post_init__(self) -> None:
+        check_choice("when", self.name, WHEN)
+        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
+            raise ValueError(f"every is {self.every!r}, and must be a whole number of tokens, at least 1.")
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return tuple(self.name.split("+"))
+
+    @property
+    def again(self) -> bool:
+        """True if it evicts after the first prompt too."""
+        return self.name != "prefill"
+
+    @property
+    def evicts_prompt(self) -> bool:
+        """True if it evicts from the first prompt."""
+        return self.parts != ("decode",)
+
+    def due(self, *, read: bool, prompt_ends: bool, tokens: int) -> bool:
+        """True if it evicts after a forward.
+
+        Args:
+            read: it was part of a prompt: the first forward, or more than one new token.
+            prompt_ends: the first prompt ended with it.
+            tokens: that have come since the last eviction, or since the first prompt ended; 0 before that.
+        """
+        parts = self.parts
+        return (
+            ("prefill" in parts and prompt_ends)
+            or ("chunk" in parts and read)
+            or ("decode" in parts and tokens >= self.every)
+        )
 
 
 @dataclass(frozen=True, eq=False)

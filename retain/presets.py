@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import field, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, Tag
 from pydantic.dataclasses import dataclass
@@ -27,8 +27,7 @@ from retain.scores import SCORES, Score
 from retain.scores.trial import try_settings
 from retain.shapes import LayerShape
 
-Regime = Literal["any", "context_only", "query_aware", "chunked", "decode", "prefill+decode"]
-REGIMES: tuple[Regime, ...] = get_args(Regime)
+Evaluated = Literal["any", "question unknown", "question known", "chunk", "decode", "prefill+decode"]
 Scope = Literal["head", "layer", "model"]
 Fusion = Literal["max", "sum", "observed", "learned", "rank_blend"]
 
@@ -165,8 +164,8 @@ class Policy:
         protection: entries that are never evicted.
         correction: how what stays makes up for what goes (`retain.correction`); None: it does not.
         precision: in how many bits what stays is held (`retain.cache.precision`); None: as it was.
-        regime: the one that its paper evaluates: `context_only` and `query_aware` (once, after a prefill
-            without or with the question), `chunked`, `decode`, `prefill+decode`, or `any`.
+        evaluated: the setting of its paper: an eviction behind a prompt whose question comes later
+            (`question unknown`) or is in it (`question known`), or when it evicts else; or `any`.
         paper: where it comes from.
         variants: variants of the policy: name -> the `key=value` changes that make it. `paper` and
             `code`, the paper's score and the released code's, are both under the common protection and exact
@@ -186,7 +185,7 @@ class Policy:
     protection: Protection = Protection()
     correction: Merge | None = None
     precision: Precision | None = None
-    regime: Regime = "any"
+    evaluated: Evaluated = "any"
     paper: str = ""
     variants: dict[str, tuple[str, ...]] = field(default_factory=dict)
     KINDS: ClassVar[Any]
@@ -375,13 +374,11 @@ Policy.KINDS = Annotated[
 ]
 
 
-# The settings in which papers evaluate, in words; others are regimes of a cache.
-EVALUATED = {"context_only": "question unknown", "query_aware": "question known", "any": "-"}
 LEGEND = """
 unit: of its score; risk: attention times the norm of the projected value; mass: attention; rank: an order
 scope: which heads share a budget by score; head: each has the same, layer: those of a layer, model: all
 layers: what layers get; uniform: the same, else by the named rule
-evaluated: the setting of its paper; a cache takes any of its own regimes with it, or refuses it by name
+evaluated: the setting of its paper; a cache takes any other with it, or refuses it by name
 needs: beyond keys and values; gates are trained, or load by folder or hub id; weights of heads are measured
 Paper, variants (`name:variant`): retain.policies()[0].paper, .variants; docs/methods.md"""
 
@@ -392,11 +389,8 @@ class Presets(tuple[Policy, ...]):
     def __str__(self) -> str:
         rows = [("name", "unit", "scope", "layers", "evaluated", "needs")]
         for one in self:
-            needs, evaluated = (
-                ", ".join(sorted(one.needs)) or "nothing",
-                EVALUATED.get(one.regime, one.regime),
-            )
-            rows.append((one.name, one.unit, one.scope, one.layers, evaluated, needs))
+            needs = ", ".join(sorted(one.needs)) or "nothing"
+            rows.append((one.name, one.unit, one.scope, one.layers, one.evaluated, needs))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows) + f"\n{LEGEND}"
 

@@ -60,7 +60,7 @@ def read(method: str, use: str, cache_of: Callable[..., Cache] = Cache) -> tuple
     """A cache that has read a prompt of 60 tokens in this use, and what it was given."""
     model = attached("llama")
     ids, mask = tiny_batch((0, 9) if use == "padding" else (0,), 60)
-    how = {**asked(model, method), "regime": "prefill+decode" if use == "again" else "prefill", "every": 2}
+    how = {**asked(model, method), "when": "prefill+decode" if use == "again" else "prefill", "every": 2}
     cache = cache_of(model, **how, seeds=[0] * len(ids))
     cache.prefill(ids, mask, chunk_size=16 if use == "chunks" else None)
     return cache, (ids, mask)

@@ -23,8 +23,8 @@ def test_policies_keep_the_golden_entries() -> None:
     }
     families = {f"gate@{family}" for family in GATES if family != "mlp"}
     assert {policy for _, policy, _ in cells} == names | families
-    for regime in kept.REGIMES:
-        assert {model for model, _, each in cells if each == regime} == {*kept.MODELS}
+    for when in kept.WHEN:
+        assert {model for model, _, each in cells if each == when} == {*kept.MODELS}
     assert not (wrong := kept.check([*kept.cells()])), told("kept", wrong)
 
 

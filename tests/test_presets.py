@@ -3,6 +3,7 @@
 import copy
 import pickle
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from retain import presets
 from retain.budget.statement import Budget
 from retain.policy import decide_layers, load_policy, policies, score_entries
-from retain.presets import REGIMES, Draw, Pyramid
+from retain.presets import Draw, Evaluated, Pyramid
 from retain.protection import Protection
 from retain.scores import SCORES, masked_score
 from tests.evictions import FOLDER, PRESETS, SHARED, learned_scores, make_evidence, policy_of, small
@@ -50,8 +51,8 @@ def test_presets_share_as_published():
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_says_what_its_score_really_is(name, heads_file):
     preset = {preset.name: preset for preset in policies()}[name]
-    assert preset.regime in REGIMES and preset.paper
-    assert (preset.regime == "any") == (
+    assert preset.evaluated in get_args(Evaluated) and preset.paper
+    assert (preset.evaluated == "any") == (
         name in ("full", "learned", "gate", "kivi", "merge", "random", "recency")
     )
     layers = make_evidence(0, 2, 21, (0, 3))

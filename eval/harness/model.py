@@ -31,8 +31,8 @@ import retain
 from retain.config import leaves
 from retain.eval.config import gates_identity, policy_settings
 from retain.eval.run.table import digest
+from retain.eviction import When
 from retain.hf.cache.cache import Cache
-from retain.hf.cache.regime import Regime
 from retain.hf.intercept.attach import attach
 from retain.hf.model.identity import identity_of
 from retain.hf.version_names import CACHE
@@ -51,7 +51,7 @@ NEUTRAL = ("batch_size", "max_batch_size", "tokenizer", "max_length")
 # Of a cache's report; entries are (layer, KV head, token) triples, generated tokens among them.
 COUNTED = ("entries_seen", "entries_held", "bytes_full", "bytes_held")
 # Fields of a policy that model_args may replace.
-FIELDS = {field.name for field in fields(Policy)} - {"name", "regime", "paper", "variants"}
+FIELDS = {field.name for field in fields(Policy)} - {"name", "when", "paper", "variants"}
 
 
 @register_model("retain")
@@ -62,7 +62,7 @@ class RetainLM(HFLM):
         pretrained: Hub id, local folder, `reference:0`, or a loaded model (then pass its tokenizer too).
         policy: Preset, variant of one, or path to a YAML.
         keep_ratio, tokens_per_head, bytes: Budget; exactly one.
-        regime, every: When to evict, as `retain.Cache` takes it: prefill, decode or prefill+decode.
+        when, every: When to evict, as `retain.Cache` takes it: prefill, decode or prefill+decode.
         gates: For learned policies, a folder or a hub id.
         allow_other_weights: Take gates whose base has other weights than the model, as for a fine-tune of it.
         seeds: Of policies that draw. Each prompt draws by this and its tokens, so that neither the batch
@@ -84,7 +84,7 @@ class RetainLM(HFLM):
         keep_ratio: float | None = None,
         tokens_per_head: int | None = None,
         bytes: int | None = None,
-        regime: str = "prefill",
+        when: str = "prefill",
         every: int = 32,
         gates: str | Path | None = None,
         allow_other_weights: bool = False,
@@ -94,8 +94,8 @@ class RetainLM(HFLM):
         **others: Any,
     ) -> None:
         changes, others = sorted_out(others)
-        if "chunked" in Regime(regime).parts:
-            raise ValueError(f"regime {regime!r} reads in chunks, which `retain compare` measures.")
+        if "chunk" in When(when).parts:
+            raise ValueError(f"when={when!r} reads in chunks, which `retain compare` measures.")
         if context_marker == "" or others.get("truncation"):
             raise ValueError(
                 "context_marker is a string behind which the question begins, and truncation=True would cut "
@@ -116,7 +116,7 @@ class RetainLM(HFLM):
         loaded = load_gates(gates, self.model, allow_other_weights=allow_other_weights) if gates else None
         budget = {"keep_ratio": keep_ratio, "tokens_per_head": tokens_per_head, "bytes": bytes}
         budget = {name: value for name, value in budget.items() if value is not None}
-        self._request: dict[str, Any] = {"policy": rule, "regime": regime, "every": every, "gates": loaded}
+        self._request: dict[str, Any] = {"policy": rule, "when": when, "every": every, "gates": loaded}
         self._request |= budget
         self._cache()  # a wrong request is refused before anything is read
         self.keeps_all = rule.keeps_all or keep_ratio == 1
@@ -126,8 +126,8 @@ class RetainLM(HFLM):
         self.identity: dict[str, Any] = {
             "policy": {"name": rule.name, **policy_settings(rule)},
             "budget": budget,
-            "regime": regime,
-            "every": every if "decode" in regime else None,
+            "when": when,
+            "every": every if "decode" in when else None,
             "gates": gates_identity(loaded),
             "seeds": seeds,
             "context_marker": context_marker,

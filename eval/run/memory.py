@@ -49,10 +49,10 @@ def held_of(
             f"{name} holds {total.entries_held} entries where the budget and the {since} tokens since the "
             f"last of {cache.evictions} evictions are {wanted}"
         )
-    if "decode" in state.regime.parts and cache.evictions and since >= state.regime.every:
+    if "decode" in state.when.parts and cache.evictions and since >= state.when.every:
         raise RuntimeError(
             f"{name}: {since} tokens have come since the last eviction, and entries go every "
-            f"{state.regime.every}"
+            f"{state.when.every}"
         )
     return {
         "entries_held": total.entries_held,

@@ -198,7 +198,7 @@ def open_cache(
         model,
         policy,
         **amounts,
-        regime=when.replace("chunk", "chunked"),  # its name there
+        when=when.replace("chunk", "chunk"),  # its name there
         every=config.every,
         gates=gates if policy.learned else None,
         seeds=seeds,

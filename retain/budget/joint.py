@@ -10,7 +10,7 @@ number is always the same (`retain.scores.random`), so that it is drawn again wh
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int, Int32, Int64
@@ -38,7 +38,8 @@ class Bids(NamedTuple):
     def select(self, which_N: Bool[Tensor, " N"]) -> "Bids":
         """Select some of the bids."""
         at_N = which_N.nonzero()[:, 0]  # counted once for all of the fields, since a count is waited for
-        return Bids(self.guaranteed_BH, *(None if one is None else one[at_N] for one in self[1:]))
+        chosen: Any = (None if one is None else one[at_N] for one in self[1:])
+        return Bids(self.guaranteed_BH, *chosen)
 
 
 class Won(NamedTuple):
@@ -110,7 +111,8 @@ def allocate_joint(
         ValueError: if the guaranteed entries alone exceed the total.
     """
     device = layers[0].value_N.device
-    here = [Bids(*(None if one is None else one.to(device) for one in bids)) for bids in layers]
+    moved: Any = [[None if one is None else one.to(device) for one in bids] for bids in layers]
+    here = [Bids(*each) for each in moved]
     total = torch.tensor(total_B, dtype=torch.int64, device=device)
     free_B = total - torch.stack([bids.guaranteed_BH.sum(-1) for bids in here]).sum(0)
     if (free_B < 0).any():

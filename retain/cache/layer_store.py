@@ -97,7 +97,8 @@ class Store:
     @property
     def side(self) -> dict[str, Tensor]:
         """Side columns of all entries, to be read; both parts have the same."""
-        return {name: self._joined(lambda part, name=name: part.columns[name]) for name in self.plain.side}
+        found = [part.side for part in self.parts]
+        return found[-1] if len(found) == 1 else {k: torch.cat([one[k] for one in found]) for k in found[-1]}
 
     @property
     def log_weight_C(self) -> Float[Tensor, " C"] | None:

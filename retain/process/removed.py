@@ -32,7 +32,8 @@ chunk -> training.micro_batch or data.pack_tokens, which bound the tokens of a f
 features -> no folder: every step asks the frozen model
 selection -> each head keeps its own tokens
 reading quest fasa mpcache -> the preset quest_evict
-select -> a regime that evicts
+select -> when, which says when to evict
+regime -> when of retain.Cache (prefill, chunk, decode); in a policy's YAML evaluated
 patched compresskv retrieval_heads -> snapkv
 released -> the policy's name alone, or the authors' code
 adakv.paper ada_criticalkv.paper lava.code cake.code -> the policy's name alone
@@ -78,8 +79,8 @@ correction.count -> leave it out: merged entries always count for all that they 
 moving -> a number in -1..1
 correction.ridge correction.weights correction.queries -> correction: {threshold: 0.8}
 layer_weight -> observed: cake, which weighs layers
-retain.every -> retain.Cache with regime='prefill+decode', in transformers
-retain.chunked -> vLLM's own chunked prefill, or retain.Cache with regime='chunked'
+retain.every -> retain.Cache with when='prefill+decode', in transformers
+retain.chunked -> vLLM's own chunked prefill, or retain.Cache with when='chunk'
 retain.documents retain.document_blocks retain.document -> vLLM's prefix cache with keep_ratio=1.0, or
     cache.fork() with transformers
 retain.off -> retain.keep_ratio=1.0

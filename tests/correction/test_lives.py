@@ -19,7 +19,7 @@ from tests.tiny import SINGLE, attached, tiny_batch, tiny_model
 THRESHOLD = 0.2
 MERGE = {"threshold": THRESHOLD, "recent": 3}
 SETTINGS = {"observed_settings": {"window": 2}, "protection": FEW, "keep_ratio": 0.4}
-REGIMES = {"prefill": {}, "chunked": {}, "decode": {"every": 3}, "prefill+decode": {"every": 3}}
+WHEN = {"prefill": {}, "chunk": {}, "decode": {"every": 3}, "prefill+decode": {"every": 3}}
 
 
 def merged_(layer, before, after, weight, how):
@@ -62,13 +62,13 @@ def oracle(model, life, history, how):
     return logits, merged
 
 
-@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("when", WHEN)
 @every_family
-def test_logits_are_those_of_a_masked_full_cache_that_merged(family, regime):
+def test_logits_are_those_of_a_masked_full_cache_that_merged(family, when):
     model = tiny_model(family, dtype=torch.float32 if family in SINGLE else torch.float64)
-    life = life_of(model, chunk=16 if regime == "chunked" else None, turn=0)
+    life = life_of(model, chunk=16 if when == "chunk" else None, turn=0)
     with retain.attach(model):
-        cache = Cache(model, "snapkv", regime=regime, correction=MERGE, **SETTINGS, **REGIMES[regime])
+        cache = Cache(model, "snapkv", when=when, correction=MERGE, **SETTINGS, **WHEN[when])
         got, history = lived(model, cache, life)
     want, merged = oracle(model, life, history, Merge(**MERGE))
     assert merged > 10 and cache.evictions
@@ -108,7 +108,7 @@ def test_to_evict_later_is_to_evict_at_once(policy):
 def test_weights_go_where_their_entries_go(tmp_path):
     """Forks, beams, files: a cache that evicts again goes on as the one that it came from."""
     model = attached("qwen3")
-    cache = run(model, "snapkv", correction=MERGE, regime="prefill+decode", every=3)
+    cache = run(model, "snapkv", correction=MERGE, when="prefill+decode", every=3)
     weights = [store.log_weight_C[store.index_N()].exp() for store in cache.state.stores]
     assert sum(int((before_N - 1).sum()) for before_N in weights) > 10
     cache.save(tmp_path / "cache.safetensors")

@@ -132,7 +132,7 @@ def test_a_generation_task_says_what_was_asked_and_evicted(tasks: Path, folder: 
     results = evaluate(tasks, model_args=given)
     assert results["results"]["local_generate"]["exact_match,none"] == 0.0
     info = results["config"]["retain"]
-    assert (info["question"], info["budget"], info["regime"]) == ("known", {"keep_ratio": 0.5}, "prefill")
+    assert (info["question"], info["budget"], info["when"]) == ("known", {"keep_ratio": 0.5}, "prefill")
     assert info["policy"]["protection"]["minimum"] == 1
     counts = info["evicted"]
     assert (counts["sequences"], counts["sequences_evicted"]) == (3, 3)
@@ -161,8 +161,8 @@ def test_two_policies_never_share_an_answer(harness: Any, tasks: Path, folder: s
     [
         {"keep_ratio": 0.3},
         {"keep_ratio": 0.3, "context_marker": MARK},
-        {"tokens_per_head": 12, "regime": "prefill+decode", "every": 3},
-        {"tokens_per_head": 12, "regime": "decode", "every": 2},
+        {"tokens_per_head": 12, "when": "prefill+decode", "every": 3},
+        {"tokens_per_head": 12, "when": "decode", "every": 2},
     ],
     ids=["known", "unknown", "prefill+decode", "decode"],
 )
@@ -253,7 +253,7 @@ def test_log_likelihoods_are_refused(make: Any) -> None:
         ({}, "budget"),
         ({"keep_ratio": 0.5, "policy": "gate"}, "gates"),
         ({"keep_ratio": 0.5, "protection": {"recnt": 8}}, "protection.recnt"),
-        ({"keep_ratio": 0.5, "regime": "chunked"}, "retain compare"),
+        ({"keep_ratio": 0.5, "when": "chunk"}, "retain compare"),
         ({"keep_ratio": 0.5, "context_marker": ""}, "context_marker is a string"),
         ({"keep_ratio": 0.5, "truncation": True}, "would cut"),
     ],
@@ -270,8 +270,8 @@ def test_what_decides_an_answer_is_in_its_identity(make: Any) -> None:
     others += [
         half | {"protection.recent": 2},
         half | {"dtype": "bfloat16"},
-        half | {"regime": "prefill+decode"},
-        half | {"regime": "prefill+decode", "every": 8},
+        half | {"when": "prefill+decode"},
+        half | {"when": "prefill+decode", "every": 8},
     ]
     names = [str(make(**given).identity) for given in (half, *others)]
     assert len({*names}) == len(others) + 1

@@ -1,9 +1,9 @@
 """Compares the entries that caches keep with golden ones: of every policy twice, of every family of gates.
 
-A cell is a model, a policy (`gate@linear`: with that family of gates) and a regime. Two documents of
+A cell is a model, a policy (`gate@linear`: with that family of gates) and when it evicts. Two documents of
 different lengths are read as one left-padded batch in float64, their questions behind them, then fixed tokens
-one by one where the regime decodes; what the cache holds at the end is the cell. Nothing is generated, so a
-cell depends on evictions alone.
+one by one where it evicts while decoding; what the cache holds at the end is the cell. Nothing is generated,
+so a cell depends on evictions alone.
 
 `kept.jsonl` has one line a cell: entries held by (document, layer, KV head), and the positions, as bits
 `[document, layer, head, position]`, packed, deflated and in base64. A new cell is a line with its name alone
@@ -43,7 +43,8 @@ FOLDER = Path(__file__).parent
 FILE = FOLDER / "kept.jsonl"
 # model -> which documents it reads, what share of them is kept, tokens of a chunk.
 MODELS = {"reference": ("reference", 0.25, 96), "llama": ("tiny", 0.4, 64), "qwen3": ("tiny", 0.4, 64)}
-REGIMES = ("context_only", "query_aware", "chunked", "decode", "prefill+decode")
+# The first two evict behind the prefill, with the question unknown or known.
+WHEN = ("unknown", "known", "chunk", "decode", "prefill+decode")
 # Tokens between evictions while decoding; two of the ten tokens come after the last eviction.
 EVERY = 4
 SEEDS = (3, 4)
@@ -97,32 +98,32 @@ def jittered(module: torch.nn.Module, seed: int) -> torch.nn.Module:
 def run(cell: str, jitter: int = 0) -> np.ndarray:
     """Positions that the cache of a cell holds in the end, `[document, layer, head, position]`; `jitter`
     above 0 draws noise on the weights of model and gates."""
-    name, policy_name, regime = cell.split("/")
+    name, policy_name, when = cell.split("/")
     policy_name, _, family = policy_name.partition("@")
     kind, keep_ratio, chunk = MODELS[name]
     given = documents(kind)
     model, gates = model_and_gates(name, family or "mlp")
     if jitter:
         model, gates = jittered(model, jitter), jittered(gates, jitter)
-    once = regime in ("context_only", "query_aware")
+    once = when in ("unknown", "known")
     with _with_weights(retain.load_policy(policy_name), model) as policy, retain.attach(model):
         cache = retain.Cache(
             model,
             policy,
             keep_ratio=keep_ratio,
-            regime="prefill" if once else regime,
+            when="prefill" if once else when,
             every=EVERY,
             gates=gates if policy.learned else None,
             seeds=SEEDS,
             short="raise",
         )
         ids, mask = given["context_ids"], given["mask"]
-        if regime not in ("context_only", "chunked"):
+        if when not in ("unknown", "chunk"):
             ids = torch.cat([ids, given["question_ids"]], 1)
             mask = pad(mask, (0, ids.shape[1] - mask.shape[1]), value=1)
-        cache.prefill(ids, mask, chunk_size=chunk if regime == "chunked" else None)
+        cache.prefill(ids, mask, chunk_size=chunk if when == "chunk" else None)
         behind: Sequence[Tensor] = [] if once else given["next_ids"].split(1, 1)
-        for new_ids in [given["question_ids"]] if regime == "chunked" else behind:
+        for new_ids in [given["question_ids"]] if when == "chunk" else behind:
             mask = pad(mask, (0, new_ids.shape[1]), value=1)
             positions = (mask.cumsum(-1) - 1)[:, -new_ids.shape[1] :]
             with torch.no_grad():

@@ -2,9 +2,9 @@
 
     python -m tests.golden.make kept|report|manifest|demo|all [--check]
 
-`kept`: entries that policies keep in each regime (`tests.golden.kept`). `report`: the report of the table in
-`report/`. `manifest`: commands, YAML keys and public names. `demo`: the sha256 of the gates that `make
-gates-seed0` trains; minutes, and compared on the CPU that made it alone.
+`kept`: entries that policies keep, whenever they evict (`tests.golden.kept`). `report`: the report of the
+table in `report/`. `manifest`: commands, YAML keys and public names. `demo`: the sha256 of the gates that
+`make gates-seed0` trains; minutes, and compared on the CPU that made it alone.
 
 Golden files change in commits of their own, and CHANGELOG.md says what changed on purpose.
 """

@@ -52,7 +52,7 @@ def oracle(
     model: PreTrainedModel,
     attention_mask: Tensor,
     *,
-    regime: str = "prefill",
+    when: str = "prefill",
     every: int = 32,
     rule: Callable[..., Tensor] = keeps,
 ) -> Iterator[FullCache]:
@@ -65,7 +65,7 @@ def oracle(
         every: tokens between evictions while decoding.
         rule: what is kept.
     """
-    full, parts = FullCache(model), regime.split("+")
+    full, parts = FullCache(model), when.split("+")
     ended, due_at = False, 0
 
     def after(module, args, kwargs, output):
@@ -73,7 +73,7 @@ def oracle(
         seen, S = full.get_seq_length(), output.last_hidden_state.shape[1]
         read = S > 1 or not ended
         ends = not ended
-        due = ("prefill" in parts and ends) or ("chunked" in parts and read)
+        due = ("prefill" in parts and ends) or ("chunk" in parts and read)
         due |= "decode" in parts and ended and seen - due_at >= every
         if due:
             mask = attention_mask[:, :seen].bool()

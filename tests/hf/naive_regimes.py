@@ -37,7 +37,7 @@ from tests.naive import MASK, mixed, naive_gumbel, naive_state
 ROUNDING = 1e-5
 
 
-def due_after(regime: str, every: int, sizes: Sequence[int], prompt: int) -> list[bool]:
+def due_after(when: str, every: int, sizes: Sequence[int], prompt: int) -> list[bool]:
     """True for each forward behind which an eviction is due.
 
     Args:
@@ -50,9 +50,9 @@ def due_after(regime: str, every: int, sizes: Sequence[int], prompt: int) -> lis
     for number, size in enumerate(sizes):
         ends = number == prompt - 1
         since = since + size if number >= prompt else 0
-        is_due = "prefill" in regime and ends
-        is_due |= "chunked" in regime and (number < prompt or size > 1)
-        is_due |= "decode" in regime and number >= prompt and since >= every
+        is_due = "prefill" in when and ends
+        is_due |= "chunk" in when and (number < prompt or size > 1)
+        is_due |= "decode" in when and number >= prompt and since >= every
         since = 0 if is_due else since
         answer.append(is_due)
     return answer
@@ -127,14 +127,14 @@ class Naive:
         policy: Policy,
         budget: Mapping[str, Any],
         *,
-        regime: str,
+        when: str,
         every: int = 32,
         seeds: Sequence[int] | None = None,
         gates: Any = None,
         pinned: Any = None,
     ):
         self.model, self.policy, self.budget = model, policy, Budget(**budget)
-        self.regime, self.every, self.seeds = regime, every, seeds
+        self.when, self.every, self.seeds = when, every, seeds
         self.gates, self.pinned = gates, pinned
         self.specs, self.rotary = describe(model), rotary_of(model)
         self.held: list[Tensor] = []
@@ -159,7 +159,7 @@ class Naive:
         self.positions_BT = positions_of(attention_mask)
         sizes = [ids.shape[1] for ids in chunks]
         self.prompt_tokens, self.since = sum(sizes[:prompt]), 0
-        due = due_after(self.regime, self.every, sizes, prompt)
+        due = due_after(self.when, self.every, sizes, prompt)
         with recorded(self.model, self.specs) as self.seen:
 
             def after(number: int, kept: list[Tensor]) -> None:

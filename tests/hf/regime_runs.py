@@ -204,7 +204,7 @@ def agree(
     policy: Policy,
     scenario: Life,
     *,
-    regime: str = "chunked+decode",
+    when: str = "chunk+decode",
     every: int = 3,
     naive: type[Naive] = Naive,
     gates=None,
@@ -214,7 +214,7 @@ def agree(
     """The ragged cache does what the plain implementation does, forward by forward, and both evict."""
     gates = gates_of(model) if policy.learned and gates is None else gates
     how = {
-        "regime": regime,
+        "when": when,
         "every": every,
         "seeds": SEEDS[: len(scenario.mask)],
         "gates": gates,
@@ -227,6 +227,6 @@ def agree(
         got, held = lived(model, cache, scenario)
     assert_same_held(held, plain.history)
     assert_same_logits(got, want, scenario.mask)
-    assert cache.evictions > 1 - (regime == "prefill")
+    assert cache.evictions > 1 - (when == "prefill")
     assert differs(got, eviction_free(model, scenario), scenario.mask)
     return plain

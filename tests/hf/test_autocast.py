@@ -42,7 +42,7 @@ def test_autocast_decides_nothing(policy):
         states.append(torch.is_autocast_enabled("cpu"))
         return torch.ones(evidence.keys_BHTD.shape[:3], dtype=torch.bool)
 
-    generated(model, retain.Cache(model, policy=seen, regime="prefill+decode", every=3), HALF)
+    generated(model, retain.Cache(model, policy=seen, when="prefill+decode", every=3), HALF)
     assert len(states) > len(model.model.layers) and not any(states)
 
 

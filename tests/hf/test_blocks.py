@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from retain.attention import causal as causal
+from retain.attention.causal import causal_attention
 from retain.evidence import Evidence
 from retain.hf.intercept.observe import observe
 from retain.hf.model.decoder import base_model, describe
-from retain.hf.training import causal_attention as causal
 from retain.hf.training.block_reader import Shown, Text, read_texts
-from retain.hf.training.causal_attention import causal_attention
 from tests.memory import Watch
 from tests.refused import refused
 from tests.tiny import FAMILIES, SINGLE, tiny_model

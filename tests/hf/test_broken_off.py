@@ -27,10 +27,10 @@ def steps(model, cache, mask, number, seed=3):
     return mask
 
 
-def begun(model, regime="chunked+decode", num=2):
+def begun(model, when="chunk+decode", num=2):
     """A cache that has read a prompt and decoded some tokens; its mask."""
     ids, mask = tiny_batch(PADS)
-    cache = Cache(model, policy=policy, regime=regime, every=4)
+    cache = Cache(model, policy=policy, when=when, every=4)
     forward(model, cache, ids, mask)
     return cache, steps(model, cache, mask, num)
 
@@ -41,12 +41,12 @@ def turn(model, cache, mask):
 
 # What is done, the method of a store that it changes each layer by, and in which regime.
 CHANGES = {
-    "a turn": ("filter_", "chunked+decode", turn),
-    "decoding": ("compact_", "chunked+decode", lambda *how: steps(*how, 4)),
+    "a turn": ("filter_", "chunk+decode", turn),
+    "decoding": ("compact_", "chunk+decode", lambda *how: steps(*how, 4)),
     "crop": ("filter_", "prefill", lambda model, cache, mask: cache.crop(41)),
     "beams": (
         "select_batch",
-        "chunked",
+        "chunk",
         lambda model, cache, mask: cache.reorder_cache(torch.tensor([2, 0, 0])),
     ),
 }
@@ -70,7 +70,7 @@ def assert_refused(model, cache, mask, tmp_path):
         refused(BROKE, use)
     assert not list(tmp_path.iterdir())
     cache.reset()
-    fresh = Cache(model, policy=policy, regime=cache.state.regime.name, every=4)
+    fresh = Cache(model, policy=policy, when=cache.state.when.name, every=4)
     ids, mask = tiny_batch(PADS, seed=8)
     for one in (cache, fresh):
         forward(model, one, ids, mask)
@@ -94,8 +94,8 @@ def out_of_memory(monkeypatch, name, at):
 @pytest.mark.parametrize("at", [1, 2])
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_that_breaks_off_is_refused_ever_after(name, at, model, tmp_path, monkeypatch):
-    method, regime, change = CHANGES[name]
-    cache, mask = begun(model, regime)
+    method, when, change = CHANGES[name]
+    cache, mask = begun(model, when)
     aside = cache.fork()
     with monkeypatch.context() as patch:
         out_of_memory(patch, method, at)
@@ -110,7 +110,7 @@ def test_a_forward_that_breaks_off_is_refused_ever_after(first, model, tmp_path)
     """An error of the model's: some layers have the new tokens, and some have not."""
     cache, mask = begun(model)
     if first:
-        cache, mask = Cache(model, policy=policy, regime="chunked+decode", every=4), mask[:, :0]
+        cache, mask = Cache(model, policy=policy, when="chunk+decode", every=4), mask[:, :0]
     hook = model.model.layers[1].mlp.register_forward_pre_hook(lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         turn(model, cache, mask)
@@ -122,7 +122,7 @@ def test_a_forward_that_breaks_off_is_refused_ever_after(first, model, tmp_path)
 
 def test_a_prefill_that_breaks_off_empties_the_cache(model, monkeypatch):
     ids, mask = tiny_batch(PADS)
-    caches = [Cache(model, policy=policy, regime="chunked", every=4) for _ in range(2)]
+    caches = [Cache(model, policy=policy, when="chunk", every=4) for _ in range(2)]
     with monkeypatch.context() as patch:
         out_of_memory(patch, "filter_", 2)
         with pytest.raises(torch.OutOfMemoryError):
@@ -140,9 +140,9 @@ def test_a_policy_functions_wrong_mask_is_found_before_any_layer_is_cut(layer, m
         keep = policy(evidence)
         return keep if good[0] or evidence.layer_idx != layer else keep[:, :1]
 
-    for regime, ask in (("chunked", turn), ("decode", lambda *how: steps(*how, 4))):
+    for when, ask in (("chunk", turn), ("decode", lambda *how: steps(*how, 4))):
         ids, mask = tiny_batch(PADS)
-        cache = Cache(model, policy=sometimes_wrong, regime=regime, every=4)
+        cache = Cache(model, policy=sometimes_wrong, when=when, every=4)
         forward(model, cache, ids, mask)
         calls, fresh = [], cache.entries_held
         good[0] = False
@@ -156,4 +156,4 @@ def test_a_policy_functions_wrong_mask_is_found_before_any_layer_is_cut(layer, m
         cache.reset()
         forward(model, cache, ids, mask)
         ask(model, cache, mask)
-        assert cache.evictions == 1 + (regime == "chunked")
+        assert cache.evictions == 1 + (when == "chunk")

@@ -33,7 +33,7 @@ from tests.hf.moments import FullCache
 from tests.tiny import PAD, VOCAB, tiny_model
 
 LAYERS, HEADS, EVERY = 2, 2, 4
-REGIMES = ("prefill", "prefill", "chunked", "chunked+decode")
+WHEN = ("prefill", "prefill", "chunk", "chunk+decode")
 Held = list[list[set[int]]]
 
 
@@ -156,9 +156,9 @@ class CacheMachine(RuleBasedStateMachine):
     def start(self, data, rate, seed) -> None:
         B, S = data.draw(st.integers(1, 3)), data.draw(st.integers(4, 14))
         pads = torch.tensor([data.draw(st.integers(0, S - 1)) for _ in range(B)])
-        regime = data.draw(st.sampled_from(REGIMES))
+        when = data.draw(st.sampled_from(WHEN))
         cache = Cache(
-            self.model, policy=self.decide, regime=regime, every=EVERY, slack=data.draw(st.integers(0, 70))
+            self.model, policy=self.decide, when=when, every=EVERY, slack=data.draw(st.integers(0, 70))
         )
         talk = Conversation(cache, [Sequence() for _ in range(B)])
         self.talks.append(talk)

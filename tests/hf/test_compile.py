@@ -40,15 +40,15 @@ def decoded(model, forward, cache, num_tokens=24):
     return torch.cat(logits, dim=1)
 
 
-def decoding_compiles_no_token_after_the_first_two(family, regime):
+def decoding_compiles_no_token_after_the_first_two(family, when):
     model = tiny_model(family)
     with retain.attach(model):
-        want = decoded(model, model, Cache(model, policy=policy, regime=regime, every=5))
-        cache = Cache(model, policy=policy, regime=regime, every=5)
+        want = decoded(model, model, Cache(model, policy=policy, when=when, every=5))
+        cache = Cache(model, policy=policy, when=when, every=5)
         got = decoded(model, torch.compile(model, backend="eager"), cache)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 5  # the control: something was compiled
     assert_close(got, want, ops=MODEL)
-    assert cache.evictions == (1 if regime == "prefill" else 5) and cache.entries_evicted > 0
+    assert cache.evictions == (1 if when == "prefill" else 5) and cache.entries_evicted > 0
 
 
 def one_graph_without_our_cache():

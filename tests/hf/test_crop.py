@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from retain.cache.file_format import tensors_of
+from retain.eviction import WHEN
 from retain.hf.cache.cache import Cache
-from retain.hf.cache.regime import NAMES
 from tests.close import MODEL, assert_close
 from tests.hf.moments import policy
 from tests.hf.test_saving import POLICIES, SMALL, assert_same_state, forward, grown, random_gates
@@ -91,21 +91,21 @@ AGAIN = {"keydiff": {"keep_ratio": 0.4}, **{name: POLICIES[name] for name in ("g
 AGAIN["expected_attention"] = POLICIES["expected_attention"]
 
 
-def evicts_again(family, name, regime, every, **settings):
+def evicts_again(family, name, when, every, **settings):
     """A model, the mask of a prompt, and a cache that has read it."""
     model, (ids, mask) = attached(family), tiny_batch(PADS)
     settings = {"protection": SMALL, **settings}
     gates = random_gates(model) if settings.pop("gates", None) else None
-    cache = Cache(model, name, gates=gates, regime=regime, every=every, **settings)
+    cache = Cache(model, name, gates=gates, when=when, every=every, **settings)
     forward(model, cache, ids, mask)
     return model, mask, cache
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-@pytest.mark.parametrize("regime", NAMES[1:])
+@pytest.mark.parametrize("when", WHEN[1:])
 @pytest.mark.parametrize("name", AGAIN)
-def test_later_evictions_are_those_of_a_cache_that_never_read_on(family, regime, name):
-    model, mask, cache = evicts_again(family, name, regime, 8, **AGAIN[name])
+def test_later_evictions_are_those_of_a_cache_that_never_read_on(family, when, name):
+    model, mask, cache = evicts_again(family, name, when, 8, **AGAIN[name])
     fresh, turn = cache.fork(), tiny_batch((0, 0, 0), 6, seed=8)[0]
     fed(model, cache, mask, steps(6, 5))
     cache.crop(42)
@@ -139,16 +139,16 @@ def test_crop_into_tokens_whose_metadata_is_stored(name, why, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name, regime, length, why",
+    "name, when, length, why",
     [
         ("h2o", "prefill+decode", 42, "statistics of all queries"),
         ("keydiff", "prefill+decode", 47, "entries were evicted when it had seen 48"),
         ("keydiff", "decode", 39, "entries were evicted when it had seen 48"),
     ],
 )
-def test_crop_is_refused_where_later_evictions_would_read_freed_data(name, regime, length, why):
+def test_crop_is_refused_where_later_evictions_would_read_freed_data(name, when, length, why):
     settings = {"h2o": POLICIES["h2o"], "keydiff": AGAIN["keydiff"]}[name]
-    model, mask, cache = evicts_again("llama", name, regime, 8, **settings)
+    model, mask, cache = evicts_again("llama", name, when, 8, **settings)
     fed(model, cache, mask, steps(7 if name == "h2o" else 9, 5))
     before = cache.fork()
     refused(rf"{why}.*fork\(\)", cache.crop, length)
@@ -157,7 +157,7 @@ def test_crop_is_refused_where_later_evictions_would_read_freed_data(name, regim
 
 def test_crop_is_refused_while_the_first_prompt_is_read():
     model, (ids, mask) = attached("llama"), tiny_batch(PADS)
-    cache = Cache(model, "keydiff", keep_ratio=0.4, regime="decode", protection=SMALL)
+    cache = Cache(model, "keydiff", keep_ratio=0.4, when="decode", protection=SMALL)
     cache.state.prompt_mask_BT = mask.bool()
     forward(model, cache, ids[:, :20], mask[:, :20])
     refused(r"still being read.*fork\(\)", cache.crop, 12)
@@ -170,8 +170,8 @@ def test_chosen_sequences_go_on_as_they_would_have(name):
     idx, after = torch.tensor([2, 0, 2]), steps(9, 6)
     settings = {"protection": SMALL, **POLICIES[name]}
     gates = random_gates(model) if settings.pop("gates", None) else None
-    regime = {"regime": "prefill+decode", "every": 5}
-    cache = Cache(model, name.partition(":")[0], gates=gates, **regime, **settings)
+    when = {"when": "prefill+decode", "every": 5}
+    cache = Cache(model, name.partition(":")[0], gates=gates, **when, **settings)
     forward(model, cache, ids, mask)
     whole = fed(model, cache, mask, steps(3, 5))[1]
     some, again = cache.fork(), cache.fork()
@@ -187,7 +187,7 @@ def test_chosen_sequences_go_on_as_they_would_have(name):
 
 def test_concatenated_caches_go_back_as_far_as_the_one_that_was_evicted_last():
     model, (ids, mask) = attached("llama"), tiny_batch(PADS)
-    ways = ({"policy": None}, {"policy": policy}, {"policy": policy, "regime": "prefill+decode", "every": 4})
+    ways = ({"policy": None}, {"policy": policy}, {"policy": policy, "when": "prefill+decode", "every": 4})
     caches = [Cache(model, **how) for how in ways]
     for cache in caches:
         forward(model, cache, ids, mask)

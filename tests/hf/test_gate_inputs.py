@@ -92,10 +92,10 @@ INPUTS = {
 
 
 @pytest.mark.parametrize("name", INPUTS)
-@pytest.mark.parametrize("regime", ["decode", "chunked+decode"])
-def test_entries_are_scored_when_they_come_by_whatever_gates_look_at(name, regime):
+@pytest.mark.parametrize("when", ["decode", "chunk+decode"])
+def test_entries_are_scored_when_they_come_by_whatever_gates_look_at(name, when):
     model = exact_model()
-    agree(model, policy(), life(3), gates=gates_of(model, *INPUTS[name]), regime=regime, tokens_per_head=12)
+    agree(model, policy(), life(3), gates=gates_of(model, *INPUTS[name]), when=when, tokens_per_head=12)
 
 
 KINDS = [
@@ -127,7 +127,7 @@ def test_what_ages_is_scored_at_the_time_of_each_eviction(scope):
     model = exact_model()
     given = {"gates": gates_of(model, "decay", {"F": 16}), "naive": NaiveAges}
     agree(model, policy(scope=scope), life(3), **given, keep_ratio=0.3)
-    agree(model, policy(scope=scope), life(3), **given, regime="decode", tokens_per_head=9)
+    agree(model, policy(scope=scope), life(3), **given, when="decode", tokens_per_head=9)
 
 
 def test_units_that_do_not_fit_are_refused_when_the_cache_is_made():

@@ -11,8 +11,8 @@ from transformers import (
 )
 
 import retain
+from retain.eviction import WHEN
 from retain.hf.cache.cache import Cache
-from retain.hf.cache.regime import NAMES
 from retain.hf.version_names import CACHE
 from tests.close import MODEL, assert_close
 from tests.hf.moments import oracle, policy
@@ -50,14 +50,14 @@ def assert_same(got, want):
         assert_close(a, b, dtype=torch.float32, ops=MODEL)
 
 
-def compare(model, way, regime):
+def compare(model, way, when):
     settings, repeats = WAYS[way]
     ids, mask = tiny_batch(PADS)
-    with oracle(model, whole_mask(mask, NEW, repeats), regime=regime, every=5) as full:
+    with oracle(model, whole_mask(mask, NEW, repeats), when=when, every=5) as full:
         want = generated(model, full, ids, mask, **settings)
     plain = generated(model, DynamicCache(config=model.config), ids, mask, **settings)
     with retain.attach(model):
-        cache = Cache(model, policy=policy, regime=regime, every=5)
+        cache = Cache(model, policy=policy, when=when, every=5)
         got = generated(model, cache, ids, mask, **settings)
     assert_same(got, want)
     assert not torch.equal(got.sequences, plain.sequences)  # the control
@@ -75,14 +75,14 @@ def compare(model, way, regime):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_every_way_equals_the_masked_full_cache(family, way):
-    compare(tiny_model(family, dtype=torch.float64), way, "chunked+decode")
+    compare(tiny_model(family, dtype=torch.float64), way, "chunk+decode")
 
 
-@pytest.mark.parametrize("regime", NAMES)
+@pytest.mark.parametrize("when", WHEN)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_regime_equals_the_masked_full_cache(family, regime):
+def test_whenever_it_evicts_it_equals_the_masked_full_cache(family, when):
     model = tiny_model(family, dtype=torch.float64)
-    compare(model, "greedy" if regime in ("prefill", "chunked+decode") else "beams", regime)
+    compare(model, "greedy" if when in ("prefill", "chunk+decode") else "beams", when)
 
 
 def turn_after(got, mask, seed=8):
@@ -92,9 +92,9 @@ def turn_after(got, mask, seed=8):
     return ids, torch.cat([mask, mask.new_ones(mask.shape[0], NEW + 6)], dim=1)
 
 
-@pytest.mark.parametrize("regime", ["prefill", "chunked+decode"])
+@pytest.mark.parametrize("when", ["prefill", "chunk+decode"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_second_generate_continues_the_first(family, regime):
+def test_a_second_generate_continues_the_first(family, when):
     model = tiny_model(family, dtype=torch.float64)
     ids, mask = tiny_batch(PADS)
 
@@ -109,14 +109,14 @@ def test_a_second_generate_continues_the_first(family, regime):
             generated(model, cache, ids_3[:, two.sequences.shape[1] - 1 :], mask_3, do_sample=False),
         )
 
-    with oracle(model, whole_mask(mask, 3 * (NEW + 6)), regime=regime, every=5) as full:
+    with oracle(model, whole_mask(mask, 3 * (NEW + 6)), when=when, every=5) as full:
         want = turns(full)
     with retain.attach(model):
-        cache = Cache(model, policy=policy, regime=regime, every=5)
+        cache = Cache(model, policy=policy, when=when, every=5)
         got = turns(cache)
     for a, b in zip(got, want, strict=True):
         assert_same(a, b)
-    assert cache.evictions == full.evictions >= (1 if regime == "prefill" else 3)
+    assert cache.evictions == full.evictions >= (1 if when == "prefill" else 3)
 
 
 CANNOT = {

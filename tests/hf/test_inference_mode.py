@@ -22,7 +22,7 @@ ORDERS = ("innnnn", "niiiii", "inin-i", "ninini")
 
 
 def cache_of(model, name: str) -> Cache:
-    asked = {"regime": "chunked+decode", "every": 3, "tokens_per_head": 12, "protection": PROTECTION}
+    asked = {"when": "chunk+decode", "every": 3, "tokens_per_head": 12, "protection": PROTECTION}
     return Cache(model, name, **asked, **POLICIES[name])
 
 

@@ -74,26 +74,26 @@ def watched(change: Callable[[Score], Score]) -> Iterator[set[str]]:
 
 
 @torch.no_grad()
-def generated(model: Any, policy: Policy, regime: str) -> tuple[Tensor, list[Tensor]]:
+def generated(model: Any, policy: Policy, when: str) -> tuple[Tensor, list[Tensor]]:
     """The tokens, and which tokens each layer holds in the end, `[B, H, T]`."""
     ids, mask = (part.to(model.device) for part in tiny_batch(PADS, TOKENS))
     gates = gates_of(model) if policy.learned else None
     with retain.attach(model):
-        cache = Cache(model, policy, gates=gates, regime=regime, every=EVERY, keep_ratio=0.4)
+        cache = Cache(model, policy, gates=gates, when=when, every=EVERY, keep_ratio=0.4)
         given = {"input_ids": ids, "attention_mask": mask, CACHE: cache}
         tokens = model.generate(**given, max_new_tokens=NEW, do_sample=False, disable_compile=True)
         seen = torch.cat([mask, mask.new_ones(len(mask), NEW - 1)], dim=1).cpu()
         return tokens, held_by(cache, seen)
 
 
-def agree(model: Any, policy: Policy, regime: str, kernels: str | None) -> None:
+def agree(model: Any, policy: Policy, when: str, kernels: str | None) -> None:
     """Kernels, forced or by themselves, keep what the plain path keeps and write what it writes."""
     with backend.using("reference"):
-        tokens, held = generated(model, policy, regime)
+        tokens, held = generated(model, policy, when)
         with watched(noisy):
-            moved = generated(model, policy, regime)
+            moved = generated(model, policy, when)
     with watched(lambda score: score) as ops, backend.using(kernels) if kernels else nullcontext():
-        fast = generated(model, policy, regime)
+        fast = generated(model, policy, when)
     assert ops == {"ragged_attention"} | (set() if policy.name in POOLED else {"attention_stats"})
     for other in (moved, fast):  # `moved`: or else a decision hangs on rounding, take another seed
         assert torch.equal(other[0], tokens)
@@ -107,13 +107,13 @@ def case(name: str, heads_file: str) -> Policy:
     return replace(small(name, heads_file), **POLICIES.get(name, {}))
 
 
-@pytest.mark.parametrize(("name", "family", "regime"), MATRIX)
-def test_kernels_keep_what_the_plain_path_keeps(name, family, regime, heads_file):
-    agree(tiny_model(family), case(name, heads_file), regime, "triton")
+@pytest.mark.parametrize(("name", "family", "when"), MATRIX)
+def test_kernels_keep_what_the_plain_path_keeps(name, family, when, heads_file):
+    agree(tiny_model(family), case(name, heads_file), when, "triton")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("name", "family", "regime"), [*MATRIX, *ON_A_GPU])
-def test_kernels_keep_what_the_plain_path_keeps_on_a_gpu(name, family, regime, heads_file):
+@pytest.mark.parametrize(("name", "family", "when"), [*MATRIX, *ON_A_GPU])
+def test_kernels_keep_what_the_plain_path_keeps_on_a_gpu(name, family, when, heads_file):
     """As a user runs it: nothing is forced, and CUDA takes its kernels."""
-    agree(tiny_model(family).cuda(), case(name, heads_file), regime, None)
+    agree(tiny_model(family).cuda(), case(name, heads_file), when, None)

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from retain.config import build, stated_of
+from retain.eviction import WHEN
 from retain.fusion import FUSIONS
 from retain.hf.cache.cache import Cache
-from retain.hf.cache.regime import NAMES
 from retain.presets import Policy
 from retain.protection import Protection
 from tests.evictions import EVICTING, policy_of, small
@@ -28,11 +28,11 @@ CARRIED = ("layer_defensivekv", "h2o", "learned", "expected_attention")
 
 
 @pytest.mark.parametrize("name", CARRIED)
-@pytest.mark.parametrize("regime", ["prefill", "chunked", "decode", "prefill+decode"])
-def test_what_later_moments_read_is_carried_on_in_every_regime(regime, name, heads_file):
+@pytest.mark.parametrize("when", ["prefill", "chunk", "decode", "prefill+decode"])
+def test_what_later_moments_read_is_carried_on_whenever_it_evicts(when, name, heads_file):
     model = exact_model()
-    batch = 1 if regime == "chunked" else 3
-    agree(model, small(name, heads_file), life(batch), regime=regime, keep_ratio=0.4)
+    batch = 1 if when == "chunk" else 3
+    agree(model, small(name, heads_file), life(batch), when=when, keep_ratio=0.4)
 
 
 def policy(name: str, observed: str | None = None, **settings) -> Policy:
@@ -107,7 +107,7 @@ def test_metadata_is_stored_once_between_evictions(monkeypatch, heads_file):
     model = exact_model()
     for name in ("h2o", "lru", "learned"):
         scenario = life(3, chunk=None, steps=(7, 8), turn=0)
-        agree(model, small(name, heads_file), scenario, regime="decode", every=7, tokens_per_head=12)
+        agree(model, small(name, heads_file), scenario, when="decode", every=7, tokens_per_head=12)
 
 
 def test_pins_stay(heads_file):
@@ -132,10 +132,10 @@ def fused(how: str = "max", **settings) -> Policy:
 
 
 @pytest.mark.parametrize("how", BOTH_SIDES)
-@pytest.mark.parametrize("regime", NAMES)
-def test_every_fusion_in_every_regime(how, regime):
+@pytest.mark.parametrize("when", WHEN)
+def test_every_fusion_whenever_it_evicts(how, when):
     """Three left-padded sequences; each is decided with its own padding cut off."""
-    naive = agree(exact_model(), fused(how), life(3), regime=regime, keep_ratio=0.4)
+    naive = agree(exact_model(), fused(how), life(3), when=when, keep_ratio=0.4)
     counts = {int(held[0, h].sum()) for held in naive.history[-1] for h in range(held.shape[1])}
     assert len(counts) > 1  # heads got what they bid for
 
@@ -154,12 +154,12 @@ def drawn(name: str = "model", share: float = 0.4) -> Policy:
 
 
 @pytest.mark.parametrize(
-    ("name", "regime"),
-    [("model", regime) for regime in NAMES] + [(name, "chunked+decode") for name in DRAWS if name != "model"],
+    ("name", "when"),
+    [("model", when) for when in WHEN] + [(name, "chunk+decode") for name in DRAWS if name != "model"],
 )
-def test_a_share_is_drawn_in_every_regime(name, regime):
-    naive = agree(exact_model(), drawn(name), life(3), regime=regime, keep_ratio=0.4)
-    plain = agree(exact_model(), replace(drawn(name), draw=None), life(3), regime=regime, keep_ratio=0.4)
+def test_a_share_is_drawn_whenever_it_evicts(name, when):
+    naive = agree(exact_model(), drawn(name), life(3), when=when, keep_ratio=0.4)
+    plain = agree(exact_model(), replace(drawn(name), draw=None), life(3), when=when, keep_ratio=0.4)
     for one, other in zip(naive.history[-1], plain.history[-1], strict=True):
         assert not torch.equal(one, other)
     counts = [sum(held.sum() for held in run.history[-1]) for run in (naive, plain)]

@@ -130,13 +130,13 @@ def cache_of(model, name, heads_file, **settings) -> Cache:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("regime", ["prefill", "prefill+decode"])
+@pytest.mark.parametrize("when", ["prefill", "prefill+decode"])
 @pytest.mark.parametrize("name", ["learned", "defensivekv", "lava"])
-def test_a_step_waits_for_nothing(name, regime, heads_file):
+def test_a_step_waits_for_nothing(name, when, heads_file):
     model = attached("qwen3")
-    found = steps(model, cache_of(model, name, heads_file, regime=regime, every=4, slack=3), 9)
+    found = steps(model, cache_of(model, name, heads_file, when=when, every=4, slack=3), 9)
     kinds = Counter(kind for kind, _ in found)
-    assert kinds["step"] >= 4 and bool(kinds["evicts"]) == (regime != "prefill")
+    assert kinds["step"] >= 4 and bool(kinds["evicts"]) == (when != "prefill")
     assert [(kind, places) for kind, places in found if kind == "step" and places] == []
     # The control: the watch sees waits where there are some, once for many steps.
     assert all(places for kind, places in found if kind != "step")

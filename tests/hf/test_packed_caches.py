@@ -246,8 +246,8 @@ def test_settings_that_make_no_sense_are_refused_when_a_cache_is_made():
     refused("missing key 'precision.bits'", Cache, model, "snapkv", keep_ratio=0.5, precision={"recent": 3})
     refused("bits", Cache, model, "snapkv", keep_ratio=0.5, precision={"bits": 5})
     refused("byte_ratio", Cache, model, "snapkv", byte_ratio=1.5)
-    asked = {"keep_ratio": 0.5, "precision": {"bits": 8}, "regime": "prefill+decode"}
-    refused("precision and a regime that evicts again", Cache, model, "snapkv", **asked)
+    asked = {"keep_ratio": 0.5, "precision": {"bits": 8}, "when": "prefill+decode"}
+    refused("precision and evictions later again", Cache, model, "snapkv", **asked)
 
 
 @pytest.mark.parametrize("stated", ["byte_ratio", "bytes"])

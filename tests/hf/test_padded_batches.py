@@ -39,7 +39,7 @@ def test_a_left_padded_prompt_steps_a_turn_and_steps_equal_solo_runs(family, chu
     """In chunks of 9, the first chunk of the third sequence is all padding."""
     model, policy = exact_model(family), small("snapkv", heads_file)
     scenario = life(3, chunk=chunk, turn_pads=(0, 0, 0), steps=(7, 7))
-    settings = {"tokens_per_head": 11, "regime": "chunked+decode", "every": 3}
+    settings = {"tokens_per_head": 11, "when": "chunk+decode", "every": 3}
     with retain.attach(model):
         cache = Cache(model, policy, **settings)
         got, held = lived(model, cache, scenario)
@@ -66,13 +66,13 @@ def test_which_families_have_layers_that_are_left_alone():
     assert tuple(family for family in FAMILIES if layout_of(exact_model(family)).alone) == ALONE
 
 
-@pytest.mark.parametrize("regime", ["prefill", "chunked+decode"])
+@pytest.mark.parametrize("when", ["prefill", "chunk+decode"])
 @pytest.mark.parametrize("family", ALONE)
-def test_padding_that_layers_left_alone_would_take_for_tokens_is_refused(family, regime):
+def test_padding_that_layers_left_alone_would_take_for_tokens_is_refused(family, when):
     model, (ids, mask) = tiny_model(family), tiny_batch(PADS)
     turn, turn_mask = tiny_batch((0, 2, 0), 6, seed=5)
     with retain.attach(model):
-        cache = Cache(model, policy=policy, regime=regime, every=3)
+        cache = Cache(model, policy=policy, when=when, every=3)
         forward(model, cache, ids, mask)
         steps = list(tiny_batch((0, 0, 0), 4, seed=3)[0].split(1, dim=1))
         for number, step in enumerate(steps):

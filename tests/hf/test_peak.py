@@ -59,7 +59,7 @@ def test_a_chunked_prefill_holds_the_budget_and_a_chunk(name, chunk):
     share = chunk / TOKENS
     alone = without_cache(one, ids[:, :chunk], mask[:, :chunk])
     with Watch() as watch:
-        cache = cache_of(one, name, regime="chunked").prefill(ids, mask, chunk_size=chunk)
+        cache = cache_of(one, name, when="chunk").prefill(ids, mask, chunk_size=chunk)
     assert cache.evictions == -(-TOKENS // chunk) - cache_free_chunks(chunk)
     # The chunk is in all layers before they are cut. One layer's copy: its columns, at most all that was
     # seen.

@@ -19,10 +19,10 @@ from tests.hf.regime_runs import (
 )
 from tests.tiny import FAMILIES
 
-REGIMES = ("prefill", "chunked", "decode", "prefill+decode", "chunked+decode")
+WHEN = ("prefill", "chunk", "decode", "prefill+decode", "chunk+decode")
 MATRIX = [
-    *((family, regime, 3) for family in FAMILIES for regime in REGIMES),
-    *((family, "chunked+decode", 1) for family in FAMILIES),
+    *((family, when, 3) for family in FAMILIES for when in WHEN),
+    *((family, "chunk+decode", 1) for family in FAMILIES),
 ]
 EVERY = 3
 
@@ -76,20 +76,20 @@ def oracle(model, recorder: Recorder, scenario: Life):
     return masked_logits(model, None, scenario.chunks, scenario.mask, after=after), history
 
 
-@pytest.mark.parametrize(("family", "regime", "batch"), MATRIX)
-def test_any_policy_in_any_regime_equals_a_full_cache_masked_at_the_same_moments(family, regime, batch):
+@pytest.mark.parametrize(("family", "when", "batch"), MATRIX)
+def test_any_policy_in_any_regime_equals_a_full_cache_masked_at_the_same_moments(family, when, batch):
     model = exact_model(family)
     scenario = life_of(model, batch)
     recorder = Recorder(model)
     with retain.attach(model):
-        cache = Cache(model, policy=recorder, regime=regime, every=EVERY)
+        cache = Cache(model, policy=recorder, when=when, every=EVERY)
         got, held = lived(model, cache, scenario, recorder.watch)
     want, kept = oracle(model, recorder, scenario)
     assert_same_logits(got, want, scenario.mask)
     # A layer with a window is not asked about what no later query sees: that goes first.
     assert_same_held(held, kept)
     sizes = [ids.shape[1] for ids in scenario.chunks]
-    moments = [number for number, due in enumerate(due_after(regime, EVERY, sizes, scenario.prompt)) if due]
+    moments = [number for number, due in enumerate(due_after(when, EVERY, sizes, scenario.prompt)) if due]
     assert sorted(recorder.moments) == moments and cache.evictions == len(moments)
     assert all(len(layers) == len(recorder.number) for layers in recorder.moments.values())
     assert differs(got, eviction_free(model, scenario), scenario.mask)

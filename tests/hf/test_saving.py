@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 
 import retain
 from retain.cache import file_format
+from retain.eviction import WHEN
 from retain.gates.artifact import save_gates
 from retain.hf.cache.cache import Cache, saving
-from retain.hf.cache.regime import NAMES
 from retain.hf.model.decoder import describe
 from retain.hf.model.identity import fingerprint
 from retain.hf.version_names import CACHE
@@ -86,10 +86,10 @@ def assert_same_state(one, other):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_save_load_continue_equals_continue(family, tmp_path):
     model = attached(family)
-    for regime in NAMES if family in SOME else ("chunked+decode",):
-        cache = Cache(model, policy=policy, regime=regime, every=5, slack=3)
+    for when in WHEN if family in SOME else ("chunk+decode",):
+        cache = Cache(model, policy=policy, when=when, every=5, slack=3)
         mask = started(model, cache)
-        assert cache.evictions == (1 if regime in ("prefill", "chunked", "decode") else 2)
+        assert cache.evictions == (1 if when in ("prefill", "chunk", "decode") else 2)
         path = cache.save(tmp_path / "some" / "context.safetensors")
         again = Cache.load(path, model, policy=policy)
         assert_same_state(again, cache)
@@ -98,7 +98,7 @@ def test_save_load_continue_equals_continue(family, tmp_path):
         want = continued(model, cache, mask)
         assert torch.equal(continued(model, again, mask), want)
         assert torch.equal(continued(model, twice, mask), want)
-        assert again.evictions == cache.evictions >= (1 if regime == "prefill" else 2)
+        assert again.evictions == cache.evictions >= (1 if when == "prefill" else 2)
 
 
 POLICIES = {
@@ -121,13 +121,13 @@ POLICIES = {
 SMALL = {"sinks": 2, "recent": 4, "minimum": 2, "prefix_fraction": 0.0, "suffix_fraction": 0.0}
 
 
-@pytest.mark.parametrize("regime", ["prefill", "prefill+decode"])
+@pytest.mark.parametrize("when", ["prefill", "prefill+decode"])
 @pytest.mark.parametrize("name", POLICIES)
-def test_policies_by_name_are_in_the_file(name, regime, tmp_path):
+def test_policies_by_name_are_in_the_file(name, when, tmp_path):
     model = attached("qwen3")
     settings = {"protection": SMALL, **POLICIES[name]}
     gates = random_gates(model) if settings.pop("gates", None) else None
-    cache = Cache(model, name.partition(":")[0], regime=regime, every=5, gates=gates, **settings)
+    cache = Cache(model, name.partition(":")[0], when=when, every=5, gates=gates, **settings)
     mask = started(model, cache, steps=8)
     path = cache.save(tmp_path / "context.safetensors")
     again = Cache.load(path, model, gates=gates)
@@ -158,11 +158,11 @@ def test_without_a_policy_after_a_hand_made_eviction_and_after_concat(tmp_path):
         assert torch.equal(forward(model, again, turn, whole), forward(model, cache, turn, whole))
 
 
-@pytest.mark.parametrize("regime", ["prefill", "prefill+decode"])
+@pytest.mark.parametrize("when", ["prefill", "prefill+decode"])
 @pytest.mark.parametrize("family", SOME)
-def test_the_file_is_the_bytes_held_and_little_more(family, regime, tmp_path):
+def test_the_file_is_the_bytes_held_and_little_more(family, when, tmp_path):
     model, (ids, mask) = attached(family), tiny_batch((0, 100, 350), 900)
-    cache = Cache(model, policy=policy, regime=regime, every=5).prefill(ids, mask)
+    cache = Cache(model, policy=policy, when=when, every=5).prefill(ids, mask)
     forward(model, cache, ids[:, :1], grown(mask, 1))
     size, report = os.path.getsize(cache.save(tmp_path / "context.safetensors")), cache.report()
     extra = 4 * cache.entries_held  # positions; this policy keeps nothing else
@@ -283,7 +283,7 @@ def test_other_gates_are_refused(tmp_path):
     for seed in (0, 1):
         gates = random_gates(model, seed=seed)
         folders.append(save_gates(gates, tmp_path / str(seed), fingerprint=fingerprint(model)))
-    settings = {"protection": SMALL, "keep_ratio": 0.4, "regime": "prefill+decode", "every": 5}
+    settings = {"protection": SMALL, "keep_ratio": 0.4, "when": "prefill+decode", "every": 5}
     _, cache, path = saved(tmp_path, policy="gate", gates=folders[0], **settings)
     assert_same_state(Cache.load(path, model, gates=folders[0]), cache)
     with pytest.raises(ValueError, match=r"evicted with gates \w{12}, and these are \w{12} \(sha256\)"):

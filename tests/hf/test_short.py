@@ -19,7 +19,7 @@ PADS, WIDTH = (0, 240, 285), 300
 def test_what_short_is_and_what_is_done_about_it(tmp_path):
     model = exact_model("qwen3")
     ids, mask = tiny_batch((0, 40), 100)
-    given = {"keep_ratio": 0.2, "regime": "chunked"}
+    given = {"keep_ratio": 0.2, "when": "chunk"}
     with retain.attach(model):
         cache = Cache(model, "snapkv", **given, short="raise")
         refused("sequence 0 has a budget of 20 .* 16 fewer than the 36", cache.prefill, ids, mask)
@@ -47,7 +47,7 @@ def test_a_sequence_that_grows_too_long_to_be_held_whole_is_an_error_that_breaks
     model, (ids, mask) = exact_model("qwen3"), tiny_batch((0, 0), 246)
     how = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": PAD}
     with retain.attach(model):
-        given = {"tokens_per_head": 16, "regime": "prefill+decode", "every": 4}
+        given = {"tokens_per_head": 16, "when": "prefill+decode", "every": 4}
         cache = Cache(model, "snapkv", **given)
         with pytest.raises(ValueError, match="sequence 0 has a budget of 16 .* 20 fewer than the 36"):
             model.generate(ids, attention_mask=mask, **{CACHE: cache}, **how)

@@ -147,7 +147,7 @@ def more_tokens_than_rooms_were_given() -> None:
 def evictions_while_decoding(policy: str, every: int) -> None:
     """A step as written evicts by what the graph has shown, and the same graph goes on behind it."""
     model, (ids, mask) = model_of("llama"), tiny_batch(PADS[3], 60)
-    how = {"regime": "prefill+decode", "every": every, "tokens_per_head": 20, "keep_ratio": None}
+    how = {"when": "prefill+decode", "every": every, "tokens_per_head": 20, "keep_ratio": None}
     if policy not in ("h2o", "gate"):
         how["observed_settings"] = {"window": 4}
     plain, static = (cache_of(model, policy, **how) for _ in range(2))

@@ -76,7 +76,7 @@ def test_a_prompt_in_chunks_that_is_evicted_once_equals_the_prompt_at_once(name,
 def test_decoding_goes_back_to_the_budget_and_never_into_the_recent_window(every, exact, heads_file):
     policy = replace(small("tova", heads_file), protection=replace(FEW, recent=5))
     scenario = life(3, chunk=None, steps=(13, 0), turn=0)
-    cache = named(exact, policy, regime="prefill+decode", every=every, keep_ratio=None, tokens_per_head=9)
+    cache = named(exact, policy, when="prefill+decode", every=every, keep_ratio=None, tokens_per_head=9)
     _, held = lived(exact, cache, scenario)
     for step, layers in enumerate(held):
         for layer in layers:
@@ -91,7 +91,7 @@ def test_decoding_goes_back_to_the_budget_and_never_into_the_recent_window(every
 def test_a_ratio_grows_with_what_was_seen_and_decode_alone_waits_for_the_prompt_to_end(exact, heads_file):
     policy = small("knorm", heads_file)
     scenario = life(1, chunk=None, steps=(12, 0), turn=0)
-    cache = named(exact, policy, batch=1, regime="decode", every=4, keep_ratio=0.5)
+    cache = named(exact, policy, batch=1, when="decode", every=4, keep_ratio=0.5)
     _, held = lived(exact, cache, scenario)
     entries = [sum(int(layer.sum()) for layer in layers) // 6 for layers in held]
     assert entries == [40, 41, 42, 43, 22, 23, 24, 25, 24, 25, 26, 27, 26]
@@ -108,27 +108,27 @@ def forwards(exact):
 
 def test_what_a_regime_is_not(exact, forwards):
     wrong = {
-        "regime is 'prefill', 'chunked', .*; got 'chunkd'": {"regime": "chunkd"},
-        "every is 0, and must be a whole number of tokens": {"regime": "decode", "every": 0},
-        "'regim' .did you mean 'regime'": {"regim": "chunked"},
+        "when is 'prefill', 'chunk', .*; got 'chunkd'": {"when": "chunkd"},
+        "every is 0, and must be a whole number of tokens": {"when": "decode", "every": 0},
+        "'wen' .did you mean 'when'": {"wen": "chunk"},
     }
     for said, given in wrong.items():
         refused(said, Cache, exact, "snapkv", keep_ratio=0.5, **given)
     (ids, mask), asked = tiny_batch((0,)), {"keep_ratio": 0.5, "protection": FEW}
-    cache = Cache(exact, "knorm", regime="prefill+decode", **asked)
-    refused(r"evict=False leaves .* regime 'prefill\+decode'", cache.prefill, ids, mask, evict=False)
+    cache = Cache(exact, "knorm", when="prefill+decode", **asked)
+    refused(r"evict=False leaves .* when='prefill\+decode'", cache.prefill, ids, mask, evict=False)
     cache = Cache(exact, "knorm", **asked)
     refused("chunk_size is 0: pass a whole number of at least 1", cache.prefill, ids, mask, chunk_size=0)
     assert not forwards
 
 
-@pytest.mark.parametrize("regime", ["prefill", "chunked", "chunked+decode"])
-def test_too_small_a_budget_is_found_before_the_first_chunk(regime, exact, forwards):
+@pytest.mark.parametrize("when", ["prefill", "chunk", "chunk+decode"])
+def test_too_small_a_budget_is_found_before_the_first_chunk(when, exact, forwards):
     ids, mask = tiny_batch((0, 11))
     wide = replace(FEW, recent=9)
     budgets = [{"tokens_per_head": 8}, {"keep_ratio": 0.22}]
     for budget, chunk_size in itertools.product(budgets, (None, 7)):
-        cache = Cache(exact, "knorm", **budget, regime=regime, every=8, protection=wide, short="raise")
+        cache = Cache(exact, "knorm", **budget, when=when, every=8, protection=wide, short="raise")
         with pytest.raises(ValueError, match=r"budget of [\d.]* entries per head.*10 protected"):
             cache.prefill(ids, mask, chunk_size=chunk_size)
         assert not forwards and cache.num_seen == 0
@@ -137,7 +137,7 @@ def test_too_small_a_budget_is_found_before_the_first_chunk(regime, exact, forwa
 def test_decoding_alone_asks_nothing_of_the_prompts_budget(exact):
     """A ratio of the prompt may be less than what is protected, as long as nothing is evicted yet."""
     ids, mask = tiny_batch((0,))
-    settings = {"keep_ratio": 0.3, "regime": "decode", "every": 100, "protection": replace(FEW, recent=16)}
+    settings = {"keep_ratio": 0.3, "when": "decode", "every": 100, "protection": replace(FEW, recent=16)}
     at_once = Cache(exact, "knorm", **settings).prefill(ids, mask)
     in_chunks = Cache(exact, "knorm", **settings).prefill(ids, mask, chunk_size=16)
     assert at_once.entries_held == in_chunks.entries_held == 40 * 6
@@ -148,7 +148,7 @@ def test_a_turn_without_tokens_is_refused_where_its_queries_decide(exact, heads_
     whole = torch.cat([mask, torch.tensor([[1] * 5, [0] * 5])], dim=1)
     given = {"attention_mask": whole, "position_ids": positions_of(whole)[:, -5:]}
     for name, said in (("expected_attention", "evicts by the queries of each turn"), ("snapkv", None)):
-        cache = Cache(exact, small(name, heads_file), tokens_per_head=12, regime="chunked").prefill(ids, mask)
+        cache = Cache(exact, small(name, heads_file), tokens_per_head=12, when="chunk").prefill(ids, mask)
         if said is not None:
             refused(said, exact, input_ids=turn, **{CACHE: cache}, **given)
             assert cache.fork().num_seen == 40

@@ -123,7 +123,7 @@ def test_a_cache_reads_the_statistics_of_its_model(tmp_path):
     path = publish(tmp_path / "stats.pt", found)
     few = {"sinks": 1, "prefix_fraction": 0.0, "suffix_fraction": 0.0, "minimum": 0, "recent": 2}
     settings = {"keep_ratio": 0.3, "protection": few, "observed_settings": {"centres": path}}
-    cache = retain.Cache(model, "triattention", regime="prefill+decode", every=4, **settings)
+    cache = retain.Cache(model, "triattention", when="prefill+decode", every=4, **settings)
     model.generate(ids, past_key_values=cache, max_new_tokens=10)
     assert cache.entries_evicted > 0
     kept = retain.Cache(model, "triattention", **settings).prefill(ids).state.stores[1]

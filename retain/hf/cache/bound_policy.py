@@ -28,7 +28,7 @@ from retain.scores.triattention import check_centres
 
 # Settings of `Cache` itself, near which a misspelt one may lie.
 KEYWORDS = (
-    *("keep_ratio", "tokens_per_head", "bytes", "byte_ratio", "threshold", "regime", "every"),
+    *("keep_ratio", "tokens_per_head", "bytes", "byte_ratio", "threshold", "when", "every"),
     *("gates", "seeds", "pinned", "slack", "short"),
 )
 # Tokens up to which a sequence that the policy cannot evict from within its budget is held whole, by what

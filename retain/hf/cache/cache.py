@@ -2,8 +2,8 @@
 
 The first forward on an empty cache is the prefill: each layer attends densely, shows its evidence, and is cut
 to its kept entries before the next layer runs, so the peak is what is held plus one layer, or one and a half
-where layers share a budget. Later forwards append to the ragged rows and attend over them; when the regime
-says so (`retain.hf.cache.regime`), all layers are cut back to the budget (`retain.hf.cache.later_evidence`).
+where layers share a budget. Later forwards append to the ragged rows and attend over them; when it is
+time (`retain.eviction.When`), all layers are cut back to the budget (`retain.hf.cache.later_evidence`).
 Layers without full attention keep a cache layer of transformers.
 
 Length means tokens *seen*: positions, masks and slicing follow it as if nothing had been evicted; only
@@ -24,12 +24,12 @@ from retain.cache.precision import Precision
 from retain.cache.store import SLACK
 from retain.config import plain_numbers
 from retain.correction.merge import Merge
+from retain.eviction import When
 from retain.evidence import Evidence
 from retain.gates.base import INPUTS
 from retain.hf.cache import saving
 from retain.hf.cache.bound_policy import MOST_SLACK, bind_policy, whole
 from retain.hf.cache.engine import Engine
-from retain.hf.cache.regime import Regime
 from retain.hf.cache.report import Report, report_of
 from retain.hf.cache.state import State, concat
 from retain.hf.intercept.interceptor import InterceptedCache
@@ -52,9 +52,9 @@ class Cache(InterceptedCache):
             (`precision`), as many more of them.
         threshold: in place of a budget: entries that score below it are evicted, once they are protected no
             longer (admission).
-        regime: when to evict: `prefill` (once, when the first prompt was read), `chunked` (after every read:
+        when: when to evict: `prefill` (once, when the first prompt was read), `chunk` (after every read:
             each chunk of a prompt, each later turn), `decode` (every so many tokens, once the first prompt is
-            over), `prefill+decode`, `chunked+decode`.
+            over), `prefill+decode`, `chunk+decode`.
         every: tokens between evictions, for `decode`.
         gates: for learned policies: a path, a hub id, or loaded gates; None: those that ship for the model's
             weights. Lookahead gates bring adapters for the modules that they adapt, and take none on them:
@@ -91,7 +91,7 @@ class Cache(InterceptedCache):
         bytes: SupportsFloat | None = None,
         byte_ratio: SupportsFloat | None = None,
         threshold: SupportsFloat | None = None,
-        regime: str = "prefill",
+        when: str = "prefill",
         every: SupportsInt = 32,
         gates: Any = None,
         seeds: Sequence[int] | None = None,
@@ -114,12 +114,12 @@ class Cache(InterceptedCache):
             overrides=overrides,
             short=short,
         )
-        when = Regime(regime, plain_numbers(every))
-        bound.refuse(*(("again",) if when.again else ()))
+        times = When(when, plain_numbers(every))
+        bound.refuse(*(("again",) if times.again else ()))
         self.model, self.short = model, short
         slack = whole(slack, "slack", 0, MOST_SLACK)
         seeds = None if seeds is None else [whole(seed, "seeds", -(2**63), 2**63) for seed in seeds]
-        self.state = State(layout, bound, when, slack=slack, seeds=seeds, pinned=pinned)
+        self.state = State(layout, bound, times, slack=slack, seeds=seeds, pinned=pinned)
         self.engine = Engine(model, self.state)
         super().__init__(layers=self.state.layers)
 
@@ -146,7 +146,7 @@ class Cache(InterceptedCache):
         Args:
             input_ids: token ids, left-padded.
             attention_mask: 1 on tokens, 0 on padding; None: no padding.
-            chunk_size: tokens a forward; None: all at once. In the regime `chunked` the budget (a ratio is
+            chunk_size: tokens a forward; None: all at once. With `chunk` the budget (a ratio is
                 one of the whole context) is enforced after each; in the others the context is evicted from
                 when it was read.
             evict: cut each layer as it is filled. False holds everything, for `evict_with` later.
@@ -203,8 +203,8 @@ class Cache(InterceptedCache):
             )
         if not evict and self.state.evicts_again:
             raise ValueError(
-                f"evict=False leaves the eviction to you, and regime {self.state.regime.name!r} evicts by "
-                "itself later: make the cache with regime='prefill', or let it evict."
+                f"evict=False leaves the eviction to you, and when={self.state.when.name!r} evicts by "
+                "itself later: make the cache with when='prefill', or let it evict."
             )
         refuse_learned_prompt(self.model)
         if self.num_seen:
@@ -300,7 +300,7 @@ class Cache(InterceptedCache):
         gates: Any = None,
         policy: Any = None,
     ) -> "Cache":
-        """Read a conversation back that `save` wrote, policy, budget and regime with it. It goes on exactly.
+        """Read a conversation back that `save` wrote, policy, budget and when with it. It goes on exactly.
 
         Args:
             path: of the file.

@@ -1,9 +1,9 @@
-"""The work of a cache during a forward: append, attend, and evict when its regime says so.
+"""The work of a cache during a forward: append, attend, and evict when it is time.
 
 The first forward on an empty cache attends densely, and each layer is cut before the next one runs, so the
 peak is what is held plus one layer, or one and a half where layers share a budget
 (`retain.budget.cascade.LEFT_OVER`). Later forwards append to the ragged rows and attend over them; when an
-eviction is due (`retain.hf.cache.regime`), every layer is looked at after the forward
+eviction is due (`retain.eviction.When`), every layer is looked at after the forward
 (`retain.hf.cache.later_evidence`), and all are cut by one decision. So budgets that cross layers are as exact
 as at the first eviction; the price is that a chunk is held in all layers until its forward ends.
 """
@@ -92,7 +92,7 @@ class Engine:
         state = self.state
         if state.bound_policy.keeps_all or not self.evict_at_prefill:
             return False
-        return state.regime.again or state.prompt_B is None and not self._reads_whole_prompt
+        return state.when.again or state.prompt_B is None and not self._reads_whole_prompt
 
     @property
     def _reads_whole_prompt(self) -> bool:
@@ -215,7 +215,7 @@ class Engine:
         elif state.due(call):
             self._eviction = bound.begin(state.arriving(call.mask_BT))
             return
-        if state.regime.evicts_prompt:
+        if state.when.evicts_prompt:
             bound.begin(state.arriving(state.with_prompt(call.mask_BT)))  # refuses what cannot be
 
     def _check_turn(self, valid_BS: Tensor) -> None:
@@ -549,6 +549,6 @@ class Engine:
             del evidence, columns  # one layer's copy at a time
         for store, entries, keep_BHT in zip(state.stores, where, step.finish(), strict=True):
             keep_N = keep_BHT.to(store.device).flatten(0, 1)[entries]
-            spare = len(store.lengths_R) * (state.slack + state.regime.every + PAGE)
+            spare = len(store.lengths_R) * (state.slack + state.when.every + PAGE)
             in_place = not release and store.plain.num_places <= int(keep_N.sum()) + spare
             cut_(store, keep_N, state.bound_policy.correction, in_place=in_place)

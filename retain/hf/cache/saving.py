@@ -2,9 +2,9 @@
 
 The file (`retain.cache.file_format`) holds the entries as they are held (no slack), their metadata, the
 queries and attention inputs that the next eviction will read, the states of layers that are left alone, and
-the history; its header says policy, budget, regime and counters. It has `bytes_held()` bytes of keys and
+the history; its header says policy, budget, when and counters. It has `bytes_held()` bytes of keys and
 values; on top 4 bytes an entry (its position) and the metadata that the policy keeps, 4 bytes a row, 17 a
-token seen, 8 a sequence, the queries and attention inputs (regimes that evict again), the states of layers
+token seen, 8 a sequence, the queries and attention inputs (of caches that evict again), the states of layers
 left alone, and a header below 1 KiB a layer, plus 8 KiB.
 """
 
@@ -82,7 +82,7 @@ def load(
         if rule["policy"] is not None:
             asked = {"policy": config.build(rule["policy"], Policy), **rule["budget"]}
         stated = {name: header[name] for name in ("seeds", "pinned", "slack", "short")}
-        cache = cls(model, **asked, **header["regime"], **stated, gates=gates)
+        cache = cls(model, **asked, **header["when"], **stated, gates=gates)
         state = cache.state
         if rule["policy"] is None and not rule["function"]:
             state.bound_policy = BoundPolicy(rule["name"], precision=precision_of(rule))
@@ -147,7 +147,7 @@ def _header(cache: "Cache") -> dict[str, Any]:
         "fingerprint": identity_of(cache.model),
         "dtype": str(state.specs[0].dtype),
         "rule": rule,
-        "regime": {"regime": state.regime.name, "every": state.regime.every},
+        "when": {"when": state.when.name, "every": state.when.every},
         "slack": state.slack,
         "short": cache.short,
         "seeds": None if state.seeds is None else [int(seed) for seed in state.seeds],

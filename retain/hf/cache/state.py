@@ -22,10 +22,9 @@ from retain.cache.precision import Precision
 from retain.cache.store import LOG_WEIGHT, RaggedStore
 from retain.correction.cuts import correct_, cut_
 from retain.correction.merge import Merge
-from retain.eviction import Arriving, BoundPolicy
+from retain.eviction import Arriving, BoundPolicy, When
 from retain.evidence import Evidence, Stock
 from retain.hf.cache.layer import Layer, Recent
-from retain.hf.cache.regime import Regime
 from retain.hf.intercept.forward_call import Call
 from retain.hf.model import pass_through_layers
 from retain.hf.model.layout import Layout
@@ -129,7 +128,7 @@ class State:
     Args:
         layout: the model's layers.
         bound: decides what is kept.
-        regime: decides when.
+        when: decides when.
         slack: free entries per row that an evicted layer is given for new tokens.
         seeds, pinned: as the user stated them.
     """
@@ -138,14 +137,14 @@ class State:
         self,
         layout: Layout,
         bound: BoundPolicy,
-        regime: Regime,
+        when: When,
         *,
         slack: int,
         seeds: Sequence[int] | None,
         pinned: Any,
     ):
         self.layout, self.specs, self.slack = layout, layout.evicting, slack
-        self.bound_policy, self.regime = bound, regime
+        self.bound_policy, self.when = bound, when
         # As stated; a prompt that `generate` repeats has them repeated, until a reset.
         self.stated: tuple[Sequence[int] | None, Any] = (seeds, pinned)
         self.layers: list[Any] = []
@@ -220,7 +219,7 @@ class State:
     @property
     def evicts_again(self) -> bool:
         """True if it evicts after the first prompt too."""
-        return self.regime.again and not self.bound_policy.keeps_all
+        return self.when.again and not self.bound_policy.keeps_all
 
     def is_read(self, call: Call) -> bool:
         """True if a call is part of a prompt or a turn, rather than a decoding step."""
@@ -238,7 +237,7 @@ class State:
         seen = call.mask_BT.shape[1]
         ends = self.prompt_B is None and seen >= self.prompt_width
         tokens = 0 if self.prompt_B is None else seen - self.last_due
-        return self.regime.due(read=self.is_read(call), prompt_ends=ends, tokens=tokens)
+        return self.when.due(read=self.is_read(call), prompt_ends=ends, tokens=tokens)
 
     def check_whole(self) -> None:
         """Refuse to go on after a forward or a change that broke off.
@@ -356,7 +355,7 @@ class State:
         """Free what only an eviction from the first prompt reads."""
         assert self.history is not None
         self.prompt_B, self.prompt_mask_BT = list(self.history.lengths_B), None
-        if not self.regime.again:
+        if not self.when.again:
             for layer in self.ragged:
                 layer.recent = Recent()
                 if layer.store is not None:
@@ -469,7 +468,7 @@ def concat(parts: Sequence[State], slack: int | None) -> State:
         for store in part.stores:
             _drop_metadata(store)
     bound = BoundPolicy(" + ".join(sorted({part.bound_policy.name for part in parts})))
-    whole = State(parts[0].layout, bound, Regime(), slack=parts[0].slack, seeds=None, pinned=None)
+    whole = State(parts[0].layout, bound, When(), slack=parts[0].slack, seeds=None, pinned=None)
     whole.layers[:] = parts[0].layers
     for idx, layer in enumerate(whole.layers):
         if idx in whole.layout.alone:

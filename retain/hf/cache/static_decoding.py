@@ -51,8 +51,8 @@ def steps_unseen(state: State, most: int) -> int:
     packed, or metadata is stored."""
     if state.evicts_again:
         most = min(most, MOST_RECENT - 1 - (state.num_seen - state.recorded))
-        if "decode" in state.regime.parts:
-            most = min(most, state.regime.every - 1 - (state.num_seen - state.last_due))
+        if "decode" in state.when.parts:
+            most = min(most, state.when.every - 1 - (state.num_seen - state.last_due))
     elif state.bound_policy.precision is not None:
         most = min(most, GROUP - 1 - (state.num_seen - state.packed_at))
     return most
@@ -130,8 +130,8 @@ class StaticDecoding:
         policy, plain_room = state.bound_policy.policy, room
         if state.bound_policy.precision is not None:  # packed entries leave these rows
             plain_room = GROUP
-        elif state.evicts_again and "decode" in state.regime.parts:
-            plain_room = min(room, state.regime.every)
+        elif state.evicts_again and "decode" in state.when.parts:
+            plain_room = min(room, state.when.every)
         # Where layers compete for entries, only the sum of all layers repeats from prompt to prompt.
         alike = state.bound_policy.keeps_all or policy is not None and not policy.crosses_layers
         together = TOGETHER if alike else len(state.layers)

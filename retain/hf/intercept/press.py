@@ -53,7 +53,7 @@ def press_score(model: nn.Module, press: Any, *, unit: str = "rank") -> Callable
         if not evidence.exists_BHT.equal(evidence.valid_BT[:, None].expand_as(evidence.exists_BHT)):
             raise ValueError(
                 f"{name} scores keys that all heads hold, and heads of layer {evidence.layer_idx} hold "
-                "different entries already: evict once, after the prompt (regime='prefill')."
+                "different entries already: evict once, after the prompt (when='prefill')."
             )
         module = modules[evidence.layer_idx]
         values_BHT = torch.zeros(evidence.keys_BHTD.shape[:3], device=evidence.keys_BHTD.device)

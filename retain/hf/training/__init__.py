@@ -1,4 +1,4 @@
 """Reads documents in one row, and attends through soft gates, for training.
 
-Reading order: `block_reader`, `causal_attention`, `soft_attention`.
+Reading order: `block_reader`, `soft_attention`.
 """

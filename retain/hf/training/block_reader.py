@@ -19,13 +19,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from retain.attention.causal import causal_attention
 from retain.evidence import Evidence
 from retain.hf.intercept.attach import attach
 from retain.hf.intercept.interceptor import STEP, hidden_of, masks_unmade
 from retain.hf.model.decoder import base_model, layout_of, rotary_of
 from retain.hf.model.families import FIXED, FULL, SLIDING
 from retain.hf.model.layout import Layout
-from retain.hf.training.causal_attention import causal_attention
 
 
 @dataclass(frozen=True)
