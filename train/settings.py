@@ -31,7 +31,7 @@ def unknown(names: Iterable[str], known: Mapping[str, Any], *, what: str, key: s
         try:
             lookup(name, known, what=what)
         except ValueError as error:
-            problems.append(f"{key}: {error}")
+            problems.append(f"{key}: {str(error).removesuffix('.')}")
     return problems
 
 
