@@ -30,7 +30,7 @@ PAGES = {
     "fair": 0,
     "reference": 0,
     "serving": 1,
-    "regimes": 9,
+    "when": 9,
     "cache": 4,
     "families": 2,
     "gates": 3,
@@ -121,7 +121,7 @@ def test_the_blocks_of_every_page_run_and_what_they_cache_takes_less_memory(
     for name, scope in {
         "README": {**folders, "prompt": "import os\n" * 100, "context_ids": ids},
         **{"start": {}, "train": prompt, "policies": prompt, "gates": learned, "fusion": learned},
-        "regimes": {**folders, **chat},
+        "when": {**folders, **chat},
         "cache": {**folders, "prompts": [TEXT[:1500], TEXT[:1900]]},
         "families": {"name": str(tmp_path / "gemma3"), "prompt_ids": tiny_batch((0,), 60)[0]},
     }.items():

@@ -41,9 +41,8 @@ class Recent:
         if num_tokens == 0:
             self.chunks[kind] = []
         elif num_tokens < self.num_tokens(kind):
-            self.chunks[kind] = [
-                self.last(kind, num_tokens).clone()
-            ]  # a view would hold what it is a view of
+            # A view would hold what it is a view of.
+            self.chunks[kind] = [self.last(kind, num_tokens).clone()]
 
     def forget(self, num_tokens: int) -> None:
         """Free the last tokens."""

@@ -290,7 +290,7 @@ def test_a_cache_is_its_dense_model():
             derandomize=True,
             database=None,
             deadline=None,
-            max_examples=15,
+            max_examples=20,
             stateful_step_count=12,
             phases=[Phase.generate],  # to make a failure smaller takes minutes
             suppress_health_check=list(HealthCheck),

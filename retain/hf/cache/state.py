@@ -163,9 +163,8 @@ class State:
         self.call: Call | None = None  # the forward that runs
         # Padding of the whole prompt, while it is read in chunks.
         self.prompt_mask_BT: Bool[Tensor, "B T"] | None = None
-        self.prompt_B: list[int] | None = (
-            None  # real tokens of each sequence's first prompt, once it was read
-        )
+        # Real tokens of each sequence's first prompt, once it was read.
+        self.prompt_B: list[int] | None = None
         self.last_due = 0  # tokens seen at the last eviction that was due, or at the prompt's end
         self.recorded = 0  # tokens of which layers have stored the metadata that later evictions read
         self.broken = False  # a change broke off midway

@@ -58,10 +58,10 @@ def _name_cache(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple
 
 
 def _before_model(
-    attachment: "Attachment", names: list[str], module: Any, args: tuple, kwargs: dict[str, Any]
+    attachment: "Attachment", module: Any, args: tuple, kwargs: dict[str, Any]
 ) -> tuple[tuple, dict] | None:
-    """Decoder pre-hook: shows our cache what a forward was given (`names` are the decoder's arguments)."""
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    """Decoder pre-hook: shows our cache what a forward was given."""
+    given = {**dict(zip(attachment.names, args, strict=False)), **kwargs}
     cache = cache_in(given)
     if isinstance(cache, InterceptedCache) and cache.engine.is_static:
         return None
@@ -275,9 +275,10 @@ class Attachment:
         self.generating: list[Any] = []  # models before whose `generate` ours stands
         self.evicting = {spec.layer_idx: spec.module for spec in specs}
         self.hooks_layers = False  # whether decoder layers have hooks too
-        base, names = self.base, list(inspect.signature(self.base.forward).parameters)
+        base = self.base
+        self.names = list(inspect.signature(base.forward).parameters)  # of a forward's arguments
         self.hooks: list[RemovableHandle] = [
-            base.register_forward_pre_hook(partial(_before_model, self, names), with_kwargs=True),
+            base.register_forward_pre_hook(partial(_before_model, self), with_kwargs=True),
             base.register_forward_hook(_after_model, with_kwargs=True),
         ]
         alone = layout_of(base).alone.items()
