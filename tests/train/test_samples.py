@@ -20,7 +20,7 @@ def test_a_question_is_answered_by_its_text_and_by_no_other_sentence():
 
 
 def test_the_same_seed_writes_the_same_documents(tmp_path):
-    command = ["--model", "reference:0", "--texts", "5", "--tokens", "8", "--output"]
+    command = ["--model", "reference:0", "--texts", "5", "--held", "3", "--tokens", "8", "--output"]
     for name in ("one", "two"):
         assert samples.main([*command, str(tmp_path / name / "made.jsonl")]) == 0
     one, two = ((tmp_path / name / "made.jsonl").read_text() for name in ("one", "two"))
@@ -37,5 +37,6 @@ def test_no_text_is_in_two_documents(tmp_path, capsys):
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     counts = [sum(f"number {number} " in str(row) for row in rows) for number in range(11)]
     assert counts == [1] * 8 + [0] * 3 and len(rows) == 4
+    assert (tmp_path / "made.held.txt").read_text() == "\n\n".join(texts[8:]) + "\n"
     assert samples.main(["--from", str(tmp_path / "none"), "--output", str(output)]) == 2
     assert "no such data file" in capsys.readouterr().err

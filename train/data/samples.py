@@ -3,10 +3,11 @@
     python -m retain.train.data.samples --model smollm2-135m --output runs/documents/smollm2-135m.jsonl
 
 The model writes texts, each on a topic that it is asked for, into OUTPUT.texts.jsonl (with `--from FILE`
-texts are read instead); a document is two of them, and no text is in two documents. In three of four a few
-sentences with facts are put between the sentences, and a question about one of them stands beside it, with
-its answer; the others are the texts alone. Everything is drawn from the seed, so that the same command writes
-the same files on the same machine.
+texts are read instead); a document is two of them, and no text is in two documents. The last texts are in no
+document, but in OUTPUT.held.txt, for comparisons. In three of four documents a few sentences with facts are
+put between the sentences, and a question about one of them stands beside it, with its answer; the others are
+the texts alone. Everything is drawn from the seed, so that the same command writes the same files on the same
+machine.
 """
 
 import argparse
@@ -142,16 +143,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, required=True, help="jsonl that the documents are written to")
     parser.add_argument("--from", type=Path, dest="written", help="texts that were written before")
     parser.add_argument("--texts", type=int, default=280, help="how many texts, two of a document")
+    parser.add_argument("--held", type=int, default=40, help="texts behind them, for OUTPUT.held.txt")
     parser.add_argument("--tokens", type=int, default=384, help="tokens of a text, at most")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(arguments)
     given.output.parent.mkdir(parents=True, exist_ok=True)
     kept = given.written or given.output.with_suffix(".texts.jsonl")
     if given.written is None:
-        written = sampled(given.model, texts=given.texts, tokens=given.tokens, seed=given.seed)
+        count = given.texts + given.held
+        written = sampled(given.model, texts=count, tokens=given.tokens, seed=given.seed)
         write_text(kept, _lines([{"text": text} for text in written]))
-    texts = [row.values["text"] for row in islice(read_jsonl(str(kept)), given.texts)]
-    write_text(given.output, _lines(composed(texts, given.seed)))
+    rows = islice(read_jsonl(str(kept)), given.texts + given.held)
+    texts = [row.values["text"] for row in rows]
+    write_text(given.output, _lines(composed(texts[: given.texts], given.seed)))
+    write_text(given.output.with_suffix(".held.txt"), "\n\n".join(texts[given.texts :]) + "\n")
     return 0
 
 
