@@ -45,8 +45,8 @@ from retain.evidence import Evidence
 from retain.hf.cache.cache import Cache
 from retain.hf.intercept.attach import attach
 from retain.hf.version_names import CACHE
-from retain.models.gates import load_gates
 from retain.models.named import load
+from retain.models.named_gates import load_gates
 from retain.policy import decide_layers, score_entries
 from retain.presets import Policy, load_policy
 from retain.process.command import command

@@ -47,8 +47,8 @@ from retain.eval.config import resolve_device
 from retain.eval.text_table import text_table
 from retain.hf.version_names import CACHE
 from retain.kernels.measure import quiet
-from retain.models.gates import load_gates, new_gates
 from retain.models.named import dtype_of, load_named_model
+from retain.models.named_gates import load_gates, new_gates
 from retain.presets import load_policy
 from retain.process.command import command
 from retain.process.provenance import code_state, environment, now, write_json

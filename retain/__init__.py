@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from retain.hf.cache.cache import Cache
     from retain.hf.intercept.attach import attach, detach
-    from retain.models.gates import load_gates, new_gates
     from retain.models.named import load
+    from retain.models.named_gates import load_gates, new_gates
     from retain.policy import load_policy, policies
 
 __version__ = "0.1.0"
@@ -33,9 +33,9 @@ _HOMES = {
     "attach": "retain.hf.intercept.attach",
     "load": "retain.models.named",
     "detach": "retain.hf.intercept.attach",
-    "load_gates": "retain.models.gates",
+    "load_gates": "retain.models.named_gates",
     "load_policy": "retain.policy",
-    "new_gates": "retain.models.gates",
+    "new_gates": "retain.models.named_gates",
     "policies": "retain.policy",
 }
 

@@ -24,8 +24,8 @@ from tqdm import tqdm
 from retain.config import leaves, load, to_mapping
 from retain.gates.artifact import save_gates
 from retain.hf.model.identity import fingerprint
-from retain.models.gates import new_gates
 from retain.models.named import commit_of
+from retain.models.named_gates import new_gates
 from retain.process.extras import require
 from retain.train.assembly import corpus_of, frozen_of, lesson_of, score_unit_of
 from retain.train.loop import train

@@ -36,8 +36,8 @@ from retain.hf.cache.cache import Cache
 from retain.hf.intercept.attach import attach
 from retain.hf.model.identity import identity_of
 from retain.hf.version_names import CACHE
-from retain.models.gates import load_gates
 from retain.models.named import REFERENCE, load
+from retain.models.named_gates import load_gates
 from retain.presets import Policy, load_policy
 from retain.process.extras import require
 from retain.process.provenance import code_state

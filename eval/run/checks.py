@@ -32,8 +32,8 @@ from retain.eval.run.plan import Context, Loaded, load_contexts, load_model
 from retain.eval.run.prefill import open_cache
 from retain.eval.tasks.sources import SOURCES, task_names
 from retain.gates import GateSet
-from retain.models.gates import load_gates, shipped_gates
 from retain.models.named import dtype_of
+from retain.models.named_gates import load_gates, shipped_gates
 from retain.policy import Policy
 from retain.presets import policies
 from retain.process.registry import suggest

@@ -14,7 +14,7 @@ releases are read by torch's restricted unpickler, which runs none of a file's c
 | `dms_query` | safetensors, in the model | one neuron of `<a>.q_proj`, with `<a>.q_norm` | `dms` |
 
 with `<a>` for `model.layers.<l>.self_attn`. Layouts are those of the authors' code; none of the released
-weights were available when this was written. `retain.models.gates.import_gates` fetches them for a model.
+weights were available when this was written. `retain.models.named_gates.import_gates` fetches them.
 """
 
 import json

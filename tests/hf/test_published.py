@@ -15,7 +15,7 @@ from retain.gates.hub import HTTP
 from retain.hf.intercept.observe import observe
 from retain.hf.model.decoder import describe
 from retain.hf.model.identity import fingerprint
-from retain.models.gates import import_gates
+from retain.models.named_gates import import_gates
 from tests.refused import refused
 from tests.tiny import tiny_model
 

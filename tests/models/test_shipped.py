@@ -5,7 +5,7 @@ import pytest
 import retain
 from retain.gates.artifact import save_gates
 from retain.hf.model.identity import fingerprint
-from retain.models import gates as each
+from retain.models import named_gates as each
 from retain.models import shipped
 from tests.refused import refusal, refused
 from tests.tiny import tiny_batch, tiny_model

@@ -19,7 +19,7 @@ from retain.capability import BEFORE_ROPE, Use, check_gates, refuse
 from retain.eviction import BoundPolicy, Scorer
 from retain.hf.model.decoder import rotary_of
 from retain.hf.model.layout import LayerSpec
-from retain.models.gates import gates_for, shipped_gates
+from retain.models.named_gates import gates_for, shipped_gates
 from retain.policy import check_budget
 from retain.presets import Policy, load_policy
 from retain.process.registry import check_choice, suggest

@@ -35,7 +35,7 @@ from retain.hf.intercept.interceptor import STEP, check_pointed, hidden_of, mask
 from retain.hf.model.decoder import base_model, layout_of, rotary_of
 from retain.hf.model.layout import LayerSpec
 from retain.kernels.gated_attention import gated_attention
-from retain.models.gates import gates_for
+from retain.models.named_gates import gates_for
 
 # What a pre-hook gives back: the arguments of the forward.
 Hooked = tuple[tuple[Any, ...], dict[str, Any]]

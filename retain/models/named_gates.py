@@ -118,7 +118,7 @@ def shipped_gates(model: nn.Module, policy: str) -> GateSet:
         )
     steps += [
         f"others have published gates for {name}: "
-        f"gates=retain.models.gates.import_gates({repository!r}, model) (not tried here)"
+        f"gates=retain.models.named_gates.import_gates({repository!r}, model) (not tried here)"
         for repository in published_for(name)
     ]
     steps += [
