@@ -200,9 +200,11 @@ def test_asked_to_stop_before_the_first_step(
         assert not (tmp_path / "asked" / STOP_FILE).exists(), "of an earlier run"
         (tmp_path / "asked" / STOP_FILE).touch()
 
+    asks = iter([terminate])  # a second signal ends the process, and the first step has a look too
+
     loading = when == "loading"
     place, name = (assembly, "load_corpus") if loading else (loop, "held_out_record")
-    with stopped_by(ask if loading else terminate, place, name):
+    with stopped_by(ask if loading else lambda: next(asks, int)(), place, name):
         distill(config)
     records = read_log(tmp_path / "asked")
     assert [record["step"] for record in records] == [0, 1, 1]
