@@ -282,12 +282,12 @@ def check_fingerprint(
     listing = ", ".join(f"{key} {trained.get(key)!r} -> {at_hand.get(key)!r}" for key in differ)
     step = (
         "of the same dimensions but other weights: for a fine-tune of it, or the same checkpoint in other "
-        "bits, pass gates=retain.load_gates(..., model, allow_other_weights=True), and measure what they do"
+        "bits, pass gates=retain.load_gates(..., model, allow_other_weights=True), and measure them; or"
         if differ == ["sha256"]
-        else "so they do not fit"
+        else "so they do not fit:"
     )
     raise ValueError(
-        f"the gates in {folder} were trained on another model ({listing}; trained -> at hand), {step}. Or "
+        f"the gates in {folder} were trained on another model ({listing}; trained -> at hand), {step} "
         f"load the model named {metadata.get('base_model', '(not stated)')!r}, or train gates for this one "
         "with train/distill.py."
     )

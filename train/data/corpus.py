@@ -232,8 +232,9 @@ def load_corpus(
     elif settings.source == "jsonl":
         documents = map(reader.document, read_jsonl(settings.path or ""))
     else:
-        of_hub = {"subset": settings.subset, "split": settings.split, "revision": settings.revision}
-        source = Dataset(settings.path or "", **of_hub)  # type: ignore[arg-type]
+        source = Dataset(
+            settings.path or "", subset=settings.subset, split=settings.split, revision=settings.revision
+        )
         if settings.streaming:
             how = {"batch_documents": batch_documents, "seed": seed}
             return StreamingCorpus(source, lambda row: usable(reader.document(row)), settings, **how)
