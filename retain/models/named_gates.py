@@ -21,7 +21,7 @@ from retain.gates.published import CONFIG_FILE, PICKLES, import_published
 from retain.hf.intercept.lookahead_pass import lookahead_gates
 from retain.hf.model.decoder import describe
 from retain.hf.model.identity import fingerprint
-from retain.models.shipped import FOLDER, match_of, published_for, shipped
+from retain.models.shipped import FOLDER, match_of, shipped
 from retain.process.registry import check_choice, lookup
 
 # The best training-free presets on a real model (eval/findings, 2026-11-29).
@@ -117,11 +117,8 @@ def shipped_gates(model: nn.Module, policy: str) -> GateSet:
             "on this model was not measured"
         )
     steps += [
-        f"others have published gates for {name}: "
-        f"gates=retain.models.named_gates.import_gates({repository!r}, model) (not tried here)"
-        for repository in published_for(name)
-    ]
-    steps += [
+        "import gates that others have published for it, if there are any (docs/gates.md): "
+        "gates=retain.models.named_gates.import_gates('owner/name', model)",
         f"train your own: retain train {name} FILE.jsonl output=gates, then gates='gates'",
         f"take no gates: policy={TRAINING_FREE_UNKNOWN!r} where the question comes after the eviction, "
         f"policy={TRAINING_FREE_KNOWN!r} where it is read before (docs/choose.md has the evidence)",
