@@ -136,6 +136,30 @@ class SharedByScore(Guard, ByScore):
     """Shares of layers go by their scores, and the heads of a layer share its own."""
 
 
+def layers(stated: Any) -> Any:
+    """Tells the ways to spread a budget apart, of a YAML's section or of one that was made."""
+    if isinstance(stated, dict):
+        return stated.get("layers", "by_head" if "weights" in stated else "uniform")
+    return "by_head" if isinstance(stated, ByHead) else getattr(stated, "layers", None)
+
+
+HeadAllocation = Annotated[
+    Annotated[Uniform, Tag("uniform")]
+    | Annotated[Pyramid, Tag("pyramid")]
+    | Annotated[ByScore, Tag("cake")]
+    | Annotated[ByScore, Tag("entropy")]
+    | Annotated[ByHead, Tag("by_head")],
+    Discriminator(layers),
+]
+LayerAllocation = Annotated[
+    Annotated[SharedUniform, Tag("uniform")]
+    | Annotated[SharedPyramid, Tag("pyramid")]
+    | Annotated[SharedByScore, Tag("cake")]
+    | Annotated[SharedByScore, Tag("entropy")],
+    Discriminator(layers),
+]
+
+
 def _known_score(name: str) -> str:
     lookup(name, SCORES, what="score")
     return name
@@ -341,7 +365,7 @@ class HeadPolicy(Policy):
     """Each head gets the same, or what its layer's share or its own number says."""
 
     scope: Literal["head"] = "head"
-    allocation: Uniform | Pyramid | ByScore | ByHead = Uniform()
+    allocation: HeadAllocation = Uniform()
     draw: None = None
 
 
@@ -350,7 +374,7 @@ class LayerPolicy(Policy):
     """The heads of a layer share one budget by score."""
 
     scope: Literal["layer"] = "layer"
-    allocation: SharedUniform | SharedPyramid | SharedByScore = SharedUniform()
+    allocation: LayerAllocation = SharedUniform()
 
 
 @dataclass(frozen=True, config=STRICT, kw_only=True)

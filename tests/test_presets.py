@@ -118,7 +118,7 @@ REFUSED = [
             ),
             (
                 {"scope": "layer", "allocation": {"weights": "heads.json"}},
-                "unknown key 'allocation.weights'",
+                "allocation.layers: input should be one of 'uniform', .*, got {'weights'",
             ),
             (
                 {"allocation": {"layers": "pyramid", "weights": "heads.json"}},

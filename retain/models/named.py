@@ -93,10 +93,8 @@ def commit_of(model: Any, revision: str | None = None) -> str | None:
 
 def _refused(name: str, reason: str) -> ValueError:
     """The error for a model that cannot be had, with what may be passed in its place."""
-    return ValueError(
-        f"model={name!r} {reason.rstrip('. ')}. Pass a local folder, a hub name, one of {', '.join(CATALOGUE)}, or "
-        f"{REFERENCE}{suggest(name, CATALOGUE)}."
-    )
+    instead = f"a local folder, a hub name, one of {', '.join(CATALOGUE)}, or {REFERENCE}"
+    return ValueError(f"model={name!r} {reason.rstrip('. ')}. Pass {instead}{suggest(name, CATALOGUE)}.")
 
 
 def load_named_model(
@@ -161,7 +159,7 @@ def load_named_model(
         raise _refused(
             name,
             f"cannot be loaded: {len(lacking)} weights that its config.json describes are not in the "
-            f"checkpoint, or of another shape there, the first is {lacking[0]!r}: damaged, or of another model",
+            f"checkpoint, or of another shape there, the first is {lacking[0]!r}",
         )
     return model.eval()
 

@@ -1,5 +1,6 @@
 """Calibration may fail and be asked for otherwise, and costs no training."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 
 import retain
-from retain.config import load, save
+from retain.config import load, to_mapping
 from retain.train import loop
 from retain.train.distill import distill, main
 from retain.train.recipe import DistillConfig
@@ -41,7 +42,7 @@ def test_a_calibration_that_fails_costs_no_training(
 
     with monkeypatch.context() as patch:
         patch.setattr(artifact, "calibrate_", failing)
-        save(config, tmp_path / "c.yaml")
+        (tmp_path / "c.yaml").write_text(json.dumps(to_mapping(config)))
         with pytest.raises(SystemExit, match=r"no curve .* all 2 steps .* without training again"):
             main(["--config", str(tmp_path / "c.yaml")])
     found = latest(folder)
