@@ -95,46 +95,34 @@ def protected_mask(
 
 
 def pinned_mask(
-    spans: Sequence[Sequence[int]] | Sequence[Sequence[Sequence[int]]], valid_BT: Bool[Tensor, "B T"]
+    spans: Sequence[Sequence[Sequence[int]]], valid_BT: Bool[Tensor, "B T"]
 ) -> Bool[Tensor, "B T"]:
     """Mask of spans that the caller pins; `pinned_BT` of `protected_mask`.
 
     Args:
-        spans: `(start, stop)` pairs, half-open, in a sequence's own tokens (padding not counted): one list of
-            pairs for every sequence alike, or a list of such lists, one a sequence. They may overlap.
+        spans: a list for each sequence (`pins_per_sequence`) of `(start, stop)` pairs, half-open, in the
+            sequence's tokens (padding not counted). They may overlap.
 
     Raises:
-        ValueError: names every span that is empty, reversed or out of range; or the lists do not fit the
-            sequences.
+        ValueError: names every span that is empty, reversed or out of range.
 
     Examples:
         >>> valid = torch.tensor([[False, True, True, True, True]])
-        >>> pinned_mask([(1, 3)], valid).int().tolist()
+        >>> pinned_mask([[(1, 3)]], valid).int().tolist()
         [[0, 0, 1, 1, 0]]
     """
-    B, T = valid_BT.shape
-    each = spans_by_sequence(spans)
-    rows: list[Any] = [spans] * B if each is None else each
-    if len(rows) != B:
-        raise ValueError(
-            f"there are spans for {len(rows)} sequences, and the batch has {B}: pass one list of (start, "
-            "stop) pairs for each sequence, empty where nothing is pinned, or one list for all."
-        )
-    covered_BT = torch.zeros(B, T, dtype=torch.bool)
+    covered_BT = torch.zeros(valid_BT.shape, dtype=torch.bool)
     problems = []
-    for row, (pairs, length) in enumerate(zip(rows, valid_BT.sum(-1).tolist(), strict=True)):
+    for row, (pairs, length) in enumerate(zip(spans, valid_BT.sum(-1).tolist(), strict=True)):
         for start, stop in pairs:
-            where = f"span ({start}, {stop}) of sequence {row}"
-            if start < 0 or stop > length:
-                problems.append(f"{where} leaves its {length} tokens")
-            elif start >= stop:
-                problems.append(f"{where} is {'empty' if start == stop else 'reversed'}")
-            else:
+            if 0 <= start < stop <= length:
                 covered_BT[row, start:stop] = True
+            else:
+                problems.append(f"span ({start}, {stop}) of sequence {row}, which has {length} tokens")
     if problems:
         raise ValueError(
             f"pinned spans: {'; '.join(problems)}. A span is (start, stop) with 0 <= start < stop <= the "
-            "sequence's own number of tokens, padding not counted."
+            "sequence's number of tokens, padding not counted."
         )
     place_BT = (valid_BT.cumsum(-1) - 1).clamp_min(0)
     return covered_BT.to(valid_BT.device).gather(-1, place_BT) & valid_BT
