@@ -84,7 +84,7 @@ def test_policies_budgets_tasks_and_items_are_added_to_a_run(gated):
     compare(config)
     before = table_of(config.folder)
     more = {"policies": ("snapkv", "recency", "random"), "keep_ratios": (0.5, 0.6), "items_per_task": 3}
-    grown = replace(config, **more, tasks=(*config.tasks, "reference/quote"))
+    grown = replace(config, **more, tasks=(*config.tasks, "reference/common"))
     compare(grown)
     after = table_of(config.folder)
     assert {key: after[key] for key in before} == before and len(after) == 3 * 3 * 7
