@@ -17,20 +17,10 @@ def shipped() -> tuple[str, ...]:
     return tuple(name for name, _ in records())
 
 
-def match_of(fingerprint: dict[str, str | int]) -> tuple[str, bool] | None:
-    """Name of the gates that ship for a model of this fingerprint, and whether the weights are those that
-    they were trained on, or others of the same sizes; None: there are none of these sizes.
-
-    Args:
-        fingerprint: `retain.hf.model.identity.fingerprint` of the model.
-    """
-    alike = None
-    for name, known in records():
-        if known == fingerprint:
-            return name, True
-        if {**known, "sha256": ""} == {**fingerprint, "sha256": ""}:
-            alike = name, False
-    return alike
+def match_of(fingerprint: dict[str, str | int]) -> str | None:
+    """Name of the gates that ship for a model of this fingerprint
+    (`retain.hf.model.identity.fingerprint`); None: there are none."""
+    return next((name for name, known in records() if known == fingerprint), None)
 
 
 @cache

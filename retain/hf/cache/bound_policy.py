@@ -103,7 +103,7 @@ def bind_policy(
     if chosen.learned:
         gates = shipped_gates(model, chosen.name) if gates is None else gates_for(model, gates)
         check_gates(chosen, keep, gates, scored_elsewhere=scorer is not None)
-    before = BEFORE_ROPE & set(getattr(gates, "inputs", ())) if chosen.learned else ()
+    before = BEFORE_ROPE & gates.inputs if chosen.learned else ()
     rope: tuple[Use, ...] = ("unknown_rope",) if before and rotary_of(model) is None else ()
     refuse(chosen, rope, gates=gates, scorer=scorer)
     if (centres := chosen.observed_settings.get("centres")) is not None:
