@@ -42,8 +42,7 @@ class RunningStatistics:
 
     def select_batch(self, idx: Int[Tensor, " N"] | slice) -> "RunningStatistics":
         """Select some of the sequences."""
-        gap_BHT = None if self.longest_gap_BHT is None else self.longest_gap_BHT[idx]
-        return RunningStatistics(self.mass_BHT[idx], self.last_access_BHT[idx], gap_BHT)
+        return RunningStatistics(*(None if each is None else each[idx] for each in vars(self).values()))
 
 
 @dataclass(frozen=True)

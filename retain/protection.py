@@ -64,8 +64,8 @@ def protected_mask(
         short_B: sequences of which more entries may be protected than the budget holds; None for none.
 
     Raises:
-        ValueError: if more entries are protected than the budget holds (says by how much, and by which parts)
-            of a sequence that is not short.
+        ValueError: if more entries are protected than the budget holds (says by how much) of a sequence that
+            is not short.
     """
     B = len(valid_BT)
     assert pinned_BT is None or (pinned_BT.dtype == torch.bool and pinned_BT.shape == valid_BT.shape)
@@ -73,21 +73,17 @@ def protected_mask(
     counts = [_counts(protection, budget) for budget in budget_tokens_B or [0] * B]
     first_B1, last_B1 = lengths_B.new_tensor(counts).reshape(B, 2, 1).unbind(1)
     place_BT = valid_BT.cumsum(-1) - 1
-    ends_BT = ((place_BT < first_B1) | (place_BT >= lengths_B[:, None] - last_B1)) & valid_BT
-    mask_BT = ends_BT if pinned_BT is None else ends_BT | (pinned_BT.to(valid_BT.device) & valid_BT)
+    mask_BT = ((place_BT < first_B1) | (place_BT >= lengths_B[:, None] - last_B1)) & valid_BT
+    if pinned_BT is not None:
+        mask_BT = mask_BT | (pinned_BT.to(valid_BT.device) & valid_BT)
     if intact_BT is not None:
-        mask_BT, ends_BT = mask_BT & intact_BT.to(valid_BT.device), ends_BT & intact_BT.to(valid_BT.device)
-    # All that a message may need, in one transfer.
-    totals = torch.stack([mask_BT.sum(-1), ends_BT.sum(-1), lengths_B], dim=-1).tolist()
-    budgets = [None] * B if budget_tokens_B is None else budget_tokens_B
-    for row, (budget, parts, total) in enumerate(zip(budgets, counts, totals, strict=True)):
-        count, ends, length = total
-        if budget is not None and count > budget and not (short_B is not None and short_B[row]):
-            pinned = f"; {count - ends} more in pinned spans" if count > ends else ""
+        mask_BT = mask_BT & intact_BT.to(valid_BT.device)
+    pairs = zip(budget_tokens_B or (), mask_BT.sum(-1).tolist(), strict=budget_tokens_B is not None)
+    for row, (budget, count) in enumerate(pairs):
+        if count > budget and not (short_B is not None and short_B[row]):
             raise ValueError(
                 f"sequence {row} has a budget of {float(budget):g} entries per head, "
-                f"{math.ceil(count - budget)} fewer than the {count} protected ({ends} at the ends: "
-                f"{parts[0]} first and {parts[1]} last of {length}{pinned}): raise the budget (keep_ratio, "
+                f"{math.ceil(count - budget)} fewer than the {count} protected: raise it (keep_ratio, "
                 "tokens_per_head or bytes), or protect less (sinks, prefix_fraction, suffix_fraction, "
                 "minimum, recent; pinned spans)."
             )
