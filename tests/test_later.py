@@ -8,7 +8,7 @@ import torch
 
 from retain.budget.cascade import keep_sets
 from retain.budget.statement import Budget
-from retain.policy import candidates_of, decide_layers
+from retain.policy import candidates_of
 from retain.protection import Protection
 from retain.scores import masked_score
 from tests.evictions import (
@@ -20,7 +20,6 @@ from tests.evictions import (
     made_scores,
     make_evidence,
     plan_for,
-    ragged,
     stock_of,
 )
 from tests.refused import refused
@@ -84,13 +83,3 @@ def test_the_first_chunk_of_a_declared_prompt_has_the_budget_of_the_prompt():
     assert plan.protected_BT.sum(-1).tolist() == [20, 0] and plan.covers_B == [True, True]
     assert plan.totals.per_head_B == (80, 60)
     assert plan.totals.total_B == [120, 0]
-
-
-def test_a_covered_batch_needs_no_score():
-    layers = ragged(make_evidence(2, 1, 21, (0, 9), num_layers=2), 2)
-    policy = made(scope="layer", protection=SMALL)
-    once = decide_layers(policy, layers, Budget(keep_ratio=1.0), stock=stock_of(layers))
-    for one, layer in zip(once, layers, strict=True):
-        assert torch.equal(one.keep_BHT, layer.exists_BHT)
-        assert torch.equal(one.score_BHT > float("-inf"), layer.exists_BHT)
-        assert torch.equal(one.protected_BT, layer.exists_BHT.all(1))
