@@ -49,7 +49,7 @@ class Plan:
 
     @property
     def threshold(self) -> float | None:
-        """Of admission; None: a budget decides."""
+        """The threshold of admission; None: a budget decides."""
         return self.budget.threshold
 
     def select_batch(self, rows: Sequence[int]) -> "Plan":
