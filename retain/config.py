@@ -279,8 +279,8 @@ def _said(error: Any, data: Any, cls: Any, where: str) -> str:
         return f"unknown key {name!r}{hint}"
     context, said, hint = error.get("ctx", {}), error["msg"], ""
     expected = context.get("expected", "")
-    if kind == "union_tag_invalid":  # named by the function that tells the members apart
-        key, expected = context["discriminator"].rstrip("()"), context["expected_tags"]
+    if kind == "union_tag_invalid":  # named by the key, or a function, that tells the members apart
+        key, expected = context["discriminator"].strip("'()"), context["expected_tags"]
         name, value, said = _joined(name, key), value.get(key, value), f"input should be one of {expected}"
     start = f"{name}: " if name else ""
     if kind == "value_error":  # what the dataclass itself refuses

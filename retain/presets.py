@@ -13,7 +13,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Discriminator, Field, Tag
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 from pydantic.dataclasses import dataclass
 
 from retain import config
@@ -101,6 +101,7 @@ class ByHead:
     """The heads of all layers share what is not protected in proportion to a number for each, of a file
     (`retain.attention.head_weights`; DuoAttention, HeadKV)."""
 
+    layers: Literal["by_head"]
     weights: str
 
 
@@ -136,28 +137,15 @@ class SharedByScore(Guard, ByScore):
     """Shares of layers go by their scores, and the heads of a layer share its own."""
 
 
-def layers(stated: Any) -> Any:
-    """Tells the ways to spread a budget apart, of a YAML's section or of one that was made."""
-    if isinstance(stated, dict):
-        return stated.get("layers", "by_head" if "weights" in stated else "uniform")
-    return "by_head" if isinstance(stated, ByHead) else getattr(stated, "layers", None)
+def _with_layers(stated: Any) -> Any:
+    """An allocation with the rule by which its kind is told: as stated, of a file, or uniform."""
+    rule = "by_head" if isinstance(stated, dict) and {*stated} == {"weights"} else "uniform"
+    return {"layers": rule, **stated} if isinstance(stated, dict) else stated
 
 
-HeadAllocation = Annotated[
-    Annotated[Uniform, Tag("uniform")]
-    | Annotated[Pyramid, Tag("pyramid")]
-    | Annotated[ByScore, Tag("cake")]
-    | Annotated[ByScore, Tag("entropy")]
-    | Annotated[ByHead, Tag("by_head")],
-    Discriminator(layers),
-]
-LayerAllocation = Annotated[
-    Annotated[SharedUniform, Tag("uniform")]
-    | Annotated[SharedPyramid, Tag("pyramid")]
-    | Annotated[SharedByScore, Tag("cake")]
-    | Annotated[SharedByScore, Tag("entropy")],
-    Discriminator(layers),
-]
+ByRule = Field(discriminator="layers"), BeforeValidator(_with_layers)
+HeadAllocation = Annotated[Uniform | Pyramid | ByScore | ByHead, *ByRule]
+LayerAllocation = Annotated[SharedUniform | SharedPyramid | SharedByScore, *ByRule]
 
 
 def _known_score(name: str) -> str:

@@ -106,7 +106,7 @@ REFUSED = [
             ),
             (
                 {"scope": "layer", "allocation": {"weights": "heads.json"}},
-                "allocation.layers: input should be one of 'uniform', .*, got {'weights'",
+                "allocation.layers: input should be one of 'uniform', .*, got 'by_head'",
             ),
             (
                 {"allocation": {"layers": "pyramid", "weights": "heads.json"}},

@@ -220,8 +220,3 @@ def named_config(name: str, *, revision: str | None = None, trust_remote_code: b
 def named_precision(config: Any) -> torch.dtype | None:
     """The precision that a config names, of a multimodal model for all of it; None: it names none."""
     return getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None)
-
-
-def precision_of(config: Any) -> torch.dtype:
-    """Returns the precision that "auto" gives a model's weights when they are read."""
-    return named_precision(config) or torch.float32
