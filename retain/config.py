@@ -227,7 +227,8 @@ def _built(
 def _problems(mapping: Any, cls: Any, where: str) -> tuple[Any, list[str]]:
     """The dataclass, and what did not fit it. Unknown keys are left out, so that they hide no other problem;
     None where there is one."""
-    data, said = _plain(mapping), []
+    data: Any = _plain(mapping)
+    said: list[str] = []
     while True:
         try:
             # As JSON, so that lists are tuples and text is a path, and all else is strict.

@@ -42,7 +42,8 @@ class RunningStatistics:
 
     def select_batch(self, idx: Int[Tensor, " N"] | slice) -> "RunningStatistics":
         """Select some of the sequences."""
-        return RunningStatistics(*(None if each is None else each[idx] for each in vars(self).values()))
+        chosen: Any = (None if each is None else each[idx] for each in vars(self).values())
+        return RunningStatistics(*chosen)
 
 
 @dataclass(frozen=True)

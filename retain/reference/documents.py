@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -170,7 +171,7 @@ class Writer:
         often.
         """
         groups = [[fill(self.pick(FACT_FORMATS), key, value)] for key, value in content.facts]
-        uses = [
+        uses: list[Any] = [
             (group, key, value, FACT_FORMATS, True)
             for (key, value), group in zip(content.facts, groups, strict=True)
         ]
