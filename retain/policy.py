@@ -100,7 +100,7 @@ def decide_layers(
     stock = stock_of(layers) if stock is None else stock
     shapes = [shape_of(layer) for layer in layers]
     plan = plan_of(policy, budget, layers[0].valid_BT, shapes, pinned_BT, stock=stock)
-    if plan.covers_all and not scored:
+    if all(plan.covers_B) and not scored:
         return [_everything(layer) for layer in layers]
     if scores is None:
         none: list[Score | None] = [None] * len(layers)
@@ -300,7 +300,7 @@ def candidates_of(
         least_BH = torch.minimum(held_BH, kept_BHT.sum(-1).amax(1, keepdim=True).clamp_min(1))
     bids, free_BHT = None, None
     weight_B: tuple[Fraction, ...] = ()
-    if policy.scope != "head" and plan.threshold is None:
+    if policy.scope != "head" and plan.budget.threshold is None:
         compete = score if policy.guard.compete_by == "score" else Score(_first_of(policy, score), score.unit)
         if policy.draw is not None and score.draw_BHT is None:
             raise ValueError(

@@ -47,11 +47,6 @@ class Plan:
         """Entries of every head that are protected by their place."""
         return tuple(self.protected_BT.sum(-1).tolist())
 
-    @property
-    def threshold(self) -> float | None:
-        """The threshold of admission; None: a budget decides."""
-        return self.budget.threshold
-
     def select_batch(self, rows: Sequence[int]) -> "Plan":
         """Select some of the sequences; once totals are known, sequences are independent."""
         each = {
@@ -70,7 +65,7 @@ class Plan:
     @property
     def crosses_layers(self) -> bool:
         """True where the keep set of a layer depends on other layers."""
-        return self.threshold is None and self.policy.crosses_layers
+        return self.budget.threshold is None and self.policy.crosses_layers
 
     @cached_property
     def least_B(self) -> list[int]:
@@ -139,16 +134,11 @@ class Plan:
         """Which sequences keep everything whatever the scores: their budget holds all, or, under a threshold,
         all of it is protected. They need no score."""
         kept_B = self.totals.total_B
-        if self.threshold is not None:
+        if self.budget.threshold is not None:
             kept_B = [protected * sum(self.totals.heads_L) for protected in self.protected_B]
         elif self.fixed_LB is not None and self.policy.weights is None:
             kept_B = [sum(column) for column in zip(*self.fixed_LB, strict=True)]
         return [kept == sum(held) for kept, held in zip(kept_B, self.totals.held_BL, strict=True)]
-
-    @property
-    def covers_all(self) -> bool:
-        """True where all sequences keep everything, so that nothing needs a score."""
-        return all(self.covers_B)
 
 
 @dataclass(frozen=True)

@@ -36,8 +36,8 @@ def keep_sets(plan: Plan, layers: Sequence[Candidates], *, first: int = 0) -> li
     Raises:
         ValueError: if a budget cannot hold the guaranteed entries.
     """
-    if plan.threshold is not None:
-        return [admit(layer.score_BHT, layer.kept_BHT, plan.threshold) for layer in layers]
+    if plan.budget.threshold is not None:
+        return [admit(layer.score_BHT, layer.kept_BHT, plan.budget.threshold) for layer in layers]
     budgets = head_budgets(plan, layers, first=first)
     return [_keep(plan.policy, layer, won) for layer, won in zip(layers, budgets, strict=True)]
 
