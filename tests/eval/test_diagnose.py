@@ -27,8 +27,8 @@ from retain.eval.diagnose import (
 )
 from retain.eval.run.answers import respond
 from retain.eval.run.memory import positions_held
+from retain.eval.run.scores import oracle
 from retain.evidence import attention_probs
-from retain.future import future_risk
 from retain.hf.intercept.attach import attach
 from retain.hf.intercept.observe import observe
 from retain.hf.version_names import CACHE
@@ -147,7 +147,7 @@ def test_steps_are_read_from_the_full_caches_queries(read):
     tail, answer, by_name = found[0]
     assert len(by_name["random"].kl_S) == len(answer) == STEPS
     for place, layer in enumerate(observe(model, torch.tensor([[*DOCUMENTS[0].context_ids, *tail]]))):
-        risk_1HT, _ = future_risk(layer, document_tokens=90, sources=("appendix",))
+        risk_1HT = oracle([[layer]], 90)[0].values_BHT
         kept = layers_of(model, by_name[UNPROTECTED].keep_NT)[place][None]
         assert torch.equal(kept, rank_entries(risk_1HT) < kept.sum(-1)[..., None])
         for name in ("snapkv", "random"):

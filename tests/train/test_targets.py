@@ -1,14 +1,16 @@
 """Targets: the default recipe is future risk, others are as they are set, and senseless ones are refused."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from retain.attention.chunked import truncate
 from retain.config import build
-from retain.future import future_risk, future_use
+from retain.future import future_use
 from retain.gates import build_gates
 from retain.hf.intercept.observe import observe
 from retain.train.data.document import Branch, Document, Reading
@@ -54,7 +56,7 @@ def targets(family: str, settings: TargetSettings) -> Targets:
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt_oss"])
 @pytest.mark.parametrize("sources", [("own",), ("appendix",), ("own", "appendix")])
-def test_the_default_recipe_is_future_risk_of_context_and_appendix(
+def test_the_default_recipe_is_the_risk_of_context_and_appendix(
     family: str, sources: tuple[str, ...]
 ) -> None:
     """Equal numbers, whatever else is in the row."""
@@ -68,9 +70,11 @@ def test_the_default_recipe_is_future_risk_of_context_and_appendix(
             if not chosen:
                 assert not reached_HT.any() and not target_HT.any()
                 continue
-            risk, reached = future_risk(
-                evidence, document_tokens=len(document.context_ids), horizon=16, sources=chosen
-            )
+            size = len(document.context_ids)
+            behind = replace(evidence, queries_BQSD=evidence.queries_BQSD[:, :, size:])
+            branches = [("appendix", behind)] if "appendix" in chosen else []
+            how = {"sources": dict.fromkeys(chosen, 1.0), "horizon": 16}
+            risk, reached = future_use(truncate(evidence, size), branches, **how)
             assert target_HT.dtype == torch.float32
             assert torch.equal(reached_HT, reached[0])
             torch.testing.assert_close(target_HT, risk[0], rtol=1e-4, atol=1e-5)
