@@ -116,9 +116,7 @@ class LayerLocal(Stage):
                     "or nothing pays some head's entries anything."
                 )
 
-    def rows_of(
-        self, documents: Sequence[Document], step: int, scale: float | None, *, baselines: bool = False
-    ) -> list[dict[str, Any]]:
+    def rows_of(self, documents: Sequence[Document], step: int, scale: float | None) -> list[dict[str, Any]]:
         layers = len(self.gates.layers)
         tally = Tally(len(documents))
 
@@ -135,12 +133,11 @@ class LayerLocal(Stage):
                         (loss * (scale / layers)).backward()
                 terms = {"loss": loss, **terms}
                 found: dict[str, Any] = {name: value.detach() for name, value in terms.items()}
-                found |= baselines_of(example, self.seed) if baselines else {}
-                place, compared = (example.row, example.layer_idx), (example.target_HT, example.reached_HT)
-                tally.add_(*place, found, output_HT, *compared)
+                found |= baselines_of(example, self.seed) if scale is None else {}
+                tally.add_(example.row, found, output_HT, example.target_HT, example.reached_HT)
 
         self.examples(documents, see)
-        return tally.means(layers, heads=scale is None)
+        return tally.means(layers)
 
 
 def _enough(documents: Sequence[Document]) -> Sequence[Document]:

@@ -58,13 +58,11 @@ class Lookahead(Stage):
     def prepare_(self, documents: Sequence[Document]) -> None:
         """Nothing starts from data: tokens begin as embeddings, adapters at zero."""
 
-    def rows_of(
-        self, documents: Sequence[Document], step: int, scale: float | None, *, baselines: bool = False
-    ) -> list[dict[str, Any]]:
+    def rows_of(self, documents: Sequence[Document], step: int, scale: float | None) -> list[dict[str, Any]]:
         readings = readings_of(documents, self.target, self.frozen)
-        return [self._run(reading, scale, baselines) for reading in readings]
+        return [self._run(reading, scale) for reading in readings]
 
-    def _run(self, reading: Reading, scale: float | None, baselines: bool = False) -> dict[str, Any]:
+    def _run(self, reading: Reading, scale: float | None) -> dict[str, Any]:
         """Reads one document: loss, overlap, and the gradient if there is a scale."""
         model = self.frozen.model
         with attach(model):
@@ -76,7 +74,7 @@ class Lookahead(Stage):
             with torch.set_grad_enabled(scale is not None), self.extension.extend(base_model(model)):
                 asked = self._behind(cache, lookahead_embeds(model, self.extension, 1))
                 # Inside, where the adapters are, since checkpointed layers run again on the way back.
-                return self._compare(cache, asked, targets, scale, reading.key if baselines else None)
+                return self._compare(cache, asked, targets, scale, reading.key)
 
     @property
     def _embedding(self) -> Any:
@@ -120,9 +118,9 @@ class Lookahead(Stage):
         asked: dict[int, Asked],
         targets: dict[int, Tensor],
         scale: float | None,
-        key: int | None,
+        key: int,
     ) -> dict[str, Any]:
-        """Loss and overlap over all layers (with a document's `key` also overlaps that cost no training), and
+        """Loss and overlap over all layers (without a `scale` also overlaps that cost no training), and
         the gradient: a layer's rows of attention are gone before the next one's are made, and then one way
         back leads through the model."""
         tally = Tally(1)
@@ -138,14 +136,14 @@ class Lookahead(Stage):
                 behind += [(end, grad) for end, grad in got if end.requires_grad and grad is not None]
             reached_HT = torch.ones_like(score_HT, dtype=torch.bool)
             found: dict[str, Any] = {"loss": loss.detach()}
-            if key is not None:
+            if scale is None:
                 values_BHTD, spec = cache.layers[layer].dense()[1], cache.state.layout.spec_of[layer]
                 known = (values_BHTD, spec.output_weight_QDE, targets[layer], reached_HT)
                 found |= baseline_overlaps(*known, (self.seed, key, layer))
-            tally.add_(0, layer, found, score_HT, targets[layer], reached_HT)
+            tally.add_(0, found, score_HT, targets[layer], reached_HT)
         if behind:
             torch.autograd.backward([end for end, _ in behind], [grad for _, grad in behind])
-        return tally.means(len(self.gates.layers), heads=scale is None)[0]
+        return tally.means(len(self.gates.layers))[0]
 
 
 def normalised(score_HT: Float[Tensor, "H T"]) -> Float[Tensor, "H T"]:

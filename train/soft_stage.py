@@ -202,9 +202,7 @@ class EndToEnd(Stage):
                 gate.prepare_(inputs, inputs.valid_BT, zeros_H, zeros_H)
                 gate.open_()
 
-    def rows_of(
-        self, documents: Sequence[Document], step: int, scale: float | None, *, baselines: bool = False
-    ) -> list[dict[str, Any]]:
+    def rows_of(self, documents: Sequence[Document], step: int, scale: float | None) -> list[dict[str, Any]]:
         """Returns the loss, every term, the open share and the budget (`keep`, as a share of the tokens) of
         each document. Hard decisions are drawn where there is a gradient; held-out documents are read at the
         final budget, and have overlaps where there is a target. ValueError: a document in which nothing is
@@ -238,13 +236,11 @@ class EndToEnd(Stage):
         values = torch.stack([terms[name].detach().double().cpu() for name in self.fields]).T.tolist()
         rows: list[dict[str, Any]] = [dict(zip(self.fields, row, strict=True)) for row in values]
         if scale is None and self.target is not None:
-            for row, found in zip(rows, self._overlaps(documents, self.target, baselines), strict=True):
+            for row, found in zip(rows, self._overlaps(documents, self.target), strict=True):
                 row |= found
         return rows
 
-    def _overlaps(
-        self, documents: Sequence[Document], target: TargetSettings, baselines: bool
-    ) -> list[dict[str, Any]]:
+    def _overlaps(self, documents: Sequence[Document], target: TargetSettings) -> list[dict[str, Any]]:
         """Share of the target's top fifth that the gates' order at the end of each document finds."""
         tally = Tally(len(documents))
 
@@ -254,12 +250,11 @@ class EndToEnd(Stage):
                 if self.gates.ages:
                     T = output_HT.shape[-1]
                     output_HT = output_HT * (T - 1 - torch.arange(T, device=output_HT.device))
-                found = baselines_of(example, self.seed) if baselines else {}
-                place, compared = (example.row, example.layer_idx), (example.target_HT, example.reached_HT)
-                tally.add_(*place, found, output_HT, *compared)
+                found = baselines_of(example, self.seed)
+                tally.add_(example.row, found, output_HT, example.target_HT, example.reached_HT)
 
         teacher_examples(self.gates, self.frozen, target, documents, see)
-        return tally.means(len(self.gates.layers), heads=True)
+        return tally.means(len(self.gates.layers))
 
     def _fidelity(
         self,

@@ -18,8 +18,8 @@ from retain.train.run.artifact import command_line
 from retain.train.run.card import write_card
 
 LOOKS = """
-- {loss: 2.0, overlap: 0.2, overlap_random: 0.21, overlap_recency: 0.12, overlap_value_norm: 0.3}
-- {loss: 0.5, overlap: 0.625, overlap_of: {"0": [0.5, 0.75], "10": [0.6, 0.65]}}
+- {loss: 2.0, overlap: 0.2}
+- {loss: 0.5, overlap: 0.625, overlap_random: 0.21, overlap_recency: 0.12, overlap_value_norm: 0.3}
 """
 FIRST, LAST = yaml.safe_load(LOOKS)
 STEP = {"mse": 1.0, "pairwise": 0.5, "overlap": 0.4, "lr": 0.1, "grad_norm": 1.0}

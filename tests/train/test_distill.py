@@ -49,7 +49,7 @@ def test_a_run_writes_an_artifact_that_loads_and_scores(make_config: Make) -> No
     frozen = load_frozen(config.model, dtype="float32")
     gates = retain.load_gates(folder, frozen.model)
     made = gates.metadata["training"]
-    assert made["num_processes"] == 1 and made["documents_of_process"] == [32]
+    assert made["num_processes"] == 1
     assert made["held_out"] == looks[-1]["held_out"]
     assert gates.metadata["config"]["model"] == config.model and gates.metadata["protected_window"] == 8
     for evidence in observe(frozen.model, torch.arange(2, 40)[None]):

@@ -24,7 +24,7 @@ from retain.train.soft_stage import (
 from retain.train.teacher import Frozen
 from tests.close import MODEL, assert_close
 from tests.tiny import PAD, tiny_model
-from tests.train.made import document, frozen_of, sizes_of
+from tests.train.made import document, frozen_of, look, sizes_of
 
 SOFT = SoftSettings(protected=6, sinks=2, keep_from=0.3, keep_to=0.3, ramp_steps=0)
 ALL = dict.fromkeys((*FIDELITY, *COST), 1.0)
@@ -100,7 +100,7 @@ def test_a_padded_batch_gives_the_terms_of_each_document(settings: dict) -> None
     gates = gates_of(frozen)
     soft = replace(SOFT, terms=ALL, **settings)
     objective = EndToEnd(gates, frozen, soft)
-    rows = objective.look(DOCUMENTS)
+    rows = look(objective, DOCUMENTS)
     assert objective.fields == ("loss", *ALL, "open", "keep")
     for row, one in zip(rows, DOCUMENTS, strict=True):
         wanted = {name: value.detach() for name, value in by_hand(frozen, gates, one, soft).items()}
@@ -117,7 +117,7 @@ def test_decays_by_hand(protected: int) -> None:
     gates = gates_of(frozen, "decay", F=8)
     terms = {"kl_forward": 1.0, "capacity_head": 1.0, "capacity_global": 0.5}
     soft = replace(SOFT, terms=terms, protected=protected, sinks=0, budget=4)
-    for row, one in zip(EndToEnd(gates, frozen, soft).look(DOCUMENTS), DOCUMENTS, strict=True):
+    for row, one in zip(look(EndToEnd(gates, frozen, soft), DOCUMENTS), DOCUMENTS, strict=True):
         wanted = {name: value.detach() for name, value in by_hand(frozen, gates, one, soft).items()}
         for name in (*terms, "open"):
             value = float(wanted[name].detach())
@@ -130,7 +130,7 @@ def test_the_gradient_is_that_of_the_loss_by_hand(family: str) -> None:
     gates = gates_of(frozen)
     soft = replace(SOFT, terms={"kl_forward": 1.0, "hidden": 0.3, "capacity_global": 0.5})
     objective = EndToEnd(gates, frozen, soft)
-    rows = objective.accumulate_(DOCUMENTS, 0, 0.5)
+    rows = objective.rows_of(DOCUMENTS, 0, 0.5)
     found = [parameter.grad.clone() for parameter in objective.parameters()]
 
     def plainly(frozen: Frozen, gates: GateSet) -> tuple[list[torch.Tensor], list[float]]:
@@ -163,7 +163,7 @@ def test_neither_batches_nor_checkpointing_change_the_gradient(hard: str) -> Non
     ):
         objective = EndToEnd(gates, frozen, replace(SOFT, hard=hard, checkpointing=checkpointing), seed=4)
         gates.zero_grad()
-        rows = [row for pack in packs for row in objective.accumulate_(pack, 3, 0.5)]
+        rows = [row for pack in packs for row in objective.rows_of(pack, 3, 0.5)]
         found[name] = rows, [parameter.grad.clone() for parameter in gates.parameters()]
     for name in ("apart", "again"):
         for row, wanted in zip(found[name][0], found["together"][0], strict=True):
@@ -181,7 +181,7 @@ def test_gates_that_are_open_lose_nothing() -> None:
     gates = gates_of(frozen, spread=0.0)
     for layer in gates.layers:
         torch.nn.init.constant_(gates[layer].out.bias, 60.0)
-    row = EndToEnd(gates, frozen, replace(SOFT, terms=ALL)).look(DOCUMENTS)[0]
+    row = look(EndToEnd(gates, frozen, replace(SOFT, terms=ALL)), DOCUMENTS)[0]
     assert abs(row["kl_forward"]) < 1e-6 and abs(row["kl_reverse"]) < 1e-6 and row["hidden"] < 1e-9
     assert row["open"] == 1.0 and row["closed"] == pytest.approx(0.7)
 
@@ -197,7 +197,7 @@ def test_preparing_opens_the_gates_alike_on_every_process() -> None:
         objective.prepare_(DOCUMENTS)
         assert torch.equal(torch.random.get_rng_state(), before)
         made.append(copy.deepcopy(gates.state_dict()))
-        row = objective.look(DOCUMENTS)[0]
+        row = look(objective, DOCUMENTS)[0]
         assert row["open"] > 0.7 and all(gates[layer].out.bias.eq(4.0).all() for layer in gates.layers)
     for name, value in made[0].items():
         assert torch.equal(value, made[1][name]), name
@@ -209,9 +209,9 @@ def test_the_budget_is_reported_where_a_term_reads_one() -> None:
     gates, decays = gates_of(frozen), gates_of(frozen, "decay", F=8)
     admission = EndToEnd(gates, frozen, replace(SOFT, terms={"hidden": 1.0, "admitted": 0.1}))
     assert admission.fields == ("loss", "hidden", "admitted", "open")
-    assert admission.look(DOCUMENTS)[0].keys() == set(admission.fields)
+    assert look(admission, DOCUMENTS)[0].keys() == set(admission.fields)
     fixed = EndToEnd(decays, frozen, replace(SOFT, budget=5, keep_from=1.0, ramp_steps=100))
-    keeps = [row["keep"] for row in fixed.accumulate_(DOCUMENTS, 3, 1.0)]
+    keeps = [row["keep"] for row in fixed.rows_of(DOCUMENTS, 3, 1.0)]
     assert keeps == pytest.approx([5 / 34, 5 / 25]), "and no ramp, which nothing reads"
 
 
@@ -220,12 +220,11 @@ def test_held_out_overlap_is_that_of_the_order_at_the_end() -> None:
     target = TargetSettings(horizon=6)
     for family, settings in (("linear", {}), ("decay", {"F": 8})):
         objective = EndToEnd(gates_of(frozen, family, **settings), frozen, SOFT, target)
-        row = objective.look(DOCUMENTS, baselines=True)[0]
+        row = look(objective, DOCUMENTS)[0]
         assert 0 <= row["overlap"] <= 1 and {"overlap_random", "overlap_recency"} <= row.keys()
-        assert sorted(row["overlap_of"]) == [str(layer) for layer in objective.gates.layers]
     # A decay that is the same for all entries orders them by age.
     gates = gates_of(frozen, "decay", F=8, spread=0.0)
-    row = EndToEnd(gates, frozen, SOFT, target).look(DOCUMENTS, baselines=True)[0]
+    row = look(EndToEnd(gates, frozen, SOFT, target), DOCUMENTS)[0]
     assert row["overlap"] == pytest.approx(row["overlap_recency"])
 
 
@@ -238,15 +237,15 @@ def test_every_family_that_can_be_gated_softly_trains(family: str) -> None:
     gates = of_family(frozen, family, settings)
     objective = EndToEnd(gates, frozen, SOFT, TargetSettings(horizon=6), seed=1)
     objective.prepare_(DOCUMENTS)
-    first = objective.look(DOCUMENTS)[0]
+    first = look(objective, DOCUMENTS)[0]
     assert first["open"] > 0.5, "it begins open"
     optimiser = torch.optim.Adam(objective.parameters(), lr=0.05)
     for step in range(4):
         optimiser.zero_grad()
-        objective.accumulate_(DOCUMENTS, step, 0.5)
+        objective.rows_of(DOCUMENTS, step, 0.5)
         assert any(one.grad is not None and one.grad.any() for one in objective.parameters())
         optimiser.step()
-    row = objective.look(DOCUMENTS)[0]
+    row = look(objective, DOCUMENTS)[0]
     assert row["capacity_global"] < first["capacity_global"] and 0 <= row["overlap"] <= 1
 
 
@@ -289,5 +288,5 @@ def test_documents_in_which_nothing_is_gated_are_refused() -> None:
     frozen = frozen_of()
     gates = gates_of(frozen)
     with pytest.raises(ValueError, match="has 8 tokens.*protected=6 and soft.sinks=2 cover all"):
-        EndToEnd(gates, frozen, SOFT).look([document(8)])
+        look(EndToEnd(gates, frozen, SOFT), [document(8)])
     check_loophole(replace(SOFT, protected=0, sinks=0), of_family(frozen, "decay"))

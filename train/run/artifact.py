@@ -120,7 +120,7 @@ def metadata_of(
         "soft": mapping["soft"] if config.stage == "end_to_end" else None,
         "data": {
             **mapping["data"],
-            "documents_used": used if used is not None else sum(summary["documents_of_process"]),
+            "documents_used": used or config.training.steps * config.training.batch_documents,
             "held_out_used": len(corpus.held_out),
             "sha256": corpus.describe(),
             "commit": corpus.commit,
