@@ -42,12 +42,12 @@ def teacher_examples(
     readings = readings_of(documents, target, frozen)
 
     def see(views: list[View]) -> None:
-        examples = []
-        for view in views:
-            target_HT, reached_HT = layer_target(view, target)
-            inputs = inputs_of(view.document, gates[view.layer_idx])
-            examples.append(Example(view.layer_idx, view.row, view.key, inputs, target_HT, reached_HT, view))
-        visit(examples)
+        visit(
+            [
+                Example(view, inputs_of(view.document, gates[view.layer_idx]), *layer_target(view, target))
+                for view in views
+            ]
+        )
 
     walk(frozen, readings, see, wanted=gates.inputs)
 
@@ -86,7 +86,7 @@ class LayerLocal(Stage):
                     ~example.reached_HT[:, entries], torch.nan
                 )
                 inputs = example.inputs.entries(entries)
-                found.setdefault(example.layer_idx, []).append((inputs, risk_HN))
+                found.setdefault(example.view.layer_idx, []).append((inputs, risk_HN))
 
         for document in documents:
             self.examples([document], see)
@@ -122,11 +122,11 @@ class LayerLocal(Stage):
 
         def see(examples: list[Example]) -> None:
             for example in examples:
-                gate = self.gates[example.layer_idx]
-                key = (self.seed, step, example.key, example.layer_idx)
+                view, compared = example.view, (example.target_HT, example.reached_HT)
+                gate, key = self.gates[view.layer_idx], (self.seed, step, view.key, view.layer_idx)
                 with torch.set_grad_enabled(scale is not None):
                     output_HT = gate(example.inputs)[0]
-                    known = (output_HT, gate, example.target_HT, example.reached_HT, example.view)
+                    known = (output_HT, gate, *compared, view)
                     terms = local_losses(*known, self.loss, key, horizon=self.target.horizon)
                     loss = total_loss(terms, self.loss)
                     if scale is not None:
@@ -134,7 +134,7 @@ class LayerLocal(Stage):
                 terms = {"loss": loss, **terms}
                 found: dict[str, Any] = {name: value.detach() for name, value in terms.items()}
                 found |= baselines_of(example, self.seed) if scale is None else {}
-                tally.add_(example.row, found, output_HT, example.target_HT, example.reached_HT)
+                tally.add_(view.row, found, output_HT, *compared)
 
         self.examples(documents, see)
         return tally.means(layers)

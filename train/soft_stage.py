@@ -27,7 +27,7 @@ from retain.train.data.document import Batch, Document, Reading, collate
 from retain.train.local_stage import PREPARED_ENTRIES, teacher_examples
 from retain.train.objectives import soft_losses
 from retain.train.objectives.overlap import baselines_of
-from retain.train.objectives.soft_threshold import SoftThreshold, SoftThresholdStep
+from retain.train.objectives.soft_threshold import SoftThreshold
 from retain.train.objectives.targets import Example, TargetSettings
 from retain.train.settings import refuse, section, unknown
 from retain.train.stage import Stage, Tally, joined
@@ -42,8 +42,6 @@ AGEING = ("capacity_head", "capacity_global")
 BUDGETED = {*COST} - {"admitted"}
 # Queries of each document at which the open entries of decays are counted.
 CAPACITY_ROWS = 256
-# Of the kind that asks for no gradient of the embeddings.
-CHECKPOINT = partial(checkpoint, use_reentrant=False)
 # Documents from which input statistics are made: of `PREPARED_ENTRIES` of a layer over all of them.
 PREPARED_DOCUMENTS = 8
 
@@ -167,13 +165,9 @@ class EndToEnd(Stage):
         self.frozen, self.soft, self.target = frozen, soft, target
         self.steps, self.seed = steps, seed
         self.base = base_model(frozen.model)
-        self.soft_threshold = SoftThreshold(
-            gates, hard=soft.hard, temperature=soft.hard_temperature, seed=seed
-        )
-        self.gated = SoftGated(self.base, gates, protected=soft.protected, to_log_gate=self.soft_threshold)
-        self.head: soft_losses.Head | None = None
-        if soft.terms.keys() & set(soft_losses.VOCABULARY):
-            self.head = soft_losses.head_of(frozen.model)
+        self.gated = SoftGated(self.base, gates, protected=soft.protected)
+        vocabulary = soft.terms.keys() & set(soft_losses.VOCABULARY)
+        self.head = soft_losses.head_of(frozen.model) if vocabulary else None
 
     @torch.no_grad()
     def prepare_(self, documents: Sequence[Document]) -> None:
@@ -211,7 +205,9 @@ class EndToEnd(Stage):
         batch = collate(documents, pad_id=self.frozen.pad_id, device=device)
         valid_BT, counted_BT = batch.valid_BT, counted_tokens(batch, self.soft)
         keep = keep_ratio_at(step, self.soft, self.steps)
-        self.soft_threshold.current = SoftThresholdStep(valid_BT, batch.keys, step, scale is not None)
+        keys = None if scale is None else [(self.seed, step, key) for key in batch.keys]
+        decisions = (self.soft.hard, self.soft.hard_temperature, valid_BT, keys)
+        self.gated.to_log_gate = SoftThreshold(self.gates, *decisions)
         place_BT = (valid_BT.cumsum(-1) - 1).clamp_min(0)
         inputs: dict[str, Any] = {
             "input_ids": batch.input_ids_BT,
@@ -246,12 +242,12 @@ class EndToEnd(Stage):
 
         def see(examples: list[Example]) -> None:
             for example in examples:
-                output_HT = self.gates[example.layer_idx](example.inputs)[0].float()
+                output_HT = self.gates[example.view.layer_idx](example.inputs)[0].float()
                 if self.gates.ages:
                     T = output_HT.shape[-1]
                     output_HT = output_HT * (T - 1 - torch.arange(T, device=output_HT.device))
                 found = baselines_of(example, self.seed)
-                tally.add_(example.row, found, output_HT, example.target_HT, example.reached_HT)
+                tally.add_(example.view.row, found, output_HT, example.target_HT, example.reached_HT)
 
         teacher_examples(self.gates, self.frozen, target, documents, see)
         return tally.means(len(self.gates.layers))
@@ -337,15 +333,9 @@ def counted_tokens(batch: Batch, settings: SoftSettings) -> Bool[Tensor, "B T"]:
 def _checkpointed(base: Any) -> Iterator[None]:
     """Inside, decoder layers are computed again for the gradient. They alone are set to train, which
     transformers asks for; their parts are not, so that nothing drops out."""
-    if not all(hasattr(layer, "gradient_checkpointing") for layer in base.layers):
-        raise ValueError(
-            f"{type(base).__name__} has layers that cannot be computed again for the gradient: set "
-            "soft.checkpointing=false."
-        )
+    again = partial(checkpoint, use_reentrant=False)  # the kind that asks for no gradient of the embeddings
     for layer in base.layers:
-        vars(layer).update(
-            training=True, gradient_checkpointing=True, _gradient_checkpointing_func=CHECKPOINT
-        )
+        vars(layer).update(training=True, gradient_checkpointing=True, _gradient_checkpointing_func=again)
     try:
         yield
     finally:

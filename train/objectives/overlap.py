@@ -59,5 +59,5 @@ def baselines_of(example: Example, seed: int) -> dict[str, float]:
         shown.output_weight_QDE,
         example.target_HT,
         example.reached_HT,
-        (seed, example.key, example.layer_idx),
+        (seed, example.view.key, example.view.layer_idx),
     )

@@ -9,13 +9,12 @@ punishes the gated model where the full one is sure (TRIM-KV's `fwkl`); `kl_reve
 (IndexMem). DMS's released code says "forward KL" and computes the latter.
 """
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -30,32 +29,24 @@ CHUNK = 256
 BLOCK = 2**22
 # Of each layer.
 LogGates = Sequence[Float[Tensor, "B H T"]]
+# Hidden states [N, E] -> logits [N, V].
+Head = Callable[[Tensor], Tensor]
 Valid = Bool[Tensor, "B T"]
-
-
-@dataclass(frozen=True)
-class Head:
-    """A model's language-model head: hidden states behind the last norm -> logits `x = W h`, or `cap tanh(x /
-    cap)` where the model's configuration says so (Gemma)."""
-
-    projection: nn.Module
-    soft_cap: float | None = None
-
-    def __call__(self, hidden_NE: Float[Tensor, "N E"]) -> Float[Tensor, "N V"]:
-        logits_NV = self.projection(hidden_NE)
-        if self.soft_cap is not None:
-            logits_NV = torch.tanh(logits_NV / self.soft_cap) * self.soft_cap
-        return logits_NV
 
 
 @torch.no_grad()
 def head_of(model: Any) -> Head:
-    """Returns the head of a causal language model, compared with the model's logits on two tokens;
-    ValueError: they differ: the architecture does something to its logits that is not known here."""
-    config = model.config.get_text_config()
-    head = Head(model.get_output_embeddings(), getattr(config, "final_logit_softcapping", None))
-    device = next(model.parameters()).device
-    input_ids = torch.arange(2, device=device)[None] + min(2, config.vocab_size - 2)
+    """Returns the head of a causal language model: hidden states behind the last norm -> logits `x = W h`, or
+    `cap tanh(x / cap)` where its configuration says so (Gemma). It is compared with the model's logits on two
+    tokens; ValueError: they differ: the architecture does something to its logits that is not known here."""
+    config, projection = model.config.get_text_config(), model.get_output_embeddings()
+    cap = getattr(config, "final_logit_softcapping", None)
+
+    def head(hidden_NE: Tensor) -> Tensor:
+        logits_NV = projection(hidden_NE)
+        return logits_NV if cap is None else torch.tanh(logits_NV / cap) * cap
+
+    input_ids = torch.arange(2, device=next(model.parameters()).device)[None] + min(2, config.vocab_size - 2)
     hidden_TE = base_model(model)(input_ids=input_ids, use_cache=False).last_hidden_state[0]
     wanted_TV = model(input_ids=input_ids, use_cache=False).logits[0].float()
     off = float((head(hidden_TE).float() - wanted_TV).abs().max())

@@ -96,20 +96,9 @@ TARGETS: dict[str, Callable[[View, TargetSettings], tuple[Tensor, Tensor]]] = {
 
 @dataclass(frozen=True)
 class Example:
-    """Inputs and target of one layer's gate on one document.
+    """Inputs and target (and where it is defined) of one layer's gate on one document, as a view shows it."""
 
-    Args:
-        row: place of the document among those that were asked for.
-        inputs: of the gate, one sequence.
-        target_HT: in the target's own unit, float32.
-        reached_HT: where it is defined.
-        view: the layer as the teacher showed it.
-    """
-
-    layer_idx: int
-    row: int
-    key: int
+    view: View
     inputs: GateInputs
     target_HT: Float[Tensor, "H T"]
     reached_HT: Bool[Tensor, "H T"]
-    view: View
