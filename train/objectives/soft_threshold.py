@@ -25,7 +25,7 @@ SUREST = 1e-7
 
 @dataclass(frozen=True)
 class SoftThreshold:
-    """`to_log_gate` of a batch: called by `SoftGated`, once a layer, and again where a layer is computed again
+    """`to_log_gate` of a batch: called by `SoftGated` once a layer, and again where a layer is computed again
     for the gradient (then it gives the same).
 
     Args:

@@ -23,7 +23,6 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 from accelerate import Accelerator as Accelerator  # other modules take both from here
@@ -37,8 +36,6 @@ from retain.process.extras import require
 X = TypeVar("X")
 # Placement of frozen weights: whole on each device (or where `device_map` put them), or in parts, two ways.
 Sharding = Literal["replicated", "fsdp2", "zero3"]
-# Models whose weights are in parts.
-_SHARDED: "WeakKeyDictionary[nn.Module, Sharding]" = WeakKeyDictionary()
 
 
 def make_accelerator(tracker: str, output: str = ".") -> Accelerator:
@@ -250,12 +247,11 @@ def shard_frozen_(
         if deepspeed_config is None:
             deepspeed_config = accelerator.state.deepspeed_plugin.deepspeed_config
         _partition_(model, accelerator, deepspeed_config)
-    _SHARDED[model] = sharding
 
 
 def is_sharded(model: nn.Module) -> bool:
     """True where every process has to take part in each forward of this model."""
-    return model in _SHARDED
+    return any(hasattr(p, "placements") or hasattr(p, "ds_id") for p in model.parameters())
 
 
 def _fully_shard_(model: nn.Module, accelerator: Accelerator) -> None:
