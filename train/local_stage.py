@@ -14,14 +14,10 @@ from torch import Tensor
 from retain.gates import GateInputs, GateSet, inputs_of
 from retain.train.data.branches import readings_of
 from retain.train.data.document import Document
-from retain.train.objectives.case import LossSettings
+from retain.train.objectives.case import Case, LossSettings
 from retain.train.objectives.losses import local_losses, total_loss
 from retain.train.objectives.overlap import baselines_of
-from retain.train.objectives.targets import (
-    Example,
-    TargetSettings,
-    layer_target,
-)
+from retain.train.objectives.targets import Example, TargetSettings, layer_target
 from retain.train.stage import Stage, Tally, joined
 from retain.train.teacher import Frozen, View, walk
 
@@ -126,8 +122,9 @@ class LayerLocal(Stage):
                 gate, key = self.gates[view.layer_idx], (self.seed, step, view.key, view.layer_idx)
                 with torch.set_grad_enabled(scale is not None):
                     output_HT = gate(example.inputs)[0]
-                    known = (output_HT, gate, *compared, view)
-                    terms = local_losses(*known, self.loss, key, horizon=self.target.horizon)
+                    output_BHT = output_HT.to(torch.promote_types(output_HT.dtype, torch.float32))[None]
+                    known = (output_BHT, *(one[None] for one in compared), gate, self.loss, key, view)
+                    terms = local_losses(Case(*known, self.target.horizon))
                     loss = total_loss(terms, self.loss)
                     if scale is not None:
                         (loss * (scale / layers)).backward()

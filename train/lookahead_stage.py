@@ -51,10 +51,6 @@ class Lookahead(Stage):
         assert isinstance(gates.extension, LookaheadExtension), "retain.train.recipe refuses other families"
         self.extension = gates.extension
 
-    def parameters(self) -> list[torch.nn.Parameter]:
-        """The parameters that the optimiser trains."""
-        return list(self.extension.parameters())
-
     def prepare_(self, documents: Sequence[Document]) -> None:
         """Nothing starts from data: tokens begin as embeddings, adapters at zero."""
 

@@ -38,8 +38,6 @@ FIDELITY = ("kl_forward", "kl_reverse", "next_token", "hidden")
 COST = ("capacity_head", "capacity_global", "closed", "admitted", "eviction_rate")
 # Costs that know a decay, whose openness changes with every token.
 AGEING = ("capacity_head", "capacity_global")
-# Costs that know a budget.
-BUDGETED = {*COST} - {"admitted"}
 # Queries of each document at which the open entries of decays are counted.
 CAPACITY_ROWS = 256
 # Documents from which input statistics are made: of `PREPARED_ENTRIES` of a layer over all of them.
@@ -104,14 +102,9 @@ def check_loophole(settings: SoftSettings, gates: GateSet) -> None:
             f"add one of {', '.join(FIDELITY)}",
         ),
         (
-            gates.ages and strange,
-            f"soft.terms {', '.join(strange)}: gates of family {gates.family!r} say a decay, whose "
-            f"openness changes with age; use {' or '.join(AGEING)}",
-        ),
-        (
-            gates.ages and settings.hard != "none",
-            f"soft.hard={settings.hard} is for gates that open and close, and those of family "
-            f"{gates.family!r} say a decay: set hard=none",
+            gates.ages and (strange or settings.hard != "none"),
+            f"soft.terms={settings.terms}, soft.hard={settings.hard}: gates of family {gates.family!r} say a "
+            f"decay, whose openness changes with age; use {' or '.join(AGEING)}, and hard=none",
         ),
     )
 
@@ -160,8 +153,7 @@ class EndToEnd(Stage):
         check_loophole(soft, gates)
         for layer in gates.layers:  # refused now, not in the first step
             gates[layer].log_gate(torch.zeros(1, gates[layer].H, 1))
-        keep = ("keep",) if soft.terms.keys() & BUDGETED else ()
-        super().__init__(gates, ("loss", *soft.terms, "open", *keep))
+        super().__init__(gates, ("loss", *soft.terms, "open", "keep"))
         self.frozen, self.soft, self.target = frozen, soft, target
         self.steps, self.seed = steps, seed
         self.base = base_model(frozen.model)
@@ -306,8 +298,10 @@ class EndToEnd(Stage):
             "capacity_global": lambda: soft_losses.capacity_term(
                 open_BXR.mean(1, keepdim=True), seen_BR, limit_BR
             ),
-            "closed": lambda: soft_losses.closed_term(log_gates, valid_BT, keep),
-            "eviction_rate": lambda: soft_losses.eviction_rate_term(log_gates, valid_BT, keep),
+            # One-sided, so that more may be closed (DMS, over the whole batch; here each document is the same
+            # in any batch), and two-sided (Attention-Gate, arXiv 2410.12876).
+            "closed": lambda: ((1 - keep) - (1 - soft_losses.open_share(log_gates, valid_BT))).relu(),
+            "eviction_rate": lambda: (soft_losses.open_share(log_gates, valid_BT) - keep).abs(),
             "admitted": lambda: soft_losses.admitted_term(log_gates, valid_BT, soft.protected),
         }
         found = {name: term() for name, term in made.items() if name in soft.terms}

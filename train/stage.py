@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from retain.gates import GateInputs, GateSet
 from retain.train.data.document import Document
@@ -25,10 +25,6 @@ class Stage(ABC):
 
     def __init__(self, gates: GateSet, fields: tuple[str, ...]):
         self.gates, self.fields = gates, fields
-
-    def parameters(self) -> list[nn.Parameter]:
-        """The parameters that the optimiser trains."""
-        return list(self.gates.parameters())
 
     @abstractmethod
     def prepare_(self, documents: Sequence[Document]) -> None:

@@ -70,14 +70,14 @@ def test_loss_and_gradient_are_those_of_one_plain_graph(family: str) -> None:
     gates, found = gates_of(model), documents(2)
     objective = Lookahead(gates, frozen_of(model), ANSWER, seed=0)
     rows = objective.rows_of(found, 0, 0.5)
-    got = [parameter.grad.clone() for parameter in objective.parameters()]
+    got = [parameter.grad.clone() for parameter in objective.gates.parameters()]
     gates.zero_grad()
     losses = [naive_loss(model, gates, one, {one.appendix_ids: 1.0}) for one in found]
     (0.5 * sum(losses)).backward()
     for row, loss in zip(rows, losses, strict=True):
         assert row["loss"] == pytest.approx(float(loss.detach()), rel=1e-4)
     # Norms are computed in float32 inside the models.
-    wanted = [parameter.grad for parameter in objective.parameters()]
+    wanted = [parameter.grad for parameter in objective.gates.parameters()]
     scale = max(float(one.abs().max()) for one in wanted)
     for one, other in zip(got, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-3, atol=2e-4 * scale)
@@ -107,7 +107,7 @@ def test_gradients_add_up_and_nothing_is_drawn() -> None:
         gates.zero_grad()
         for batch in batches:
             objective.rows_of(batch, step, 0.25)
-        return [parameter.grad.clone() for parameter in objective.parameters()]
+        return [parameter.grad.clone() for parameter in objective.gates.parameters()]
 
     random = torch.get_rng_state()
     whole, again = gradient([found], 0), gradient([found], 5)

@@ -68,12 +68,9 @@ def look_at(
     key: int = 0,
 ) -> LayerLook:
     """Returns one layer's look, on the CPU, at one document (B = 1): at the entries that count, or at
-    `MOST_ENTRIES` of them, drawn by the document's key. Calibrators that the gates have are left out."""
-    calibrators, gates.calibrators = gates.calibrators, nn.ModuleDict()
-    try:
-        score_HT = gates.score(evidence).values_BHT[0]
-    finally:
-        gates.calibrators = calibrators
+    `MOST_ENTRIES` of them, drawn by the document's key."""
+    assert not gates.calibrators, "calibrated gates give no scores to fit to"
+    score_HT = gates.score(evidence).values_BHT[0]
     entries_N = sampled(counted_T, key)
     score_HN, target_HN = (
         values_HT[:, entries_N.to(values_HT.device)].float().cpu() for values_HT in (score_HT, target_HT)

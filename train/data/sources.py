@@ -97,13 +97,11 @@ class Dataset:
         problem = f"data.path={self.path} cannot be read behind row {read} ({type(error).__name__}: {said})"
         if os.path.isdir(self.path):
             return f"{problem}: a file in it is damaged, cut short, or not of the other files' kind."
-        if read:
-            return f"{problem}: start the command again, and the run goes on from its last checkpoint."
         return (
-            f"{problem}. Check its name, data.subset={self.subset!r}, data.split={self.split!r}, "
-            f"data.revision={self.revision!r} and the network; a private or gated one needs HF_TOKEN or `hf "
-            "auth login`; of one with a loading script take data.revision=refs/convert/parquet. Without a "
-            "network download it, and set data.path to that folder."
+            f"{problem}. Start the command again, and the run goes on from its last checkpoint; or check the "
+            f"name, data.subset={self.subset!r}, data.split={self.split!r}, data.revision={self.revision!r} "
+            "and the network: a private or gated one needs HF_TOKEN or `hf auth login`, one with a loading "
+            "script data.revision=refs/convert/parquet; one that was downloaded is read by data.path=FOLDER."
         )
 
 

@@ -139,7 +139,7 @@ class _Aging(torch.autograd.Function):
             torch.where(seen_BrT[:, None], (age_BrT[:, None] * decay_BHT[:, :, None]).exp(), 0.0).sum(-1)
             for _, seen_BrT, age_BrT in _blocks(decay_BHT, valid_BT, rows_BR, protected)
         ]
-        return torch.cat(parts, -1) if parts else decay_BHT.new_zeros((*decay_BHT.shape[:2], 0))
+        return torch.cat(parts, -1)
 
     @staticmethod
     def backward(ctx: Any, d_BHR: Tensor) -> tuple[Tensor, None, None, None]:
@@ -240,21 +240,6 @@ def capacity_term(
     excess_BXR = (open_BXR - limit_BR[:, None]).relu().masked_fill(~counts_BR[:, None], 0.0)
     each_BXR = excess_BXR / seen_BR.clamp_min(1)[:, None]
     return (each_BXR.sum(-1) / counts_BR.sum(-1).clamp_min(1)[:, None]).mean(-1)
-
-
-def closed_term(log_gates: LogGates, valid_BT: Valid, keep: float) -> Float[Tensor, " B"]:
-    """`max(0, (1 - keep) - closed)`, with `closed` the share of all entries of all layers and heads that is:
-    one-sided, so that more may be closed (DMS, arXiv 2506.05345).
-    DMS takes the share over the whole batch; here it is each document's, so that a document's loss is the
-    same in any batch and on any number of processes."""
-    return ((1.0 - keep) - (1.0 - open_share(log_gates, valid_BT))).relu()
-
-
-def eviction_rate_term(log_gates: LogGates, valid_BT: Valid, keep: float) -> Float[Tensor, " B"]:
-    """`|open - keep|`, with `open` the share of all entries that is: two-sided (Attention-Gate, arXiv
-    2410.12876). The share is
-    each document's, as in `closed_term`."""
-    return (open_share(log_gates, valid_BT) - keep).abs()
 
 
 def admitted_term(log_gates: LogGates, valid_BT: Valid, protected: int) -> Float[Tensor, " B"]:

@@ -125,6 +125,5 @@ def metadata_of(
 def command_line() -> str:
     """The command that started this process, as one types it."""
     program, *rest = sys.argv
-    if program == "retain train":  # as retain.eval.cli names it
-        return f"{program} {shlex.join(rest)}"
-    return "accelerate launch " + shlex.join([os.path.relpath(program), *rest])
+    started = program if program == "retain train" else f"accelerate launch {os.path.relpath(program)}"
+    return f"{started} {shlex.join(rest)}"

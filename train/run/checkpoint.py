@@ -62,25 +62,14 @@ def inspect_run(folder: Path, config: Mapping[str, Any], *, overwrite: bool) -> 
                 "overwrite=true."
             )
         return "fresh"
-    if differ := _differences(_record(folder / CONFIG_FILE), config):
+    if differ := _differences(read_mapping(folder / CONFIG_FILE), config):
         raise ValueError(
             f"{folder} holds a run of another config ({'; '.join(differ)}): choose another `output`, or "
             "pass overwrite=true to replace it."
         )
-    if (folder / METADATA_FILE).is_file() and _record(folder / RUN_FILE).get("finished", True):
+    if (folder / METADATA_FILE).is_file() and read_mapping(folder / RUN_FILE).get("finished", True):
         return "finished"
     return "resume" if latest(folder) else "fresh"
-
-
-def _record(path: Path) -> dict[str, Any]:
-    """A record of the run; ValueError: it is damaged."""
-    try:
-        return read_mapping(path) if path.is_file() else {}
-    except ValueError as error:
-        raise ValueError(
-            f"{path} is damaged ({' '.join(str(error).split())}), and says which run the folder holds: "
-            "restore it, choose another `output`, or pass overwrite=true to train anew."
-        ) from error
 
 
 def _differences(earlier: Any, config: Mapping[str, Any]) -> list[str]:
@@ -104,7 +93,7 @@ def locked(folder: Path, accelerator: Accelerator) -> Iterator[None]:
 def check_inputs(folder: Path, inputs: Mapping[str, str]) -> None:
     """Raises ValueError if the folder's run began with another model, other documents or other gates
     than `inputs` (the sha256 of each, by its name), or did not write down with which."""
-    earlier = _record(folder / RUN_FILE)
+    earlier = read_mapping(folder / RUN_FILE)
     differ = [
         f"{name}: sha256 {earlier.get(name, 'not recorded')} -> {now}"
         for name, now in inputs.items()
@@ -132,7 +121,7 @@ def begin_(folder: Path, config: Mapping[str, Any], inputs: Mapping[str, str]) -
 def finish_(folder: Path) -> None:
     """Writes down that the artifact is there, and drops the checkpoint."""
     with disk_errors(folder):
-        record = {**_record(folder / RUN_FILE), "finished": True}
+        record = {**read_mapping(folder / RUN_FILE), "finished": True}
         write_text(folder / RUN_FILE, json.dumps(record, indent=2) + "\n")
         (folder / CHECKPOINT_FILE).unlink(missing_ok=True)
 
