@@ -5,7 +5,6 @@ kept, no graph leads through the model, and memory does not grow with the number
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,28 +25,6 @@ from retain.train.teacher import Frozen, View, walk
 PREPARED_ENTRIES, PREPARED_DOCUMENTS = 8192, 4
 
 
-def teacher_examples(
-    gates: GateSet,
-    frozen: Frozen,
-    target: TargetSettings,
-    documents: Sequence[Document],
-    visit: Callable[[list[Example]], None],
-) -> None:
-    """Shows examples out of the frozen model, layers ascending; `visit` gets those of a layer, or (models
-    that are read a document at a time) of a layer and one document."""
-    readings = readings_of(documents, target, frozen)
-
-    def see(views: list[View]) -> None:
-        visit(
-            [
-                Example(view, inputs_of(view.document, gates[view.layer_idx]), *layer_target(view, target))
-                for view in views
-            ]
-        )
-
-    walk(frozen, readings, see, wanted=gates.inputs)
-
-
 class LayerLocal(Stage):
     """Objective of the layer-local stage: this target, by these terms, with pairs drawn from this seed."""
 
@@ -55,8 +32,18 @@ class LayerLocal(Stage):
         self, gates: GateSet, frozen: Frozen, target: TargetSettings, loss: LossSettings, *, seed: int
     ):
         super().__init__(gates, ("loss", *loss.terms, "overlap"))
-        self.target, self.loss, self.seed = target, loss, seed
-        self.examples = partial(teacher_examples, gates, frozen, target)
+        self.frozen, self.target, self.loss, self.seed = frozen, target, loss, seed
+
+    def examples(self, documents: Sequence[Document], visit: Callable[[list[Example]], None]) -> None:
+        """Shows examples out of the frozen model, layers ascending; `visit` gets those of a layer, or (models
+        that are read a document at a time) of a layer and one document."""
+
+        def see(views: list[View]) -> None:
+            inputs = (inputs_of(view.document, self.gates[view.layer_idx]) for view in views)
+            targets = (layer_target(view, self.target) for view in views)
+            visit([Example(view, x, *y) for view, x, y in zip(views, inputs, targets, strict=True)])
+
+        walk(self.frozen, readings_of(documents, self.target, self.frozen), see, wanted=self.gates.inputs)
 
     @torch.no_grad()
     def prepare_(self, documents: Sequence[Document]) -> None:

@@ -119,7 +119,7 @@ def train(lesson: Lesson, accelerator: Accelerator, folder: Path, *, resume: boo
             done, last = step + 1, step + 1 == training.steps
             if corpus.held_out and (last or _due(done, training.held_out_every)):
                 held_out = look(done)
-            numbers = {"loss": record["loss"], "held-out": held_out.get("overlap", math.nan)}
+            numbers = {"loss": record["loss"], "held-out": held_out.get("loss", math.nan)}
             bar.set_postfix(**numbers, tokens=record["tokens"], refresh=False)
             bar.update()
             stop = signals.requested

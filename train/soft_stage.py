@@ -24,13 +24,11 @@ from retain.gates import GateInputs, GateSet, inputs_of
 from retain.hf.model.decoder import base_model
 from retain.hf.training.soft_attention import SoftGated
 from retain.train.data.document import Batch, Document, Reading, collate
-from retain.train.local_stage import PREPARED_ENTRIES, teacher_examples
+from retain.train.local_stage import PREPARED_ENTRIES
 from retain.train.objectives import soft_losses
-from retain.train.objectives.overlap import baselines_of
 from retain.train.objectives.soft_threshold import SoftThreshold
-from retain.train.objectives.targets import Example, TargetSettings
 from retain.train.settings import refuse, section, unknown
-from retain.train.stage import Stage, Tally, joined
+from retain.train.stage import Stage, joined
 from retain.train.teacher import Frozen, View, walk
 
 # Distances of the gated from the full model, and costs of what is open.
@@ -130,7 +128,6 @@ class EndToEnd(Stage):
     ramp=compression, protected=512 (`kl_reverse` is what its code computes).
 
     Args:
-        target: for the overlap with it on held-out documents; None: no overlap is reported.
         steps: of the whole run, for the ramp.
         seed: of the noise.
 
@@ -144,7 +141,6 @@ class EndToEnd(Stage):
         gates: GateSet,
         frozen: Frozen,
         soft: SoftSettings,
-        target: TargetSettings | None = None,
         *,
         steps: int = 1,
         seed: int = 0,
@@ -154,7 +150,7 @@ class EndToEnd(Stage):
         for layer in gates.layers:  # refused now, not in the first step
             gates[layer].log_gate(torch.zeros(1, gates[layer].H, 1))
         super().__init__(gates, ("loss", *soft.terms, "open", "keep"))
-        self.frozen, self.soft, self.target = frozen, soft, target
+        self.frozen, self.soft = frozen, soft
         self.steps, self.seed = steps, seed
         self.base = base_model(frozen.model)
         self.gated = SoftGated(self.base, gates, protected=soft.protected)
@@ -191,8 +187,7 @@ class EndToEnd(Stage):
     def rows_of(self, documents: Sequence[Document], step: int, scale: float | None) -> list[dict[str, Any]]:
         """Returns the loss, every term, the open share and the budget (`keep`, as a share of the tokens) of
         each document. Hard decisions are drawn where there is a gradient; held-out documents are read at the
-        final budget, and have overlaps where there is a target. ValueError: a document in which nothing is
-        gated."""
+        final budget. ValueError: a document in which nothing is gated."""
         device = self.frozen.model.get_input_embeddings().weight.device
         batch = collate(documents, pad_id=self.frozen.pad_id, device=device)
         valid_BT, counted_BT = batch.valid_BT, counted_tokens(batch, self.soft)
@@ -222,27 +217,7 @@ class EndToEnd(Stage):
         if self.soft.budget is not None:
             terms["keep"] = (self.soft.budget / valid_BT.sum(-1).to(loss_B)).clamp_max(1.0)
         values = torch.stack([terms[name].detach().double().cpu() for name in self.fields]).T.tolist()
-        rows: list[dict[str, Any]] = [dict(zip(self.fields, row, strict=True)) for row in values]
-        if scale is None and self.target is not None:
-            for row, found in zip(rows, self._overlaps(documents, self.target), strict=True):
-                row |= found
-        return rows
-
-    def _overlaps(self, documents: Sequence[Document], target: TargetSettings) -> list[dict[str, Any]]:
-        """Share of the target's top fifth that the gates' order at the end of each document finds."""
-        tally = Tally(len(documents))
-
-        def see(examples: list[Example]) -> None:
-            for example in examples:
-                output_HT = self.gates[example.view.layer_idx](example.inputs)[0].float()
-                if self.gates.ages:
-                    T = output_HT.shape[-1]
-                    output_HT = output_HT * (T - 1 - torch.arange(T, device=output_HT.device))
-                found = baselines_of(example, self.seed)
-                tally.add_(example.view.row, found, output_HT, example.target_HT, example.reached_HT)
-
-        teacher_examples(self.gates, self.frozen, target, documents, see)
-        return tally.means(len(self.gates.layers))
+        return [dict(zip(self.fields, row, strict=True)) for row in values]
 
     def _fidelity(
         self,

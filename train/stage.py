@@ -33,8 +33,7 @@ class Stage(ABC):
     @abstractmethod
     def rows_of(self, documents: Sequence[Document], step: int, scale: float | None) -> list[dict[str, Any]]:
         """Returns the numbers of each document. With a scale, the gradient of `scale` times the documents'
-        summed loss is added to the parameters'; without, in a look at held-out documents, there are overlaps
-        with the target's top fifth too."""
+        summed loss is added to the parameters'; without, documents are held out."""
 
 
 class Tally:

@@ -242,7 +242,7 @@ def test_each_familys_recipe_trains_the_reference_model_in_small(path: Path, tmp
     folder = distill(config)
     looks = [record["held_out"] for record in read_log(folder) if "held_out" in record]
     assert len(looks) == 2 and all(math.isfinite(found["loss"]) for found in looks)
-    assert all(0 <= found["overlap"] <= 1 for found in looks)
+    assert all(0 <= found["overlap"] <= 1 for found in looks if config.stage != "end_to_end")
     steps = [record for record in read_log(folder) if "grad_norm" in record]
     assert len(steps) == 3 and all(record["grad_norm"] > 0 for record in steps)
     frozen = load_frozen(config.model, dtype="float32")
