@@ -5,6 +5,7 @@ kept, no graph leads through the model, and memory does not grow with the number
 """
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -15,14 +16,16 @@ from retain.train.data.branches import readings_of
 from retain.train.data.document import Document
 from retain.train.objectives.case import Case, LossSettings
 from retain.train.objectives.losses import local_losses, total_loss
-from retain.train.objectives.overlap import baselines_of
-from retain.train.objectives.targets import Example, TargetSettings, layer_target
+from retain.train.objectives.overlap import baseline_overlaps
+from retain.train.objectives.targets import TargetSettings, layer_target
 from retain.train.stage import Stage, Tally, joined
 from retain.train.teacher import Frozen, View, walk
 
 # Entries of a layer from which input statistics are made, and the fewest documents that they come from (where
 # the first step has as many): one long document is not what all are like.
 PREPARED_ENTRIES, PREPARED_DOCUMENTS = 8192, 4
+# A view, the gate's inputs, the target, and where it is defined.
+Example = tuple[View, GateInputs, Tensor, Tensor]
 
 
 class LayerLocal(Stage):
@@ -41,7 +44,7 @@ class LayerLocal(Stage):
         def see(views: list[View]) -> None:
             inputs = (inputs_of(view.document, self.gates[view.layer_idx]) for view in views)
             targets = (layer_target(view, self.target) for view in views)
-            visit([Example(view, x, *y) for view, x, y in zip(views, inputs, targets, strict=True)])
+            visit([(view, x, *y) for view, x, y in zip(views, inputs, targets, strict=True)])
 
         walk(self.frozen, readings_of(documents, self.target, self.frozen), see, wanted=self.gates.inputs)
 
@@ -57,19 +60,18 @@ class LayerLocal(Stage):
                 that a gate cannot start from them.
         """
         found: dict[int, list[tuple[GateInputs, Tensor]]] = {}
-        documents = _enough(documents)
+        seen = enumerate(accumulate(len(document.context_ids) for document in documents), start=1)
+        enough = (n for n, tokens in seen if tokens >= PREPARED_ENTRIES and n >= PREPARED_DOCUMENTS)
+        documents = documents[: next(enough, None)]
         share = max(1, PREPARED_ENTRIES // len(documents))
 
         def see(examples: list[Example]) -> None:
-            for example in examples:
-                entries = example.reached_HT.any(0).nonzero()[:, 0]
+            for view, inputs, target_HT, reached_HT in examples:
+                entries = reached_HT.any(0).nonzero()[:, 0]
                 # Evenly spread, where a document is longer than is needed.
                 entries = entries[:: -(-len(entries) // share) or 1]
-                risk_HN = example.target_HT[:, entries].masked_fill(
-                    ~example.reached_HT[:, entries], torch.nan
-                )
-                inputs = example.inputs.entries(entries)
-                found.setdefault(example.view.layer_idx, []).append((inputs, risk_HN))
+                risk_HN = target_HT[:, entries].masked_fill(~reached_HT[:, entries], torch.nan)
+                found.setdefault(view.layer_idx, []).append((inputs.entries(entries), risk_HN))
 
         for document in documents:
             self.examples([document], see)
@@ -104,11 +106,10 @@ class LayerLocal(Stage):
         tally = Tally(len(documents))
 
         def see(examples: list[Example]) -> None:
-            for example in examples:
-                view, compared = example.view, (example.target_HT, example.reached_HT)
+            for view, inputs, *compared in examples:
                 gate, key = self.gates[view.layer_idx], (self.seed, step, view.key, view.layer_idx)
                 with torch.set_grad_enabled(scale is not None):
-                    output_HT = gate(example.inputs)[0]
+                    output_HT = gate(inputs)[0]
                     output_BHT = output_HT.to(torch.promote_types(output_HT.dtype, torch.float32))[None]
                     known = (output_BHT, *(one[None] for one in compared), gate, self.loss, key, view)
                     terms = local_losses(Case(*known, self.target.horizon))
@@ -117,18 +118,10 @@ class LayerLocal(Stage):
                         (loss * (scale / layers)).backward()
                 terms = {"loss": loss, **terms}
                 found: dict[str, Any] = {name: value.detach() for name, value in terms.items()}
-                found |= baselines_of(example, self.seed) if scale is None else {}
+                if scale is None:
+                    known = (view.document.values_BHTD, view.document.output_weight_QDE, *compared)
+                    found |= baseline_overlaps(*known, (self.seed, view.key, view.layer_idx))
                 tally.add_(view.row, found, output_HT, *compared)
 
         self.examples(documents, see)
         return tally.means(layers)
-
-
-def _enough(documents: Sequence[Document]) -> Sequence[Document]:
-    """The first documents that give as many entries as are looked at."""
-    tokens = 0
-    for number, document in enumerate(documents, start=1):
-        tokens += len(document.context_ids)
-        if tokens >= PREPARED_ENTRIES and number >= PREPARED_DOCUMENTS:
-            return documents[:number]
-    return documents

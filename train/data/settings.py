@@ -44,7 +44,7 @@ class DataSettings:
     """How many to train on (`reference`: generated; else at most, the first that there are; 0 = all).
     Streaming reads as many as the steps need, and wants 0."""
     held_out: Annotated[int, Field(ge=0, le=10**6)] = 32
-    """How many held-out documents are looked at, for the overlap that is reported."""
+    """How many held-out documents are looked at."""
     held_out_share: ProperShare = 0.05
     """Share of all contexts, by their hash, that is never trained on. If fewer than `held_out` fall into it,
     the `held_out` of the smallest hash are held out (not of a stream)."""

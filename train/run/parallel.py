@@ -18,6 +18,7 @@ optimiser are float32, the frozen model's precision is `dtype` of the training c
 
 import math
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -121,17 +122,14 @@ class Synchroniser:
 
     def load_(self, tensors: Mapping[str, Tensor]) -> None:
         """Goes on from `tensors`, whatever the number of processes that they were saved under."""
-        gates: dict[str, Tensor] = {}
-        states: dict[int, dict[str, Tensor]] = {}
-        for name, tensor in tensors.items():
-            part, _, rest = name.partition("/")
-            if part == "gates":
-                gates[rest] = tensor
-            else:
-                number, _, rest = rest.partition("/")
-                states.setdefault(int(number), {})[rest] = tensor
-        self.gates.load_state_dict(gates)
-        self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": states})
+        states: dict[int, dict[str, Tensor]] = defaultdict(dict)
+        for name in tensors:
+            if name.startswith("optimizer/"):
+                _, number, rest = name.split("/")
+                states[int(number)][rest] = tensors[name]
+        kept = {name: tensor for name, tensor in tensors.items() if name.startswith("gates/")}
+        self.gates.load_state_dict({name.removeprefix("gates/"): kept[name] for name in kept})
+        self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": dict(states)})
 
 
 @contextmanager
