@@ -105,22 +105,23 @@ class LayerLocal(Stage):
         tally = Tally(len(documents))
 
         def see(examples: list[Example]) -> None:
-            for view, inputs, *compared in examples:
+            for view, inputs, target_HT, reached_HT in examples:
                 gate, key = self.gates[view.layer_idx], (self.seed, step, view.key, view.layer_idx)
                 with torch.set_grad_enabled(scale is not None):
                     output_HT = gate(inputs)[0]
                     output_BHT = output_HT.to(torch.promote_types(output_HT.dtype, torch.float32))[None]
-                    known = (output_BHT, *(one[None] for one in compared), gate, self.loss, key, view)
-                    terms = local_losses(Case(*known, self.target.horizon))
+                    known = (target_HT[None], reached_HT[None], gate, self.loss, key, view)
+                    terms = local_losses(Case(output_BHT, *known, self.target.horizon))
                     loss = total_loss(terms, self.loss)
                     if scale is not None:
                         (loss * (scale / layers)).backward()
                 terms = {"loss": loss, **terms}
                 found: dict[str, Any] = {name: value.detach() for name, value in terms.items()}
                 if scale is None:
-                    known = (view.document.values_BHTD, view.document.output_weight_QDE, *compared)
-                    found |= baseline_overlaps(*known, (self.seed, view.key, view.layer_idx))
-                tally.add_(view.row, found, output_HT, *compared)
+                    keyed, shown = (self.seed, view.key, view.layer_idx), view.document
+                    values = shown.values_BHTD, shown.output_weight_QDE
+                    found |= baseline_overlaps(*values, target_HT, reached_HT, keyed)
+                tally.add_(view.row, found, output_HT, target_HT, reached_HT)
 
         self.examples(documents, see)
         return tally.means(layers)
