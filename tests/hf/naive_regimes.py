@@ -263,7 +263,7 @@ class Naive:
             pinned_BT = pinned_mask(spans, whole)[:, : len(tokens_T)]
         shapes = [shape_of(layer) for layer in layers]
         given = (self.policy, self.budget, valid_BT, shapes, pinned_BT)
-        if plan_of(*given, stock=stock).covers_all:
+        if all(plan_of(*given, stock=stock).covers_B):
             kept = [layer.exists_BHT for layer in layers]
         else:
             seeds = None if self.seeds is None else [self.seeds[b]]

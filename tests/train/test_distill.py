@@ -183,6 +183,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(
     [
         (["gate.family=mpl", "data.lengths=[9]"], "(?s)did you mean 'mlp'.*data.lengths has 9"),
         (["target.horizon=0", "training.lr=.nan"], "(?s)target.horizon: input .*training.lr: input"),
+        (["seeed=1", "gate.family=mpl"], "(?s)unknown key 'seeed' .*did you mean 'mlp'"),
         (["target.horizon=99"], "too short: .* more than 99 are needed"),
         (["target.horizon=500"], "data.max_tokens=100 and target.horizon=500: no context would be longer"),
         (["model=no/such-model"], "model='no/such-model' cannot be loaded"),

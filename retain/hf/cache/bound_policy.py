@@ -6,7 +6,6 @@ Everything that can be wrong about the request is found when the cache is made, 
 
 import dataclasses
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -103,9 +102,8 @@ def bind_policy(
         return BoundPolicy(chosen.name, precision=chosen.precision)
     if chosen.learned:
         gates = shipped_gates(model, chosen.name) if gates is None else gates_for(model, gates)
-        if caution := check_gates(chosen, keep, gates, scored_elsewhere=scorer is not None):
-            warnings.warn(caution, stacklevel=3)
-    before = BEFORE_ROPE & set(getattr(gates, "inputs", ())) if chosen.learned else ()
+        check_gates(chosen, keep, gates, scored_elsewhere=scorer is not None)
+    before = BEFORE_ROPE & gates.inputs if chosen.learned else ()
     rope: tuple[Use, ...] = ("unknown_rope",) if before and rotary_of(model) is None else ()
     refuse(chosen, rope, gates=gates, scorer=scorer)
     if (centres := chosen.observed_settings.get("centres")) is not None:
