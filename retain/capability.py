@@ -12,8 +12,6 @@ from typing import Any, Literal
 from retain.budget.statement import Budget
 from retain.policy import check_budget
 from retain.presets import Policy
-from retain.scores import SCORES
-from retain.scores.trial import try_settings
 
 Use = Literal["chunks", "again", "bytes", "bits", "merge", "unknown_rope", "vllm"]
 USES: dict[Use, str] = {
@@ -107,9 +105,9 @@ TABLE = (
     ),
     Row(
         "score",
-        ("vllm",),
-        "it reads frequencies of RoPE, and the engine shows tables alone: take 'keydiff'",
-        lambda score: "rotary" in score.reads and "queries" not in score.reads,
+        ("unknown_rope",),
+        "it turns queries back to before RoPE: take a score that needs none, such as 'snapkv'",
+        lambda score: "rotary" in score.reads,
     ),
     Row("merge", ("vllm",), "packing does not change values yet: set correction=null"),
     Row("bits", ("vllm",), "the engine holds entries in its own types: set precision=null"),
@@ -133,8 +131,7 @@ def methods_of(policy: Policy, gates: Any = None, scorer: Any = None) -> Iterato
     if scorer is not None:
         yield Method("scorer", "a scorer of your own")
     elif policy.observed is not None:
-        needs = SCORES[policy.observed].needs_with(policy.observed_settings)
-        yield Method("score", f"score {policy.observed!r}", needs)
+        yield Method("score", f"score {policy.observed!r}", policy.needs)
     if policy.learned and gates is not None:
         # A control that stands in for gates may declare nothing: it is shown the attention input.
         inputs, contextual = getattr(gates, "inputs", ("hidden",)), getattr(gates, "contextual", False)
@@ -208,8 +205,7 @@ def check_gates(policy: Policy, budget: Budget, gates: Any, *, scored_elsewhere:
     unit, problems = unit_of(gates), []
     observed = None
     if policy.observed is not None and not scored_elsewhere:
-        tried, _ = try_settings(policy.observed, policy.observed_settings)
-        observed = None if tried is None else tried.unit
+        observed = policy.unit
     how = policy.fusion_of(policy.observed is not None or scored_elsewhere, True)
     alike = how in ("max", "sum") and observed is not None
     wanted = observed if alike else unit

@@ -23,8 +23,7 @@ from retain.config import STRICT, Share
 from retain.correction.merge import METADATA_BYTES, Merge
 from retain.process.registry import lookup
 from retain.protection import Protection
-from retain.scores import SCORES, Score
-from retain.scores.trial import try_settings
+from retain.scores import SCORES, ScoreFamily
 from retain.shapes import LayerShape
 
 Evaluated = Literal["any", "question unknown", "question known", "chunk", "decode", "prefill+decode"]
@@ -196,13 +195,11 @@ class Policy:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        score: Score | None = None
-        problems: list[str] = []
-        if self.observed is not None:
-            score, problems = try_settings(self.observed, self.observed_settings)
+        score, problems = self.score_family, self._contradictions()
+        if score is not None:
+            problems += score.problems(self.observed_settings) + self._wanted_of(score)
         elif self.observed_settings:
             problems.append(f"observed_settings {self.observed_settings} belong to no score: name observed")
-        problems += self._contradictions() + (self._wanted_of(score) if score is not None else [])
         if problems:
             raise ValueError(f"policy {self.name!r}: {'; '.join(problems)}.")
 
@@ -223,7 +220,7 @@ class Policy:
             )
         return problems
 
-    def _wanted_of(self, score: Score) -> list[str]:
+    def _wanted_of(self, score: ScoreFamily) -> list[str]:
         """Settings that need what the observed score does not provide."""
         layers, problems = self.layers, []
         by_value = {
@@ -237,12 +234,12 @@ class Policy:
                 "order means something: take an observed score in 'risk' or 'mass'"
             )
         two_stages = self.first_stage is not None or self.guard.compete_by == "first"
-        if two_stages and score.first_BHT is None and not self.learned:
+        if two_stages and not score.two_stages and not self.learned:
             problems.append(
                 f"first_stage and allocation.compete_by 'first' want a score of two stages, and "
                 f"{self.observed!r} has one: take observed 'critical' or 'defensive'"
             )
-        if layers == "cake" and score.layer_weight_B is None and not self.learned:
+        if layers == "cake" and not score.weighs_layers and not self.learned:
             problems.append(
                 f"allocation.layers 'cake' wants CAKE's preference, and {self.observed!r} measures none: "
                 "take observed 'cake', or allocation.layers 'entropy'"
@@ -280,21 +277,21 @@ class Policy:
         return self.first_stage is not None and self.first_stage.by == "budget"
 
     @property
-    def _trial(self) -> Score | None:
-        """Its observed score, of a made-up layer."""
-        return try_settings(self.observed, self.observed_settings)[0] if self.observed else None
+    def score_family(self) -> ScoreFamily | None:
+        """Declaration of its observed score, under its settings; None without one."""
+        return SCORES[self.observed].under(self.observed_settings) if self.observed else None
 
     @property
     def window(self) -> int:
-        """Entries of its score's observation window; 0 without one."""
-        trial = self._trial
-        return trial.window if trial else 0
+        """Last queries that its score observes; 0 without one."""
+        score = self.score_family
+        return score.window(self.observed_settings) if score else 0
 
     @property
     def needs(self) -> frozenset[str]:
         """Fields that scores read beyond keys and values: `window`, `running`, `seeds`, `gates`, `weights` of
         heads (`retain.attention.head_weights`), ..."""
-        fields = SCORES[self.observed].needs_with(self.observed_settings) if self.observed else frozenset()
+        fields = frozenset(self.score_family.needs if self.score_family else ())
         fields |= {"gates"} if self.learned else frozenset()
         return fields | ({"weights"} if self.weights is not None else frozenset())
 
@@ -332,8 +329,8 @@ class Policy:
         """Unit of its score, as far as it is known before any layer is scored."""
         if self.fusion == "rank_blend":
             return "rank"
-        trial = self._trial
-        return trial.unit if trial else "risk" if self.learned else "rank"
+        score = self.score_family
+        return score.unit if score else "risk" if self.learned else "rank"
 
 
 @dataclass(frozen=True, config=STRICT, kw_only=True)

@@ -125,8 +125,7 @@ def test_critical(shape, layer, pool, pool_size, eps):
 
 def naive_defensive(evidence, window, *, pool="avg", pool_size=5, norm="raw"):
     attention = naive_attention(evidence)[:, :, -window:]
-    H, T = evidence.num_heads, evidence.num_seen
-    split = T - window
+    split = evidence.num_seen - window
 
     @cache
     def size(b, h, i):
@@ -135,7 +134,7 @@ def naive_defensive(evidence, window, *, pool="avg", pool_size=5, norm="raw"):
     def divisor(b, h, i, before):
         return {
             "raw": lambda: 1.0,
-            "head_share": lambda: sum(size(b, k, i) for k in range(H)),
+            "head_share": lambda: sum(size(b, k, i) for k in range(evidence.num_heads)),
             "token_sum": lambda: sum(size(b, h, k) for k in before) or 1.0,
         }[norm]()
 
