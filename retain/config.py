@@ -113,18 +113,22 @@ def problems_of(config: Any) -> list[str]:
     return _problems(to_mapping(config), type(config), "")[1]
 
 
-def problems_in(
+def checked(
     settings: Mapping[str, Any], function: Callable[..., Any], where: str, others: Collection[str] = ()
-) -> list[str]:
-    """List what of a function's settings does not fit its annotations.
+) -> tuple[dict[str, Any], list[str]]:
+    """Check a function's settings by its annotations.
 
     Args:
         settings: keyword arguments by name.
         function: a function, or a class by its constructor.
         where: their name in messages.
         others: arguments that are no settings.
+
+    Returns:
+        the settings, whole numbers for fractions as fractions, and no problem; or none, and all problems.
     """
-    return _problems(settings, _settings_class(function, tuple(others)), where)[1]
+    made, problems = _problems(settings, _settings_class(function, tuple(others)), where)
+    return {name: getattr(made, name) for name in settings} if not problems else {}, problems
 
 
 @cache

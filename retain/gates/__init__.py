@@ -9,7 +9,7 @@ from retain.gates.admission import AdmissionGate, DMSGate
 from retain.gates.base import Gate, GateInputs, GateSet, HiddenGate, inputs_of
 from retain.gates.context import ContextGate
 from retain.gates.decay import DecayGate, SharedDecayGate
-from retain.gates.families import GATES, build_gates, dims_for, settings_of
+from retain.gates.families import GATES, build_gates, dims_for
 from retain.gates.lookahead import LookaheadExtension, LookaheadGate
 from retain.gates.lowrank import LowRankGate
 from retain.gates.mlp import LinearGate, MLPGate
@@ -35,5 +35,4 @@ __all__ = [
     "build_gates",
     "dims_for",
     "inputs_of",
-    "settings_of",
 ]

@@ -23,21 +23,11 @@ BASELINES = {
 }
 
 
-def overlap_of_heads(
-    metadata: Mapping[str, Any], records: Sequence[Mapping[str, Any]]
-) -> Mapping[str, Sequence[float]]:
-    """Layer -> overlap of each head, of the last look at the held-out documents."""
-    looks = [metadata.get("training", {}).get("held_out") or {}]
-    looks += [record["held_out"] for record in reversed(records) if record.get("held_out")]
-    return next((look["overlap_of"] for look in looks if look.get("overlap_of")), {})
-
-
 def card_of(
     metadata: Mapping[str, Any],
     records: Sequence[Mapping[str, Any]] = (),
     *,
     command: str = "",
-    pictures: Mapping[str, str] | None = None,
     place: str = "FOLDER",
 ) -> ModelCard:
     """Returns the card, `card.md.jinja` filled in.
@@ -46,7 +36,6 @@ def card_of(
         metadata: the artifact's JSON.
         records: of the run's `log.jsonl`; none where it is not there.
         command: that started the run; that of the metadata where none is given.
-        pictures: files beside the card, with their titles.
         place: folder or hub id of the artifact, for the example.
     """
     require("train", "jinja2", what="the card of gates")
@@ -78,7 +67,6 @@ def card_of(
         last=last,
         baselines=baselines,
         losses=losses,
-        pictures=pictures or {},
         recipe=_recipe(metadata),
         plain=_plain,
         code=_code,

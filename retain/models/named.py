@@ -276,11 +276,10 @@ def precision_of(config: Any) -> torch.dtype:
 
 def _hub_error(error: BaseException) -> BaseException | None:
     """The error because of which the hub could not be asked; None: it was, and said what it holds."""
-    from retain.gates.hub import HTTP
-
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, LocalEntryNotFoundError | ConnectionError | TimeoutError | HTTP.TransportError):
+        client = type(cause).__module__.startswith("httpx")  # huggingface_hub's
+        if client or isinstance(cause, LocalEntryNotFoundError | ConnectionError | TimeoutError):
             return cause
         if isinstance(cause, HfHubHTTPError) and not isinstance(cause, EntryNotFoundError):
             return cause

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from retain.attention.received import advance
-from retain.config import problems_in
+from retain.config import checked
 from retain.evidence import Evidence, RunningStatistics, Score
 
 Function = TypeVar("Function", bound=Callable[..., Score])
@@ -58,7 +58,7 @@ class ScoreFamily:
 
     def problems(self, settings: Mapping[str, Any]) -> list[str]:
         """List what of these settings does not fit the function."""
-        return problems_in(settings, self.function, self.function.__name__, ("evidence", "seeds_B"))
+        return checked(settings, self.function, self.function.__name__, ("evidence", "seeds_B"))[1]
 
     def counted(self, evidence: Evidence, settings: Mapping[str, Any]) -> Evidence:
         """The evidence with running statistics that count its queries."""

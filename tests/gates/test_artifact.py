@@ -142,7 +142,7 @@ def test_another_model_is_refused_with_what_differs(folder: Path) -> None:
     other = {**FINGERPRINT, "sha256": "abd"}
     said = "trained on another model .sha256 'abc' -> 'abd'.*allow_other_weights=True.*'org/base'"
     with refusal(said):
-        load_gates(folder, fingerprint=lambda: other)
+        load_gates(folder, fingerprint=other)
     assert load_gates(folder, fingerprint=other, allow_other_weights=True).allowed_on == "abd"
     assert load_gates(folder, fingerprint=FINGERPRINT, allow_other_weights=True).allowed_on is None
     with refusal("hidden_size .* so they do not fit"):
@@ -165,17 +165,17 @@ INCONSISTENT: list[tuple[dict[str, object], str]] = [
     ({"family": "mpl"}, "unknown gate family 'mpl': did you mean 'mlp'"),
     (layer_0(F=8), "does not hold the tensors"),
     (layer_0(F=10**12), "does not hold the tensors"),
-    (layer_0(depth=8), "cannot build .*there is no setting 'depth'.*upgrade retain"),
+    (layer_0(depth=8), "cannot build .*unknown key 'mlp.depth'.*upgrade retain"),
     (layer_0(E=-6), "cannot build"),
-    (layer_0(F="8"), "cannot build .*F is '8'"),
+    (layer_0(F="8"), "cannot build .*mlp.F: .*'8'"),
     ({"layers": {"0": {"H": 2}}}, "cannot build .*KeyError: 'E'"),
     ({"layers": {}}, "at least one layer"),
     ({"extension": {"E": 6}}, "cannot build"),
-    ({"score_unit": "risks"}, "unknown score_unit 'risks'"),
-    (calibrated(kind="spline"), "unknown kind of calibrator"),
-    (calibrated(H=3), "its gates have KV heads .* and its calibrators"),
+    ({"score_unit": "risks"}, "score_unit is .*; got 'risks'"),
+    (calibrated(kind="spline"), "the kind shared; got .*'spline'"),
+    (calibrated(H=3), "with KV heads .* and calibrators with"),
     (calibrated(), "not hold the tensors"),
-    (calibrated(layers=("0",)), "calibrate all layers, in one unit, or none"),
+    (calibrated(layers=("0",)), "calibrate all of them, in one unit, or none"),
     ({"schema_version": None}, "schema version None, this retain reads 2"),
 ]
 
@@ -252,7 +252,8 @@ def test_what_was_read_is_written_again(calibrated: bool, tmp_path: Path) -> Non
         gates = load_gates(saved(gates, folder))
         assert gates.unit == unit and gates.metadata["score_unit"] == "rank"
         assert gates.metadata["recipe"] == {"lr": 0.1} and gates.metadata["calibration"] == said
-        assert gates.threshold_for(0.5) == 1.0 and same_tensors(first, gates)
+        assert [gates.threshold_for(ratio) for ratio in (0.1, 0.2, 0.5)] == [2.0, 1.75, 1.0]
+        assert same_tensors(first, gates)
     for name in (METADATA_FILE, WEIGHTS_FILE):
         assert len({(folder / name).read_bytes() for folder in folders}) == 1
 

@@ -31,7 +31,6 @@ FAMILIES = sorted(SETTINGS)
 # Variants of a family, each with a formula.
 VARIANTS: list[tuple[str, dict[str, object]]] = [
     *((family, {}) for family in FAMILIES),
-    ("context", {"causal": False}),
     ("dms", {"decides": "own"}),
     ("dms", {"query_width": 3}),
     ("qkv", {"rope": "after"}),
@@ -183,7 +182,7 @@ def naive_admission(
 
 
 def naive_flag(gate: Gate, state: dict[str, Tensor], inputs: GateInputs, b: int, i: int) -> list[float]:
-    width, entries = gate.width, range(i + 1) if gate.causal else range(inputs.hidden_BTE.shape[1])
+    width, entries = gate.width, range(i + 1)
     if inputs.valid_BT is not None:
         entries = [j for j in entries if inputs.valid_BT[b, j]]
     seen: list[float] = []
@@ -232,14 +231,12 @@ def test_formula(family: str, settings: dict[str, object]) -> None:
         assert gate.inputs == {f"queries{suffix}", f"keys{suffix}", "values"}
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_the_context_gate_sees_no_padding_and_if_causal_nothing_later(causal: bool) -> None:
-    gate, inputs = a_gate("context", causal=causal), some_inputs()
+def test_the_context_gate_sees_no_padding_and_nothing_later() -> None:
+    gate, inputs = a_gate("context"), some_inputs()
     output = assert_naive(gate, padded(inputs, 0, 3), 3)
     assert output.isfinite().all()
     assert_same(output[1:, :, 3:], gate(GateInputs(hidden_BTE=inputs.hidden_BTE[1:, 3:])))
-    if causal:
-        assert_same(gate(inputs.entries(slice(0, 4))), gate(inputs)[..., :4])
+    assert_same(gate(inputs.entries(slice(0, 4))), gate(inputs)[..., :4])
 
 
 def test_sink_keys_of_a_fresh_lowrank_gate_get_different_gradients() -> None:
