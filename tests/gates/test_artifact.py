@@ -12,9 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from retain.gates import GATES, GateSet, LookaheadExtension, build_gates, dims_for
+from retain.gates import GATES, GateSet, build_gates, dims_for
 from retain.gates.artifact import METADATA_FILE, WEIGHTS_FILE, load_gates, save_gates
 from retain.gates.calibrate import Calibrator
+from retain.gates.lookahead import LookaheadExtension
 from tests.refused import refusal
 
 FINGERPRINT = {"model_type": "qwen3", "hidden_size": 6, "sha256": "abc"}

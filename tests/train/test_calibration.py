@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from retain.attention.ranking import order_entries
-from retain.gates import GateSet, LinearGate
+from retain.gates import GateSet
 from retain.gates.calibrate import LEAST_RISE, SMALLEST_SLOPE, axis
 from retain.gates.decay import DecayGate
 from retain.gates.lowrank import LowRankGate
+from retain.gates.mlp import LinearGate
 from retain.gates.qkv import QKVGate
 from retain.train.calibration import fit as calibration
 from retain.train.calibration import isotonic
