@@ -195,6 +195,11 @@ def mean(numbers: Sequence[float]) -> float:
     return sum(numbers) / len(numbers)
 
 
+def masked(values_BHT: Tensor, evidence: Evidence) -> Tensor:
+    """-inf on what does not exist."""
+    return values_BHT.double().masked_fill(~evidence.exists_BHT, float("-inf"))
+
+
 def naive_scores(evidence: Evidence, number: Callable[[int, int, int], float]) -> Tensor:
     """`[B, H, T]` in float64: `number(b, h, i)` of every entry, -inf on padding."""
     naive = torch.full(evidence.keys_BHTD.shape[:3], float("-inf"), dtype=torch.float64)
@@ -202,22 +207,6 @@ def naive_scores(evidence: Evidence, number: Callable[[int, int, int], float]) -
         if evidence.valid_BT[b, i]:
             naive[b, h, i] = number(b, h, i)
     return naive
-
-
-def naive_pooled(evidence, window: int, pool, pool_size: int, of=mean, group=mean) -> Tensor:
-    """`[B, H, T]` in float64: `of` the numbers that the window's queries paid to an entry, pooled and reduced
-    by `group` over the query heads; -inf on padding."""
-    attention, G = naive_attention(evidence)[:, :, -window:].transpose(2, 3).tolist(), evidence.group
-    B, H, T = evidence.keys_BHTD.shape[:3]
-    rows = torch.zeros(B, H, T, dtype=torch.float64)
-    for b, h in itertools.product(range(B), range(H)):
-        heads = [[of(paid) for paid in attention[b][q]] for q in range(h * G, h * G + G)]
-        pooled = [
-            naive_pool(torch.tensor(row, dtype=torch.float64), pool, pool_size, T - window) for row in heads
-        ]
-        paid_T = [group(paid) for paid in torch.stack(pooled, -1).tolist()]
-        rows[b, h] = torch.tensor(paid_T, dtype=torch.float64)
-    return naive_scores(evidence, lambda b, h, i: float(rows[b, h, i]))
 
 
 def naive_overlap(score_HT: Tensor, target_HT: Tensor, reached_HT: Tensor) -> list[float]:
