@@ -3,7 +3,7 @@ checked."""
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -178,21 +178,6 @@ def naive_pool(row: Tensor, kind: str | None, size: int, split: int) -> Tensor:
         ]
         pooled[i] = sum(near) / size if kind == "avg" else max(near)
     return pooled
-
-
-def naive_value(evidence: Evidence, b: int, h: int, i: int) -> float:
-    """`||v_i||_1` by a loop in float64."""
-    return sum(abs(float(x)) for x in evidence.values_BHTD[b, h, i].double())
-
-
-def naive_running_mass(attention: Tensor, b: int, h: int, i: int, group: int) -> float:
-    """Attention that every query paid to entry `i`, averaged over the group of KV head `h`, by loops."""
-    heads = range(h * group, h * group + group)
-    return sum(float(attention[b, q, j, i]) for q in heads for j in range(attention.shape[2])) / group
-
-
-def mean(numbers: Sequence[float]) -> float:
-    return sum(numbers) / len(numbers)
 
 
 def masked(values_BHT: Tensor, evidence: Evidence) -> Tensor:

@@ -36,51 +36,50 @@ def _rotation(position, width):
 
 
 def _naive(evidence, *, future, sinks, value_norm):
-    B, H, T, D = evidence.keys_BHTD.shape
-    G, S = evidence.group, evidence.num_queries
-    keys, values = evidence.keys_BHTD.double(), evidence.values_BHTD.double()
+    (B, H, T, D), S = evidence.keys_BHTD.shape, evidence.num_queries
+    keys = evidence.keys_BHTD.double()
+    projected = torch.einsum(
+        "bhtd,hgde->bhgte",
+        evidence.values_BHTD.double(),
+        evidence.output_weight_QDE.double().unflatten(0, (H, -1)),
+    )
+    size = (
+        evidence.values_BHTD.double().norm(dim=-1)[:, :, None]
+        if value_norm == "plain"
+        else projected.norm(dim=-1)
+    )
     naive = torch.full((B, H, T), float("-inf"), dtype=torch.float64)
+    reach = math.inf if evidence.window is None else evidence.window
     for b in range(B):
         entries = [i for i in range(T) if evidence.valid_BT[b, i]]
-        reach = math.inf if evidence.window is None else evidence.window
         read = [i for i in entries if T - i < reach]  # by the next query, at T
-        after = entries[sinks:]
-        held = [i for i in after if i >= T - S]
+        after = [i for i in entries[sinks:] if i in read]
+        held = [i for i in entries[sinks:] if i >= T - S]
         last = int(evidence.positions_BT[b, entries[-1]])
         to_come = [ahead for ahead in range(1, future + 1) if ahead < reach]  # that see the last entry
+        naive[b, :, entries] = 0.0
         if not to_come:
-            naive[b, :, entries] = 0.0
             continue
         R = sum(_rotation(last + ahead, D) for ahead in to_come) / len(to_come)
+        back = [torch.linalg.inv(_rotation(int(evidence.positions_BT[b, i]), D)) for i in held]
         for h in range(H):
-            total = dict.fromkeys(after, 0.0)
-            for q in range(h * G, h * G + G):
-                queries = {}
-                for i in held:
-                    back = torch.linalg.inv(_rotation(int(evidence.positions_BT[b, i]), D))
-                    queries[i] = back @ evidence.queries_BQSD[b, q, i - (T - S)].double()
-                mean = sum(queries.values()) / len(held)
-                cov = sum(torch.outer(x - mean, x - mean) for x in queries.values()) / len(held)
-                mean, cov = R @ mean, R @ cov @ R.T
-                z = {}
-                for i in [i for i in after if i in read]:
-                    z[i] = evidence.scaling * float(keys[b, h, i] @ mean)
-                    z[i] += evidence.scaling**2 / 2 * float(keys[b, h, i] @ cov @ keys[b, h, i])
-                    if evidence.log_weight_BHT is not None:
-                        z[i] += float(evidence.log_weight_BHT[b, h, i])
-                normaliser = sum(math.exp(x) for x in z.values())
-                if evidence.sinks_Q is not None:
-                    normaliser += math.exp(float(evidence.sinks_Q[q]))
-                for i in z:
-                    a = math.exp(z[i]) / normaliser
-                    projected = values[b, h, i] @ evidence.output_weight_QDE[q].double()
-                    total[i] += {
-                        "plain": a * float(values[b, h, i].norm()),
-                        "output": a * math.sqrt(sum(float(x) ** 2 for x in projected)),
-                    }[value_norm]
-            for i in entries:
-                best = total[i] if i in total else max(total.values())
-                naive[b, h, i] = best / G if i in read else 0.0
+            total = torch.zeros(T, dtype=torch.float64)
+            for q in range(h * evidence.group, (h + 1) * evidence.group):
+                queries = [
+                    x @ evidence.queries_BQSD[b, q, i - (T - S)].double()
+                    for x, i in zip(back, held, strict=True)
+                ]
+                mean, centred = sum(queries) / len(held), torch.stack(queries) - sum(queries) / len(held)
+                mean, cov = R @ mean, R @ (centred.T @ centred / len(held)) @ R.T
+                z = evidence.scaling * keys[b, h] @ mean
+                z += evidence.scaling**2 / 2 * ((keys[b, h] @ cov) * keys[b, h]).sum(-1)
+                if evidence.log_weight_BHT is not None:
+                    z += evidence.log_weight_BHT[b, h]
+                sink = 0.0 if evidence.sinks_Q is None else evidence.sinks_Q[q].double().exp()
+                a = z[after].exp() / (z[after].exp().sum() + sink)
+                total[after] += a * size[b, h, q % size.shape[2], after] / evidence.group
+            naive[b, h, read] = total[read]
+            naive[b, h, [i for i in entries[:sinks] if i in read]] = total.max()
     return naive
 
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from retain.evidence import RunningStatistics
 from retain.scores import SCORES, random, recency, tova
 from retain.scores.window import pool_entries
 from tests.held import ASKED, compacted, filled, held_evidence, naive_held_attention
@@ -147,45 +146,28 @@ def test_an_entry_stays_in_its_page_while_others_go():
 
 @pytest.mark.parametrize(("name", "settings"), VARIANTS)
 def test_a_score_reads_what_it_says_and_nothing_else(name, settings):
+    settings = settings if name != "lagkv" else {"lag": 2, "sinks": 1}
     evidence, declared = held_evidence(seed=11), SCORES[name].under(settings)
-    needs = declared.needs
-    score = score_of(evidence, name, settings)
-    nan, known = float("nan"), evidence.running
-    last = max(1, score.window)
-    window = {"queries_BQSD": evidence.queries_BQSD[:, :, -last:]}
-    without = {
-        "window": {"queries_BQSD": torch.full_like(evidence.queries_BQSD, nan)},
-        "running": {
-            "running": RunningStatistics(
-                known.mass_BHT * nan, known.last_access_BHT + 1, known.longest_gap_BHT
-            )
-        },
-        "value_norm": {"value_norm_BQT": torch.full_like(evidence.value_norm_BQT, nan)},
-    }
-    unread = {
-        "keys": {"keys_BHTD": torch.full_like(evidence.keys_BHTD, nan)},
-        "values": {"values_BHTD": torch.full_like(evidence.values_BHTD, nan)},
-        "output_weight": {"output_weight_QDE": torch.full_like(evidence.output_weight_QDE, nan)},
-        "rotary": {"rotary": None},
-    }
-    known_needs = {*declared.needs, *declared.reads}
-    for changes in [changes for what, changes in unread.items() if what not in known_needs]:
-        assert all(
-            map(torch.equal, both(score_of(replace(evidence, **changes), name, settings)), both(score))
-        )
-    if "queries" in needs:
-        fewer = score_of(replace(evidence, **window), name, settings)
+    says, score = {*declared.needs, *declared.reads}, score_of(evidence, name, settings)
+    last = {"queries_BQSD": evidence.queries_BQSD[:, :, -max(1, score.window) :]}
+    running = evidence.running
+    others = {"mass_BHT": running.mass_BHT * torch.nan, "last_access_BHT": running.last_access_BHT + 1}
+    fields = {"keys": "keys_BHTD", "values": "values_BHTD", "window queries": "queries_BQSD"}
+    fields |= {"value_norm": "value_norm_BQT", "output_weight": "output_weight_QDE"}
+    without = {what: {name: getattr(evidence, name) * torch.nan} for what, name in fields.items()}
+    without |= {"running": {"running": replace(running, **others)}, "rotary": {"rotary": None}}
+    if "queries" not in says:
+        without["earlier ones"] = last
+    for what, changes in without.items():
+        poor = replace(evidence, **changes)
+        if says.isdisjoint(what.split()[:2]):
+            assert all(map(torch.equal, both(score_of(poor, name, settings)), both(score))), what
+        elif what != "rotary":
+            assert not torch.equal(score_of(poor, name, settings).values_BHT, score.values_BHT), what
+    if "queries" in says:
+        fewer = score_of(replace(evidence, **last), name, settings)
         assert not torch.equal(fewer.values_BHT, score.values_BHT)
         assert fewer.values_BHT[evidence.exists_BHT].isfinite().all()
-    elif "window" in needs:
-        fewer = score_of(replace(evidence, **window), name, settings)
-        assert all(map(torch.equal, both(fewer), both(score)))
-    for need, changes in without.items():
-        poor = replace(evidence, **changes)
-        if need in needs or (need, "queries" in needs) == ("window", True):
-            assert not torch.equal(score_of(poor, name, settings).values_BHT, score.values_BHT), need
-        else:
-            assert torch.equal(score_of(poor, name, settings).values_BHT, score.values_BHT), need
 
 
 def test_expected_attention_learns_from_the_queries_that_came():
