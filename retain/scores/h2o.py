@@ -25,7 +25,7 @@ def h2o(evidence: Evidence, *, reduce: Literal["sum", "mean"] = "sum") -> Score:
     """Score by attention received from all queries, averaged over the group.
 
     `sum: mean_{q in group(h)} sum_{j >= i} a_qj[i]`; `mean`: the same over the number of queries that could
-    see i, `n - i` (at most the layer's sliding window, if it has one).
+    see i, `n - i`.
 
     `sum` is the paper's, `mean` the released observed-attention press. Where the evidence carries no running
     mass it is made from the queries, a few at a time, never T x T.
@@ -70,4 +70,4 @@ def _payers(evidence: Evidence) -> Tensor:
     # Entries that were evicted since have asked too: places know them, the entries left do not.
     place_BT = evidence.places_BT
     last_B1 = place_BT.masked_fill(~evidence.valid_BT, 0).amax(-1, keepdim=True)
-    return (last_B1 - place_BT + 1).clamp(min=1, max=evidence.window)
+    return (last_B1 - place_BT + 1).clamp_min(1)

@@ -28,9 +28,7 @@ def quest(evidence: Evidence, *, page_size: Many = 16) -> Score:
     `u_q[page] >= q . k_i` for every entry of the page; `score[i] = max_{q in group(h)} u_q[page(i)]`. What
     merges add to logits is not counted.
 
-    In a layer whose queries see a sliding window, entries that the next query no longer sees (all but the
-    last `window - 1`) come after all others, whatever their page. A cap on logits and a sink logit change no
-    order, so they are not read.
+    A cap on logits and a sink logit change no order, so they are not read.
 
     Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference, arXiv 2406.10774, which speaks of
     one query head a KV head. The maximum over a group is still a bound; a mean of bounds bounds nothing.
@@ -40,8 +38,7 @@ def quest(evidence: Evidence, *, page_size: Many = 16) -> Score:
         page_size: consecutive entries of a page. The last page may be shorter.
 
     Returns:
-        score in `rank`: a logit without its scaling, equal within a page (ties go to the later position);
-        below the head's lowest for what is no longer seen.
+        score in `rank`: a logit without its scaling, equal within a page (ties go to the later position).
     """
     exists_BHT, keys_BHTD = evidence.exists_BHT, evidence.keys_BHTD
     B, H, T, _ = keys_BHTD.shape
@@ -53,11 +50,6 @@ def quest(evidence: Evidence, *, page_size: Many = 16) -> Score:
     highest, lowest = high.transpose(-1, -2), low.transpose(-1, -2)
     upper = query_BHGD.clamp(min=0) @ highest + query_BHGD.clamp(max=0) @ lowest
     score_BHT = upper.amax(2).gather(2, page_BT[:, None].expand(B, H, T))
-    if evidence.window is not None:
-        lowest_BH1 = score_BHT.masked_fill(~exists_BHT, float("inf")).amin(-1, keepdim=True)
-        place_BT = evidence.places_BT
-        unseen_BT = place_BT <= place_BT[:, -1:] + 1 - evidence.window
-        score_BHT = torch.where(unseen_BT[:, None], lowest_BH1 - lowest_BH1.abs() - 1, score_BHT)
     return masked_score(score_BHT, exists_BHT, "rank")
 
 

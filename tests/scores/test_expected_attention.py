@@ -49,18 +49,12 @@ def _naive(evidence, *, future, sinks, value_norm):
         else projected.norm(dim=-1)
     )
     naive = torch.full((B, H, T), float("-inf"), dtype=torch.float64)
-    reach = math.inf if evidence.window is None else evidence.window
     for b in range(B):
         entries = [i for i in range(T) if evidence.valid_BT[b, i]]
-        read = [i for i in entries if T - i < reach]  # by the next query, at T
-        after = [i for i in entries[sinks:] if i in read]
-        held = [i for i in entries[sinks:] if i >= T - S]
+        after = entries[sinks:]
+        held = [i for i in after if i >= T - S]
         last = int(evidence.positions_BT[b, entries[-1]])
-        to_come = [ahead for ahead in range(1, future + 1) if ahead < reach]  # that see the last entry
-        naive[b, :, entries] = 0.0
-        if not to_come:
-            continue
-        R = sum(_rotation(last + ahead, D) for ahead in to_come) / len(to_come)
+        R = sum(_rotation(last + ahead, D) for ahead in range(1, future + 1)) / future
         back = [torch.linalg.inv(_rotation(int(evidence.positions_BT[b, i]), D)) for i in held]
         for h in range(H):
             total = torch.zeros(T, dtype=torch.float64)
@@ -78,8 +72,7 @@ def _naive(evidence, *, future, sinks, value_norm):
                 sink = 0.0 if evidence.sinks_Q is None else evidence.sinks_Q[q].double().exp()
                 a = z[after].exp() / (z[after].exp().sum() + sink)
                 total[after] += a * size[b, h, q % size.shape[2], after] / evidence.group
-            naive[b, h, read] = total[read]
-            naive[b, h, [i for i in entries[:sinks] if i in read]] = total.max()
+            naive[b, h, after], naive[b, h, entries[:sinks]] = total[after], total.max()
     return naive
 
 
@@ -119,15 +112,6 @@ def test_expected_attention_is_its_formula(value_norm, layer):
 )
 def test_expected_attention_over_shapes(shape, changes):
     assert_formula(_evidence(**shape), **changes)
-
-
-@pytest.mark.parametrize("window", [1, 2, 5, 12, 17, 40])
-@pytest.mark.parametrize("future", [1, 7])
-def test_in_a_sliding_window_only_what_is_read_again_scores(window, future):
-    evidence = replace(_evidence(pads=(0, 4, 9), num_tokens=17, num_queries=6), window=window)
-    score = assert_formula(evidence, future=future)
-    unseen = (torch.arange(17) <= 17 - window) & evidence.valid_BT[:, None]
-    assert (score == 0).sum() == 2 * unseen.sum()
 
 
 def test_quadratic_however_it_is_chunked(monkeypatch):
