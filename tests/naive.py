@@ -73,10 +73,6 @@ def naive_attention(evidence: Evidence) -> Tensor:
     return attention
 
 
-def query_heads(evidence: Evidence, h: int) -> range:
-    return range(h * evidence.group, (h + 1) * evidence.group)
-
-
 def existing(evidence: Evidence, b: int) -> list[int]:
     """Entries of a sequence that are no padding."""
     return [i for i in range(evidence.num_seen) if evidence.valid_BT[b, i]]

@@ -198,12 +198,10 @@ def tampered(folder: Path, name: str, change) -> None:  # type: ignore[no-untype
 
 
 def test_numbers_that_no_training_gives_are_refused(folder: Path, tmp_path: Path) -> None:
-    tampered(folder, "gates.3.out.weight", lambda tensor: tensor.fill_(float("nan")))
-    with refusal("'gates.3.out.weight' holds numbers that are not finite fractions"):
-        load_gates(folder)
-    tampered(folder, "gates.3.out.weight", lambda tensor: tensor.zero_().long())
-    with refusal("'gates.3.out.weight' holds numbers that are not finite fractions"):
-        load_gates(folder)
+    for change in (lambda tensor: tensor.fill_(float("nan")), lambda tensor: tensor.zero_().long()):
+        tampered(folder, "gates.3.out.weight", change)
+        with refusal("'gates.3.out.weight' holds numbers that are not finite fractions"):
+            load_gates(folder)
     for number, (name, change) in enumerate(
         [
             ("knots_K", lambda tensor: tensor.flip(-1)),
@@ -259,30 +257,21 @@ def test_what_was_read_is_written_again(calibrated: bool, tmp_path: Path) -> Non
         assert len({(folder / name).read_bytes() for folder in folders}) == 1
 
 
-def failing_write(monkeypatch: pytest.MonkeyPatch, at: int, number: int) -> None:
-    """The `at`-th file cannot be written to the end."""
-    calls = []
-
-    def full(descriptor: int) -> None:
-        calls.append(descriptor)
-        if len(calls) == at:
-            raise OSError(number, "No space left on device")
-
-    monkeypatch.setattr("retain.process.disk.os.fsync", full)
-
-
 @pytest.mark.parametrize("at", [1, 2])
 def test_a_write_that_fails_leaves_the_old_artifact(
     folder: Path, monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
-    before = load_gates(folder)
-    failing_write(monkeypatch, at, errno.ENOSPC)
+    """The `at`-th file cannot be written to the end."""
+    before, calls = load_gates(folder), []
+
+    def full(descriptor: int) -> None:
+        calls.append(descriptor)
+        if len(calls) == at:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("retain.process.disk.os.fsync", full)
     wanted = f"No space left on device, writing .* in {re.escape(str(folder))}: free some space.*as it was"
     with pytest.raises(OSError, match=wanted):
         saved(some_gates(), folder)
-    assert_untouched(folder, before)
-
-
-def assert_untouched(folder: Path, before: GateSet) -> None:
     assert same_tensors(before, load_gates(folder))
     assert sorted(path.name for path in folder.iterdir()) == [METADATA_FILE, WEIGHTS_FILE]
