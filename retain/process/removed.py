@@ -76,6 +76,7 @@ precision.rest precision.full precision.full_layers -> recent, the last entries 
 precision.balance precision.channels precision.channel_heads -> bits, of whole keys
 correction.among correction.weighting correction.keys -> threshold and recent: values become means of all
     alike in the head
+context.causal -> leave it out: an entry sees itself and earlier ones
 correction.count -> leave it out: merged entries always count for all that they stand for
 moving -> a number in -1..1
 correction.ridge correction.weights correction.queries -> correction: {threshold: 0.8}

@@ -2,9 +2,10 @@
 
 import torch
 
-from retain.gates import GateSet, MLPGate
+from retain.gates import GateSet
 from retain.gates.artifact import load_gates, save_gates
 from retain.gates.calibrate import Calibrator
+from retain.gates.mlp import MLPGate
 from retain.hf.cache.cache import Cache
 from retain.hf.intercept.observe import observe
 from retain.hf.model.decoder import describe
