@@ -11,6 +11,7 @@ from retain.hf.cache.cache import Cache
 from retain.hf.version_names import CACHE
 from retain.policy import load_policy
 from retain.protection import Protection
+from tests.held import row_of
 from tests.hf.regime_runs import assert_same_stores
 from tests.refused import refused
 from tests.tiny import tiny_batch, tiny_model
@@ -60,7 +61,7 @@ def test_seeds_are_of_prompts_where_generate_repeats_them(how):
     kept = {}
 
     def remember(store):
-        return [store.row(b, 0)[2].tolist() for b in range(4)]
+        return [row_of(store, b, 0)[2].tolist() for b in range(4)]
 
     settings = {"max_new_tokens": 4, "num_beams": 1, **how}
     with retain.attach(model):

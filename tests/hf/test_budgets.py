@@ -10,6 +10,7 @@ from retain.hf.cache.cache import Cache
 from retain.protection import Protection
 from retain.shapes import LayerShape
 from tests.evictions import policy_of
+from tests.held import row_of
 from tests.hf.regime_runs import FEW, assert_same_stores
 from tests.tiny import attached, tiny_batch
 
@@ -117,7 +118,7 @@ def test_pinned_spans_follow_their_sequences_and_may_be_empty():
     assert cache.state.pinned == [[(30, 35)], [], [(30, 35)]]
     for b, pinned in ((0, True), (1, False), (2, True)):
         held = [
-            set(range(30, 35)) <= set(layer.store.row(b, h)[2].tolist())
+            set(range(30, 35)) <= set(row_of(layer.store, b, h)[2].tolist())
             for layer in cache.layers
             for h in range(2)
         ]

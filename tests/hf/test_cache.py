@@ -10,6 +10,7 @@ from retain.hf.cache.cache import Cache
 from retain.hf.version_names import CACHE
 from retain.kernels.ragged_attention.pages import PAGE
 from tests.close import MODEL, assert_close
+from tests.held import row_of
 from tests.hf.masked import masked, masked_logits, positions_of, random_keep
 from tests.refused import refused
 from tests.tiny import PLAIN, attached, tiny_batch, tiny_model
@@ -89,7 +90,7 @@ def test_prefill_then_generate_continues_with_true_positions(family, batch):
     last = positions_of(everything)[:, -2]
     assert torch.equal(cache.state.positions_BT[:, -1], last)
     for sequence in range(batch):
-        positions = cache.layers[1].store.row(sequence, 1)[2]
+        positions = row_of(cache.layers[1].store, sequence, 1)[2]
         want_positions = positions_of(mask)[sequence][keep[1][sequence, 1]]
         assert torch.equal(positions[: want_positions.shape[0]], want_positions)
 

@@ -28,6 +28,7 @@ from retain.hf.cache.cache import Cache
 from retain.hf.intercept.attach import attach
 from retain.hf.version_names import CACHE
 from tests.close import MODEL, assert_close
+from tests.held import row_of
 from tests.hf.masked import masked, positions_of
 from tests.hf.moments import FullCache
 from tests.tiny import PAD, VOCAB, tiny_model
@@ -145,7 +146,7 @@ class CacheMachine(RuleBasedStateMachine):
             store = cache.layers[layer].store
             for b, row in enumerate(talk.rows):
                 for h in range(HEADS):
-                    assert store.row(b, h)[2].tolist() == sorted(row.held[layer][h])
+                    assert row_of(store, b, h)[2].tolist() == sorted(row.held[layer][h])
                     entries += len(row.held[layer][h])
         assert cache.entries_held == entries and cache.state.evicted_at == talk.evicted_at
 
@@ -273,7 +274,7 @@ def replay(model, talk: Conversation) -> None:
         store = talk.cache.layers[layer].store
         for b in range(len(talk.rows)):
             for h in range(HEADS):
-                keys, values, _ = store.row(b, h)
+                keys, values, _ = row_of(store, b, h)
                 kept_T, dense = kept[layer][b, h], full.layers[layer]
                 assert_close(keys, dense.keys[b, h][kept_T], dtype=torch.float32, ops=MODEL)
                 assert_close(values, dense.values[b, h][kept_T], dtype=torch.float32, ops=MODEL)

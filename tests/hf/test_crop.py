@@ -4,7 +4,7 @@ nothing; a fork and what it was forked from do not reach one another."""
 import pytest
 import torch
 
-from retain.cache.file_format import tensors_of
+from retain.cache.file_format import store_tensors
 from retain.eviction import WHEN
 from retain.hf.cache.cache import Cache
 from tests.close import MODEL, assert_close
@@ -34,7 +34,7 @@ def steps(number, seed):
 def same_entries(one, other):
     """Every layer holds the same entries, and what stands beside them."""
     for a, b in zip(one.state.ragged, other.state.ragged, strict=True):
-        left, right = tensors_of(a.store.plain), tensors_of(b.store.plain)
+        left, right = store_tensors(a.store), store_tensors(b.store)
         assert left.keys() == right.keys()
         assert all(torch.equal(left[name], right[name]) for name in left)
     return True

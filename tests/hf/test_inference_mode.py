@@ -77,7 +77,7 @@ def assert_nothing_frozen(cache) -> None:
     for layer in cache.state.ragged:
         store = layer.store
         columns = (store.keys_CD, store.values_CD, store.positions_C, *store.side.values())
-        assert not any(x.is_inference() for x in (*columns, store.plain.offsets_R1, store.lengths_R))
+        assert not any(x.is_inference() for x in (*columns, store.offsets_R1, store.lengths_R))
 
 
 @pytest.mark.parametrize("name", POLICIES)

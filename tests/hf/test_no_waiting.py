@@ -104,11 +104,11 @@ def steps(
     for number in range(num_tokens):
         mask, where = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1), where + 1
         given = {"position_ids": where} | ({"attention_mask": mask} if mask_given else {})
-        evictions, pages = cache.evictions, [store.plain.pages for store in cache.state.stores]
+        evictions, pages = cache.evictions, [store.pages for store in cache.state.stores]
         with backend.using("triton"), Watch() as watch:
             next_B1 = model(input_ids=next_B1, **{CACHE: cache}, **given).logits.argmax(-1)
         grown = any(
-            before is not store.plain.pages for before, store in zip(pages, cache.state.stores, strict=True)
+            before is not store.pages for before, store in zip(pages, cache.state.stores, strict=True)
         )
         kind = (
             "first"

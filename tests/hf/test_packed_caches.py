@@ -30,6 +30,12 @@ def policy_of(name, **more):
     return {"policy": "snapkv", "keep_ratio": 0.5, **parts, **more}
 
 
+def weights_of(store):
+    """Log weights of all entries, packed ones first."""
+    weights = [(part, part.log_weight_C) for part in store.parts]
+    return torch.cat([torch.zeros(len(p.index_N())) if w is None else w[p.index_N()] for p, w in weights])
+
+
 class Held(DynamicLayer):
     """A layer of the oracle: keys and values as a store shows them, `[B, H, N, D]`, with room where a row
     holds fewer; and how much each entry adds to its logits."""
@@ -37,12 +43,11 @@ class Held(DynamicLayer):
     def __init__(self, store, seen):
         super().__init__()
         keys, values, positions, rows = store.flat()
-        lengths, H = store.lengths_R.long(), store.num_heads
+        lengths, H = store.lengths_BH.flatten(), store.num_heads
         N, R = int(lengths.max()), len(lengths)
         order = rows.argsort(stable=True)
         place = torch.cat([torch.arange(length) for length in lengths.tolist()])
-        weight = store.log_weight_C
-        added = torch.zeros(len(keys)) if weight is None else weight[store.index_N()]
+        added = weights_of(store)
         sides = {"keys": keys, "values": values, "added": added.to(keys.dtype), "positions": positions}
         for side, column in sides.items():
             dense = column.new_zeros(R, N, *column.shape[1:])
@@ -176,12 +181,12 @@ def test_decoded_tokens_are_packed_once_a_group_of_them_has_come(policy):
     if policy == "snapkv":
         how |= {"keep_ratio": 0.6, "observed_settings": {"window": 2}}
     cache = Cache(model, policy, **how).prefill(ids, mask)
-    plain = [store.plain for store in cache.state.stores]
+    plain = cache.state.stores
     assert all(bool((store.lengths_R == 4).all()) for store in plain)
     for step in range(40):
         decode(model, cache, TOKENS[:, step : step + 1], torch.cat([mask, mask.new_ones(2, step)], dim=1))
         wanted = 4 + (step + 1) % 32
-        assert all(bool((store.plain.lengths_R == wanted).all()) for store in cache.state.stores)
+        assert all(bool((store.lengths_R == wanted).all()) for store in cache.state.stores)
     assert all(store.packed.codec.bits == 4 for store in cache.state.stores)
 
 
@@ -226,11 +231,11 @@ def test_one_eviction_merges_and_then_packs(policy):
         merged = Cache(model, policy, **how).prefill(ids, mask)
         packed = Cache(model, policy, precision=SETTINGS["8 bits"], **how).prefill(ids, mask)
     for a, b in zip(merged.state.stores, packed.state.stores, strict=True):
-        orders = [(s.rows_N() * 1000 + s.positions_C[s.index_N()]).argsort() for s in (a, b)]
+        orders = [(s.flat()[3] * 1000 + s.flat()[2]).argsort() for s in (a, b)]
         want, got = a.flat()[1][orders[0]], b.flat()[1][orders[1]]
         assert float((want - got).abs().max()) < 0.02 * float(want.abs().max()) and b.packed
         assert LOG_WEIGHT in b.side
-        one, two = (s.log_weight_C[s.index_N()][order] for s, order in zip((a, b), orders, strict=True))
+        one, two = (weights_of(s)[order] for s, order in zip((a, b), orders, strict=True))
         assert torch.equal(one, two) and bool(one.any())
     new, new_mask = tiny_batch((0, 2), 5, seed=5)
     whole = torch.cat([mask, new_mask], dim=1)
@@ -279,6 +284,6 @@ def test_a_prompt_in_chunks_is_packed_when_it_was_evicted_from():
     one = Cache(model, **how).prefill(ids, mask)
     chunked = Cache(model, **how).prefill(ids, mask, chunk_size=16)
     for a, b in zip(one.state.stores, chunked.state.stores, strict=True):
-        assert torch.equal(a.plain.lengths_R, b.plain.lengths_R) and b.packed
+        assert torch.equal(a.lengths_R, b.lengths_R) and b.packed
         for x, y in zip(a.flat(), b.flat(), strict=True):
             assert float((x.double() - y.double()).abs().max()) < 1e-3 * max(1, float(x.abs().max()))

@@ -320,19 +320,19 @@ class Cache(InterceptedCache):
         return saving.load(cls, path, model, gates=gates, policy=policy)
 
     @classmethod
-    def concat(cls, caches: Sequence["Cache"], *, slack: int | None = None) -> "Cache":
+    def concat(cls, caches: Sequence["Cache"], *, slack: int = SLACK) -> "Cache":
         """Stack caches along the batch, so that contexts cut by different policies and ratios decode as one
         batch.
 
         Args:
             caches: of one model, all having seen equally many tokens, padding included.
-            slack: free entries per row for new tokens (a question and its answer, if known); default: theirs.
+            slack: free entries per row for new tokens (a question and its answer, if known).
 
         Returns:
             a new cache, which evicts no more and packs no new entries into few bits (`precision`); the given
             ones are left alone.
         """
-        slack = None if slack is None else whole(slack, "slack", 0, MOST_SLACK)
+        slack = whole(slack, "slack", 0, MOST_SLACK)
         seen = sorted({cache.num_seen for cache in caches})
         if len(seen) != 1 or not seen[0]:
             raise ValueError(

@@ -177,7 +177,7 @@ class Engine:
         for layer, spec in zip(state.ragged, state.specs, strict=True):
             if layer.store is None or layer.store.precision is not None or layer.scaling is None:
                 return None
-            store = layer.store.plain
+            store = layer.store
             if store.free < 1:
                 store.make_room_(1)
             if store.step_rows is None:
@@ -201,7 +201,7 @@ class Engine:
                 positions[H] = positions_B.repeat_interleave(H).to(torch.int32)
             layer.quick, step.positions_R, step.last_B = step, positions[H], positions_B
             step.queries = layer.recent.chunks["queries"] if self._holds_queries else None
-            layer.store.plain.free -= 1
+            layer.store.free -= 1
         self.is_quick = True
 
     def _begin_prompt(self, call: Call) -> None:
@@ -323,7 +323,7 @@ class Engine:
         store, device = layer.store, keys_BHSD.device
         positions_BS = call.positions_BS.to(device)
         valid_BS = None if call.valid_BS is None else call.valid_BS.to(device)
-        seen_RS = store.plain.append_(keys_BHSD, values_BHSD, positions_BS, valid_BS)
+        seen_RS = store.append_(keys_BHSD, values_BHSD, positions_BS, valid_BS)
         out_BQSD = attend_store(
             store,
             queries_BQSD,
@@ -550,5 +550,5 @@ class Engine:
         for store, entries, keep_BHT in zip(state.stores, where, step.finish(), strict=True):
             keep_N = keep_BHT.to(store.device).flatten(0, 1)[entries]
             spare = len(store.lengths_R) * (state.slack + state.when.every + PAGE)
-            in_place = not release and store.plain.num_places <= int(keep_N.sum()) + spare
+            in_place = not release and store.num_places <= int(keep_N.sum()) + spare
             cut_(store, keep_N, state.bound_policy.correction, in_place=in_place)

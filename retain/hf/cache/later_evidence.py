@@ -13,8 +13,7 @@ from torch import Tensor
 
 from retain.attention.dense_view import DenseView, align_last, dense_view, last_tokens
 from retain.attention.rotary import Rotary
-from retain.cache.layer_store import Store
-from retain.cache.store import LOG_WEIGHT, tail_index_RS
+from retain.cache.store import LOG_WEIGHT, RaggedStore, tail_index_RS
 from retain.eviction import BoundPolicy
 from retain.evidence import Evidence, RunningStatistics
 from retain.hf.cache.layer import Layer
@@ -115,16 +114,16 @@ def evidence_of(
     return evidence, columns
 
 
-def _no_queries(store: Store, spec: LayerSpec) -> Tensor:
+def _no_queries(store: RaggedStore, spec: LayerSpec) -> Tensor:
     shape = len(store.lengths_BH), spec.num_heads, 0, spec.head_dim
     return torch.zeros(shape, dtype=store.dtype, device=store.device)
 
 
-def _shown(columns: DenseView, store: Store, name: str, read: bool) -> Tensor:
+def _shown(columns: DenseView, store: RaggedStore, name: str, read: bool) -> Tensor:
     """Keys or values at the columns; NaN without memory where nothing reads them."""
+    like = store.columns[name]
     if read:
-        return columns.gather(store.keys_CD if name == "keys" else store.values_CD)
-    like = store.plain.keys_CD if name == "keys" else store.plain.values_CD
+        return columns.gather(like)
     return like.new_full((), float("nan")).expand(*columns.held_BHT.shape, like.shape[-1])
 
 
@@ -175,7 +174,7 @@ def _tail(
 ) -> Evidence:
     """The last tokens alone, as if nothing had come before: enough for scores of one entry at a time."""
     assert layer.store is not None
-    store, num_tokens = layer.store.plain, valid_BS.shape[1]
+    store, num_tokens = layer.store, valid_BS.shape[1]
     (B, H), device = store.lengths_BH.shape, store.device
     index_RS, real_RS = tail_index_RS(store, valid_BS)
     keys_BHTD, values_BHTD = (

@@ -15,8 +15,8 @@ from transformers.cache_utils import CacheLayerMixin
 
 from retain.attention.recent import Recent
 from retain.cache.equal_rows import StepRows
-from retain.cache.layer_store import Store
 from retain.cache.static_rows import StaticRows
+from retain.cache.store import RaggedStore
 
 # Decoded tokens whose queries and attention inputs are held before their metadata is stored, at most.
 MOST_RECENT = 128
@@ -33,7 +33,7 @@ class Layer(CacheLayerMixin):
         super().__init__()
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
-        self.store: Store | None = None
+        self.store: RaggedStore | None = None
         self.static: StaticRows | None = None  # while steps are decoded in one graph
         self.quick: StepRows | None = None  # of a step that appends and attends in one call
         self.recent = Recent()

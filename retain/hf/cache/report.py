@@ -122,10 +122,10 @@ def report_of(state: State) -> Report:
     for spec, layer in zip(state.specs, state.ragged, strict=True):
         seen, held, allocated, entry, num_bytes = tokens * spec.num_kv_heads, 0, 0, 0, 0
         if layer.store is not None:
-            store, plain = layer.store, layer.store.plain
-            held, allocated, entry = store.entries_held, store.bytes_allocated, plain.entry_bytes
-            num_bytes = store.bytes_held - int(state.unused_bytes_B(store).sum())
-            paths.append(CALLED[path_of(plain.keys_CD, plain.values_CD)])
+            store = layer.store
+            held, allocated, entry = store.entries_held, store.bytes_allocated, store.entry_bytes
+            num_bytes = store.bytes_held - state.unused_bytes(store)
+            paths.append(CALLED[path_of(store.keys_CD, store.values_CD)])
         elif layer.keys is not None:
             dense = layer.dense()
             held, allocated = seen, sum(tensor.untyped_storage().nbytes() for tensor in dense)

@@ -17,16 +17,8 @@ from torch import Tensor, nn
 
 from retain import config
 from retain.attention.recent import AXES, Recent
-from retain.cache.file_format import (
-    PRECISION,
-    check_model,
-    layer_store_of,
-    layer_tensors,
-    precision_of,
-    read_file,
-    within,
-    write_file,
-)
+from retain.cache.file_format import check_model, read_file, store_of, store_tensors, within, write_file
+from retain.cache.precision import Precision
 from retain.eviction import BoundPolicy
 from retain.hf.cache.state import History
 from retain.hf.model import pass_through_layers
@@ -85,7 +77,7 @@ def load(
         cache = cls(model, **asked, **header["when"], **stated, gates=gates)
         state = cache.state
         if rule["policy"] is None and not rule["function"]:
-            state.bound_policy = BoundPolicy(rule["name"], precision=precision_of(rule))
+            state.bound_policy = BoundPolicy(rule["name"], precision=_precision_of(rule))
         then, now = rule["gates"], _digest(state.bound_policy)
         if then is not None and now is not None and then != now:
             raise ValueError(
@@ -104,6 +96,11 @@ def _digest(bound: BoundPolicy) -> str | None:
     return getattr(bound.gates, "metadata", {}).get("sha256")
 
 
+def _precision_of(record: Mapping[str, Any]) -> Precision | None:
+    """The precision that a header, or the rule in it, says."""
+    return None if record["precision"] is None else Precision(**record["precision"])
+
+
 def _tensors(cache: "Cache") -> Iterator[tuple[str, Tensor]]:
     """The tensors of a conversation, by their names in the file."""
     state, history = cache.state, cache.state.history
@@ -115,7 +112,7 @@ def _tensors(cache: "Cache") -> Iterator[tuple[str, Tensor]]:
         yield "history.ids", history.token_ids_BT
     for spec, layer in zip(state.specs, state.ragged, strict=True):
         assert layer.store is not None
-        for name, tensor in layer_tensors(layer.store).items():
+        for name, tensor in store_tensors(layer.store).items():
             yield f"layer.{spec.layer_idx}.{name}", tensor
         for kind, tensor in layer.recent.tensors().items():
             yield f"layer.{spec.layer_idx}.recent.{kind}", tensor
@@ -140,7 +137,7 @@ def _header(cache: "Cache") -> dict[str, Any]:
             if value is not None
         },
         "gates": _digest(bound),
-        PRECISION: None if bound.precision is None else config.to_mapping(bound.precision),
+        "precision": None if bound.precision is None else config.to_mapping(bound.precision),
     }
     pinned = state.pinned and [[[int(start), int(stop)] for start, stop in spans] for spans in state.pinned]
     return {
@@ -152,7 +149,7 @@ def _header(cache: "Cache") -> dict[str, Any]:
         "short": cache.short,
         "seeds": None if state.seeds is None else [int(seed) for seed in state.seeds],
         "pinned": pinned,
-        PRECISION: None if precision is None else config.to_mapping(precision),
+        "precision": None if precision is None else config.to_mapping(precision),
         **{name: getattr(state, name) for name in COUNTERS},
     }
 
@@ -163,12 +160,13 @@ def _fill(cache: "Cache", header: Mapping[str, Any], tensors: Mapping[str, Tenso
     device = base.get_input_embeddings().weight.device
     past = {name: tensor.to(device) for name, tensor in within(tensors, "history.").items()}
     state.history = History(past["valid"], past["positions"], past.get("ids"), past["last"])
+    precision = _precision_of(header)
     for spec, layer in zip(state.specs, state.ragged, strict=True):
         saved = within(tensors, f"layer.{spec.layer_idx}.")
         saved = {name: tensor.to(spec.device) for name, tensor in saved.items()}
-        sizes = spec.num_kv_heads, spec.head_dim, spec.dtype
-        layer.store, layer.seen = layer_store_of(header, saved, *sizes, state.slack), cache.num_seen
-        layer.lazy_initialization(layer.store.plain.keys_CD, layer.store.plain.values_CD)
+        sizes = spec.num_kv_heads, spec.head_dim
+        layer.store, layer.seen = store_of(saved, precision, *sizes, state.slack), cache.num_seen
+        layer.lazy_initialization(layer.store.keys_CD, layer.store.values_CD)
         recent = within(saved, "recent.")
         layer.recent = Recent({kind: [recent[kind]] if kind in recent else [] for kind in AXES})
     for idx in state.layout.alone:

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -17,10 +16,8 @@ from torch import Tensor
 
 from retain.attention.dense_view import last_tokens
 from retain.attention.recent import Recent
-from retain.cache.layer_store import Store, stacked
-from retain.cache.layout import normal_tensors
 from retain.cache.precision import Precision
-from retain.cache.store import LOG_WEIGHT, RaggedStore
+from retain.cache.store import RaggedStore, stacked
 from retain.correction.cuts import correct_, cut_
 from retain.correction.merge import Merge
 from retain.eviction import Arriving, BoundPolicy, When
@@ -180,7 +177,7 @@ class State:
         return [self.layers[spec.layer_idx] for spec in self.specs]
 
     @property
-    def stores(self) -> list[Store]:
+    def stores(self) -> list[RaggedStore]:
         """The stores of layers that have been cut, in the order of `specs`."""
         return [layer.store for layer in self.ragged if layer.store is not None]
 
@@ -258,12 +255,13 @@ class State:
         yield
         self.broken = False
 
-    def unused_bytes_B(self, store: Store) -> Int[Tensor, " B"]:
-        """Bytes of log weights that a layer holds of each sequence whose entries are all there and count one:
+    def unused_bytes(self, store: RaggedStore) -> int:
+        """Bytes of log weights that a layer holds of sequences whose entries are all there and count one:
         they are stored for others of its batch alone."""
-        seen_B = torch.tensor(self.history.lengths_B if self.history else [], device=store.device)
-        held_B = store.lengths_BH.sum(-1)
-        return held_B * (held_B == seen_B * store.num_heads) * store.plain.log_weight_bytes
+        held_B = store.lengths_BH.sum(-1).tolist()
+        seen_B = self.history.lengths_B if self.history else []
+        whole = [held for held, seen in zip(held_B, seen_B, strict=True) if held == seen * store.num_heads]
+        return sum(whole) * store.log_weight_bytes
 
     def held_BL(self) -> tuple[tuple[int, ...], ...]:
         """Entries that each sequence holds in each layer, in one transfer."""
@@ -296,7 +294,7 @@ class State:
         correction: Merge | None = None,
         precision: Precision | None = None,
         pack: bool = True,
-    ) -> Store:
+    ) -> RaggedStore:
         """Cut a layer's dense keys and values to a store, corrected and packed, and free them.
 
         Args:
@@ -311,10 +309,10 @@ class State:
         correction = None if keep_BHT is None else correction
         keep_BHT = exists_BHT if keep_BHT is None else keep_BHT.to(keys.device) & exists_BHT
         positions_BT = positions_BT.to(keys.device)
-        plain = RaggedStore.from_dense(keys, values, positions_BT, keep_BHT, self.slack, side=metadata)
+        store = RaggedStore.from_dense(keys, values, positions_BT, keep_BHT, self.slack, side=metadata)
         if correction is not None:
-            correct_(plain, keys, values, exists_BHT, keep_BHT, correction)
-        store = Store(plain, precision)
+            correct_(store, keys, values, exists_BHT, keep_BHT, correction)
+        store.precision = precision
         if pack:
             store.pack_()
         layer.keys = layer.values = None
@@ -359,7 +357,7 @@ class State:
             for layer in self.ragged:
                 layer.recent = Recent()
                 if layer.store is not None:
-                    _drop_metadata(layer.store)
+                    layer.store.drop_side_()
         for idx in self.layout.alone:
             pass_through_layers.trim_(self.layers[idx])
 
@@ -451,48 +449,31 @@ class State:
             self.prompt_B = [*map(min, self.prompt_B, cut.lengths_B)]
 
 
-def _drop_metadata(store: Store) -> None:
-    """Free the columns that only later evictions read."""
-    store.drop_side_(*({*store.side} - {LOG_WEIGHT}))
-
-
-def concat(parts: Sequence[State], slack: int | None) -> State:
+def concat(parts: Sequence[State], slack: int) -> State:
     """Stack conversations along the batch, which have all seen equally many tokens; the parts are used up.
 
     Args:
         parts: of one model.
-        slack: free entries per row for new tokens; None: theirs.
+        slack: free entries per row for new tokens.
     """
+    bound = BoundPolicy(" + ".join(sorted({part.bound_policy.name for part in parts})))
+    whole = State(parts[0].layout, bound, When(), slack=slack, seeds=None, pinned=None)
     for part in parts:
         part.hold_ragged()
         for store in part.stores:
-            _drop_metadata(store)
-    bound = BoundPolicy(" + ".join(sorted({part.bound_policy.name for part in parts})))
-    whole = State(parts[0].layout, bound, When(), slack=parts[0].slack, seeds=None, pinned=None)
-    whole.layers[:] = parts[0].layers
-    for idx, layer in enumerate(whole.layers):
-        if idx in whole.layout.alone:
-            whole.layers[idx] = pass_through_layers.concat([part.layers[idx] for part in parts])
-            continue
-        layer.store = stacked(_with_weights([part.layers[idx].store for part in parts]), slack)
-        layer.recent = Recent()
+            store.drop_side_()
+    for idx in whole.layout.alone:
+        whole.layers[idx] = pass_through_layers.concat([part.layers[idx] for part in parts])
+    for number, spec in enumerate(whole.specs):
+        layer = whole.layers[spec.layer_idx] = parts[0].ragged[number]
+        layer.store, layer.recent = stacked([part.stores[number] for part in parts], slack), Recent()
     whole.history = History.concat([part.history for part in parts if part.history is not None])
     whole.prompt_B = list(whole.history.lengths_B)
     whole.last_due = whole.recorded = whole.num_seen
     whole.evictions = max(part.evictions for part in parts)
     whole.evicted_at = max(part.evicted_at for part in parts)
-    sizes = [0, *accumulate(part.batch_size for part in parts)]
-    whole.held_whole = [
-        size + row for size, part in zip(sizes, parts, strict=False) for row in part.held_whole
-    ]
+    row = 0
+    for part in parts:
+        whole.held_whole += [row + place for place in part.held_whole]
+        row += part.batch_size
     return whole
-
-
-@normal_tensors()
-def _with_weights(stores: list[Store]) -> list[Store]:
-    """The same stores, all with log weights if some have them: zero where an entry counts once."""
-    weights = next((store.log_weight_C for store in stores if store.log_weight_C is not None), None)
-    for store in stores if weights is not None else ():
-        if store.log_weight_C is None:
-            store.write_side_(LOG_WEIGHT, weights.new_zeros(store.entries_held))
-    return stores

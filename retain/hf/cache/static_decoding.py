@@ -40,7 +40,7 @@ def unlike(state: State) -> str | None:
     stores = [layer.store for layer in state.ragged]
     if len({store is not None and store.packed is not None for store in stores}) > 1:
         return "some of its layers hold entries in fewer bits, and others none yet"
-    keys = [layer.dense()[0] if layer.store is None else layer.store.plain.keys_CD for layer in state.ragged]
+    keys = [layer.dense()[0] if layer.store is None else layer.store.keys_CD for layer in state.ragged]
     keys += [state.layers[idx].keys for idx in state.layout.alone]
     kinds = {(one.shape[-1], one.dtype, one.device) for one in keys}
     return "its layers differ in width, precision or device" if len(kinds) > 1 else None
@@ -86,7 +86,7 @@ def _put_back(layer: Any, store: RaggedStore, came: int) -> None:
 
 def _columns_of(store: Any) -> list[Tensor | None]:
     """The columns of a store, which are others once it was laid out anew."""
-    columns = [*store.plain.entries.values(), store.plain.log_weight_C]
+    columns = [*store.entries.values(), store.log_weight_C]
     if store.packed is not None:
         columns += [*store.packed.entries.values(), store.packed.key_scales_G2D]
     return columns
@@ -120,7 +120,7 @@ class StaticDecoding:
         self.state = state
         state.hold_ragged()
         self.windowed = {idx: state.layers[idx] for idx in state.layout.alone}
-        stores: list[Any] = [store.plain for store in state.stores]
+        stores: list[Any] = state.stores
         stores += [_windowed(layer, state) for layer in self.windowed.values()]
         coded: list[Any] = [store.packed for store in state.stores if store.packed is not None]
         weighted = any(part.log_weight_C is not None for part in (*stores, *coded))
