@@ -55,7 +55,7 @@ def kept(model, policy="criticalkv", **settings):
     settings = {"keep_ratio": 0.3, "protection": {"recent": 8}, **settings}
     with retain.attach(model):
         cache = Cache(model, policy, **gates, **settings).prefill(IDS, MASK)
-    assert 0 < cache.entries_held < cache.entries_seen
+    assert 0 < cache.entries_held < cache.report().total.entries_seen
     return [
         set(zip(store.rows_N().tolist(), store.positions_C[store.index_N()].tolist(), strict=True))
         for store in (layer.store for layer in cache.state.ragged)

@@ -13,7 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 import retain
 from retain.hf.cache.cache import Cache
 from retain.hf.intercept.attach import PREVIOUS, attach, attachment_of
-from retain.hf.model.decoder import describe
+from retain.hf.model.decoder import layout_of
 from retain.hf.version_names import CACHE, CHECKPOINTING, NAMES
 from tests.refused import refused
 from tests.tiny import EAGER, FAMILIES, tiny_batch, tiny_model
@@ -138,12 +138,11 @@ def test_our_cache_is_taken_by_either_name_and_by_its_place(family, caplog, monk
 def test_threads_attach_at_once(monkeypatch):
     num_threads = 4
 
-    def describe_slowly(model):
-        specs = describe(model)
+    def slowly(model):
         time.sleep(0.01)  # while which the others have come as far, if they may
-        return specs
+        return layout_of(model)
 
-    monkeypatch.setattr("retain.hf.intercept.attach.describe", describe_slowly)
+    monkeypatch.setattr("retain.hf.intercept.attach.layout_of", slowly)
     with attach(model := tiny_model("llama")):
         want, once = generated(model), everything_about(model)
     for _ in range(10):

@@ -65,8 +65,12 @@ def test_a_byte_ratio_is_never_exceeded_and_what_fits_stays(correction):
     for ratio in (0.2, 0.4, 0.7, 0.99):
         cache = Cache(model, "snapkv", byte_ratio=ratio, **how).prefill(ids, mask)
         entry = cache.bytes_held() // cache.entries_held
-        assert ratio * cache.bytes_full() - entry < cache.bytes_held() <= ratio * cache.bytes_full()
-    full = cache.bytes_full()
+        assert (
+            ratio * cache.report().total.bytes_full - entry
+            < cache.bytes_held()
+            <= ratio * cache.report().total.bytes_full
+        )
+    full = cache.report().total.bytes_full
     for whole in ({"byte_ratio": 1.0}, {"bytes": full}, {"bytes": full + 100}):
         cache = Cache(model, "snapkv", **whole, **how).prefill(ids, mask)
         assert (cache.entries_held, cache.bytes_held(), cache.evictions) == (246, full, 0)

@@ -114,15 +114,17 @@ def test_bytes_held_are_exact_and_dense_tensors_are_freed():
     kept = sum(int(layer.sum()) for layer in keep)
     report = cache.report()
     assert cache.bytes_held() == kept * entry
-    assert cache.bytes_full() == int(mask.sum()) * 2 * 3 * entry
-    assert report.total.entries_evicted == int(mask.sum()) * 2 * 3 - kept == cache.entries_evicted
+    assert cache.report().total.bytes_full == int(mask.sum()) * 2 * 3 * entry
+    assert (
+        report.total.entries_evicted == int(mask.sum()) * 2 * 3 - kept == cache.report().total.entries_evicted
+    )
     stores = [layer.store for layer in cache.layers]
     storage = sum(
         s.keys_CD.untyped_storage().nbytes() + s.values_CD.untyped_storage().nbytes() for s in stores
     )
     # Slack of 4 a row, rounded up to whole pages.
     assert kept * entry <= storage < (kept + 3 * 2 * 3 * (4 + PAGE)) * entry
-    assert storage < cache.bytes_allocated() < storage * 1.25
+    assert storage < cache.report().total.bytes_allocated < storage * 1.25
     assert "evicted" in str(report) and "plain PyTorch" in str(report) and "layer 2" in str(report)
 
 
@@ -226,4 +228,4 @@ def test_keeping_everything_equals_the_full_cache(batch, family="qwen2"):
             chunks = [ids, new][bool(cache.num_seen) :]
             got = ragged_logits(model, cache, chunks, whole)
             assert_close(got[-1][new_mask.bool()], want, plain)
-    assert cache.entries_evicted == 0 and cache.bytes_held() == cache.bytes_full()
+    assert cache.report().total.entries_evicted == 0 and cache.bytes_held() == cache.report().total.bytes_full

@@ -147,7 +147,7 @@ def test_units_that_do_not_fit_are_refused_when_the_cache_is_made():
     Cache(model, by_value, gates=mass, **half)
     with retain.attach(model):  # what its paper does: a threshold on the gate's number
         made = Cache(model, policy(), gates=gates_of(model, "admission"), threshold=-0.7)
-        assert made.prefill(*tiny_batch((0,), 60)).entries_evicted > 0
+        assert made.prefill(*tiny_batch((0,), 60)).report().total.entries_evicted > 0
 
 
 def test_gates_that_do_not_fit_the_model_are_refused(monkeypatch):

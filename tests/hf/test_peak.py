@@ -38,7 +38,7 @@ def test_the_watch_sees_a_cache_that_holds_everything():
         cache = Cache(one, policy=None).prefill(ids, mask)
     assert watch.peak - alone > (LAYERS - 1) * LAYER
     assert watch.live > LAYERS * LAYER * 0.9
-    assert cache.entries_evicted == 0
+    assert cache.report().total.entries_evicted == 0
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -47,9 +47,11 @@ def test_a_prefill_holds_the_budget_and_one_layer_and_its_copy_at_most(name):
     alone = without_cache(one, ids, mask)
     with Watch() as watch:
         cache = cache_of(one, name).prefill(ids, mask)
-    assert cache.entries_evicted > 0.85 * cache.entries_seen
-    assert watch.peak - alone <= cache.bytes_allocated() + 2 * LAYER
-    assert watch.live <= cache.bytes_allocated() + LAYER / 8  # what else stays: padding, positions, token ids
+    assert cache.report().total.entries_evicted > 0.85 * cache.report().total.entries_seen
+    assert watch.peak - alone <= cache.report().total.bytes_allocated + 2 * LAYER
+    assert (
+        watch.live <= cache.report().total.bytes_allocated + LAYER / 8
+    )  # what else stays: padding, positions, token ids
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -63,7 +65,7 @@ def test_a_chunked_prefill_holds_the_budget_and_a_chunk(name, chunk):
     assert cache.evictions == -(-TOKENS // chunk) - cache_free_chunks(chunk)
     # The chunk is in all layers before they are cut. One layer's copy: its columns, at most all that was
     # seen.
-    room = cache.bytes_allocated() + share * LAYERS * LAYER + 2 * LAYER
+    room = cache.report().total.bytes_allocated + share * LAYERS * LAYER + 2 * LAYER
     assert watch.peak - alone <= room
     assert room < 0.75 * LAYERS * LAYER  # or else it would claim nothing
 

@@ -136,7 +136,7 @@ def test_policies_by_name_are_in_the_file(name, when, tmp_path):
     assert again.state.bound_policy.budget == cache.state.bound_policy.budget
     assert torch.equal(continued(model, again, mask), continued(model, cache, mask))
     assert_same_state(again, cache)
-    assert cache.entries_evicted > 0
+    assert cache.report().total.entries_evicted > 0
     # A new conversation on the same cache asks the same policy.
     for one in (again, cache):
         one.reset()
@@ -171,7 +171,7 @@ def test_the_file_is_the_bytes_held_and_little_more(family, when, tmp_path):
     recent = sum(layer.recent.num_bytes for layer in cache.state.ragged)
     exact = cache.bytes_held() + extra + rows + alone + recent + 3 * (17 * 901 + 8)
     assert exact <= size <= exact + 1024 * len(cache.layers) + 8192
-    assert size < cache.bytes_allocated() + alone + 3 * 18 * 901  # no slack
+    assert size < cache.report().total.bytes_allocated + alone + 3 * 18 * 901  # no slack
 
 
 def newest(evidence):
@@ -270,7 +270,7 @@ def test_a_score_of_the_callers_is_not_asked_again(tmp_path):
     cache = Cache(model, "knorm", observed=newest, keep_ratio=0.4, protection=SMALL)
     mask = started(model, cache)
     again = Cache.load(cache.save(tmp_path / "context.safetensors"), model)
-    assert again.report() == cache.report() and again.entries_evicted > 0
+    assert again.report() == cache.report() and again.report().total.entries_evicted > 0
     assert torch.equal(continued(model, again, mask), continued(model, cache, mask))
 
 

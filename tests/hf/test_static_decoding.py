@@ -135,7 +135,7 @@ def further_prompts_make_no_graph(policies: tuple[str, ...]) -> None:
         cache = cache_of(model, policies[number % len(policies)])
         new = 34 if policies[0] in PACKED else 12  # so that some are packed; and in rooms of one size
         answer(cache, ids, mask, new, compile_config=compiling())
-        assert graphs() == 1 and cache.entries_held < cache.entries_seen
+        assert graphs() == 1 and cache.entries_held < cache.report().total.entries_seen
 
 
 def more_tokens_than_rooms_were_given() -> None:

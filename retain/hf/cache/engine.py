@@ -8,7 +8,6 @@ eviction is due (`retain.eviction.When`), every layer is looked at after the for
 as at the first eviction; the price is that a chunk is held in all layers until its forward ends.
 """
 
-import copy
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -34,7 +33,7 @@ from retain.hf.cache.later_evidence import (
 from retain.hf.cache.layer import MOST_RECENT, Layer
 from retain.hf.cache.state import History, State
 from retain.hf.intercept.forward_call import Call, read_call
-from retain.hf.intercept.interceptor import Step, check_pointed, refuse_unasked
+from retain.hf.intercept.interceptor import Step, check_pointed
 from retain.hf.intercept.lookahead_pass import ReadCache, look_ahead
 from retain.hf.model.decoder import base_model
 from retain.hf.model.layout import LayerSpec
@@ -75,13 +74,6 @@ class Engine:
         self.generation.forget()
         self._forget()
 
-    def fork(self, state: State) -> "Engine":
-        """The same for a copy of the cache, on which nobody generates."""
-        other = copy.copy(self)
-        other.state = state
-        other.generation = Generation()
-        return other
-
     @property
     def num_seen(self) -> int:
         return self.state.num_seen
@@ -89,10 +81,8 @@ class Engine:
     @property
     def _looks_again(self) -> bool:
         """True if an eviction after this forward may read what comes now."""
-        state = self.state
-        if state.bound_policy.keeps_all or not self.evict_at_prefill:
-            return False
-        return state.when.again or state.prompt_B is None and not self._reads_whole_prompt
+        state, evicts = self.state, self.evict_at_prefill and not self.state.bound_policy.keeps_all
+        return evicts and (state.when.again or state.prompt_B is None and not self._reads_whole_prompt)
 
     @property
     def _reads_whole_prompt(self) -> bool:
@@ -128,15 +118,11 @@ class Engine:
                 f"model.{CHECKPOINTING}_disable()) before a forward with a retain.Cache."
             )
         state.check_whole()
-        input_ids, inputs_embeds = given.get("input_ids"), given.get("inputs_embeds")
         past = state.history
         call = read_call(
+            given,
             None if past is None else past.valid_BT,
             None if past is None else past.last_B,
-            input_ids=input_ids,
-            inputs_embeds=inputs_embeds,
-            attention_mask=given.get("attention_mask"),
-            position_ids=given.get("position_ids"),
             rotary=rotary,
             width=state.prompt_width,
             reads_prompt=state.prompt_B is None,
@@ -181,12 +167,12 @@ class Engine:
             if store.free < 1:
                 store.make_room_(1)
             if store.step_rows is None:
-                store.step_rows = step_rows_of(
-                    store,
-                    scaling=layer.scaling,
-                    soft_cap=layer.soft_cap,
-                    sinks=spec.sinks_Q is not None,
-                )
+                how = {
+                    "scaling": layer.scaling,
+                    "soft_cap": layer.soft_cap,
+                    "sinks": spec.sinks_Q is not None,
+                }
+                store.step_rows = step_rows_of(store, **how)
             if store.step_rows is None:
                 return None
             found.append(store.step_rows)
@@ -235,26 +221,27 @@ class Engine:
         """
         self.state.check_whole()
         past, seen = self.state.history, self.num_seen
-        given = inputs_embeds if isinstance(inputs_embeds, Tensor) else ids
-        if past is None or not isinstance(given, Tensor):
+        if past is None or inputs_embeds is None and not isinstance(ids, Tensor):
             return
-        num_given, by_ids = given.shape[1], given is ids
-        if by_ids and isinstance(attention_mask, Tensor) and attention_mask.shape[-1] == seen + num_given:
+        name, given = ("input_ids", ids) if inputs_embeds is None else ("inputs_embeds", inputs_embeds)
+        num_given, problem, read_BT = given.shape[1], None, past.token_ids_BT
+        if (
+            given is ids
+            and isinstance(attention_mask, Tensor)
+            and attention_mask.shape[-1] == seen + num_given
+        ):
             return
-        how = (
-            "pass generate those that were read and those that come (torch.cat([context_ids, question_ids], "
-            "dim=1)); it reads only the new ones."
-        )
         if num_given <= seen:
-            name = "input_ids" if by_ids else "inputs_embeds"
-            raise ValueError(f"{name} has {num_given} tokens a row, and this cache has read {seen}: {how}")
-        read_BT = past.token_ids_BT
-        if by_ids and read_BT is not None and len(read_BT) == len(ids):
-            differs_BT = ids[:, :seen].to(read_BT.device) != read_BT
-            if bool((differs_BT & past.valid_BT.to(differs_BT.device)).any()):
-                raise ValueError(
-                    f"input_ids does not begin with the {seen} tokens that this cache has read: {how}"
-                )
+            problem = f"has {num_given} tokens a row, and this cache has read {seen}"
+        elif given is ids and read_BT is not None and len(read_BT) == len(ids):
+            differs_BT = (ids[:, :seen].to(read_BT.device) != read_BT) & past.valid_BT.to(read_BT.device)
+            if bool(differs_BT.any()):
+                problem = f"does not begin with the {seen} tokens that this cache has read"
+        if problem is not None:
+            raise ValueError(
+                f"{name} {problem}: pass generate those that were read and those that come (torch.cat("
+                "[context_ids, question_ids], dim=1)); it reads only the new ones."
+            )
 
     def generating(self, room: int | None = None) -> AbstractContextManager[Callable[[Tensor], None]]:
         return self.generation.running(self.state, room)
@@ -282,9 +269,15 @@ class Engine:
         return Step(self, layer_idx, hidden_BSE, stream_BSE)
 
     def _check_ran(self) -> None:
+        """Refuse a layer whose attention module ran, and our attention function did not."""
         if self._expected is not None:
             check_pointed(base_model(self.model))
-            refuse_unasked(self.state.layout.spec_of[self._expected].module, self._expected)
+            module = self.state.layout.spec_of[self._expected].module
+            raise ValueError(
+                f"layer {self._expected} attended without transformers' registry of attention functions, to "
+                f"which the model's config points: something replaced the forward of its "
+                f"{type(module).__name__} ({module.forward!r:.120}). Take it away, and reset() the cache."
+            )
 
     def attention(
         self,
@@ -319,19 +312,13 @@ class Engine:
             assert layer.quick is not None
             return layer.quick.attend(queries_BQSD, keys_BHSD, values_BHSD, None, {"s_aux": spec.sinks_Q})[0]
         if layer.store is None:  # a prefill that was not evicted goes on with everything
-            layer.store = state.cut_dense(layer, None, state.valid_BT, state.positions_BT)
+            layer.store = state.cut_dense(layer)
         store, device = layer.store, keys_BHSD.device
         positions_BS = call.positions_BS.to(device)
         valid_BS = None if call.valid_BS is None else call.valid_BS.to(device)
         seen_RS = store.append_(keys_BHSD, values_BHSD, positions_BS, valid_BS)
-        out_BQSD = attend_store(
-            store,
-            queries_BQSD,
-            seen_RS,
-            scaling=layer.scaling,
-            soft_cap=layer.soft_cap,
-            sinks_Q=spec.sinks_Q,
-        )
+        how: dict[str, Any] = {"scaling": layer.scaling, "soft_cap": layer.soft_cap, "sinks_Q": spec.sinks_Q}
+        out_BQSD = attend_store(store, queries_BQSD, seen_RS, **how)
         if self._looks_again:
             wants = state.bound_policy.wants
             if self._holds_queries:
@@ -394,10 +381,7 @@ class Engine:
                 return
             state.shrink(eviction.lower, eviction.rows)
             pack = not eviction.crosses_layers
-        where = evidence.valid_BT, evidence.positions_BT
-        layer.store = state.cut_dense(
-            layer, keep_BHT, *where, metadata, bound.correction, bound.precision, pack=pack
-        )
+        layer.store = state.cut_dense(layer, keep_BHT, metadata, bound.correction, bound.precision, pack=pack)
 
     def finish(self) -> None:
         """Count the tokens of a forward that went through as seen, and evict if that is due."""
@@ -408,7 +392,7 @@ class Engine:
         if self._unscored:
             self._evict_ahead()
         if self._waiting:
-            self._cut_waiting(call)
+            self._cut_waiting()
         due, read, problem = state.due(call), state.is_read(call), None
         state.history = self._after(call)
         ends = state.prompt_B is None and state.num_seen >= state.prompt_width
@@ -442,26 +426,20 @@ class Engine:
         """Pack all but the last entries of each row, where a precision says so: once nothing of the prompt
         will be evicted, then after each read, and while decoding whenever a group has come."""
         state = self.state
-        if (
-            state.bound_policy.precision is None
-            or state.prompt_B is None
-            and not state.bound_policy.keeps_all
-        ):
+        later = state.prompt_B is None and not state.bound_policy.keeps_all
+        if state.bound_policy.precision is None or later:
             return
         if read or state.num_seen - state.packed_at >= GROUP:
             for store in state.stores:
                 store.pack_()
             state.packed_at = state.num_seen
 
-    def _cut_waiting(self, call: Call) -> None:
+    def _cut_waiting(self) -> None:
         """Cut all layers of a first prompt, which were decided on together."""
         state, bound, waiting = self.state, self.state.bound_policy, self._waiting
         assert self._eviction is not None
-        where = call.mask_BT, call.positions_BS
         for layer, keep_BHT, metadata in zip(state.ragged, self._eviction.finish(), waiting, strict=True):
-            layer.store = state.cut_dense(
-                layer, keep_BHT, *where, metadata, bound.correction, bound.precision
-            )
+            layer.store = state.cut_dense(layer, keep_BHT, metadata, bound.correction, bound.precision)
 
     @torch.no_grad()
     def _evict_ahead(self) -> None:
@@ -509,12 +487,13 @@ class Engine:
         state = self.state
         history, layers = state.history, state.ragged
         assert history is not None
-        held_before = sum(map(sum, state.held_BL()))
+        held_BL = state.held_BL()
+        held_before = sum(map(sum, held_BL))
         if not held_before:  # so far all sequences are padding
             return None
         # A ratio is one of what was seen, or of the whole prompt while that is being read.
         stock = Stock(
-            held_BL=state.held_BL(),
+            held_BL=held_BL,
             lengths_B=tuple(state.with_prompt(history.valid_BT).sum(-1).tolist()),
             intact_BT=intact_tokens(layers, history),
         )

@@ -93,10 +93,5 @@ class Generation:
         static, self.static = self.static, None
         if static is None:
             return
-        came, ids_BN = static.came, None
-        self.in_graph += came
+        self.in_graph += static.leave(self.ids_BT, self.sampled)
         state.decoded = f"{self.in_graph} tokens in one graph"
-        if self.ids_BT is not None:
-            first = self.ids_BT.shape[1] - self.sampled + static.before
-            ids_BN = self.ids_BT[:, first : first + came]
-        static.leave(ids_BN)

@@ -117,14 +117,17 @@ def _mib(num_bytes: int | float) -> str:
 
 def report_of(state: State) -> Report:
     """The entries and bytes that a conversation has seen, holds and allocates."""
-    tokens = 0 if state.history is None else sum(state.history.lengths_B)
-    rows, alone, paths = [], [], []
+    reports, alone, paths = [], [], []
+    lengths_B = [] if state.history is None else state.history.lengths_B
     for spec, layer in zip(state.specs, state.ragged, strict=True):
-        seen, held, allocated, entry, num_bytes = tokens * spec.num_kv_heads, 0, 0, 0, 0
+        seen, held, allocated, entry, num_bytes = sum(lengths_B) * spec.num_kv_heads, 0, 0, 0, 0
         if layer.store is not None:
             store = layer.store
             held, allocated, entry = store.entries_held, store.bytes_allocated, store.entry_bytes
-            num_bytes = store.bytes_held - state.unused_bytes(store)
+            # Of a sequence whose entries are all there, log weights are stored for others of its batch alone.
+            rows = zip(store.lengths_BH.sum(-1).tolist(), lengths_B, strict=True)
+            whole = sum(count for count, length in rows if count == length * spec.num_kv_heads)
+            num_bytes = store.bytes_held - whole * store.log_weight_bytes
             paths.append(CALLED[path_of(store.keys_CD, store.values_CD)])
         elif layer.keys is not None:
             dense = layer.dense()
@@ -133,19 +136,20 @@ def report_of(state: State) -> Report:
             num_bytes = held * entry
             paths.append(CALLED[path_of(*dense)])
         allocated += layer.recent.num_bytes
-        rows.append(LayerReport(f"layer {spec.layer_idx}", seen, held, seen * entry, num_bytes, allocated))
+        reports.append(LayerReport(f"layer {spec.layer_idx}", seen, held, seen * entry, num_bytes, allocated))
     # Places of a pool that belong to no layer.
-    rows[0] = replace(rows[0], bytes_allocated=rows[0].bytes_allocated + spare_bytes(state.stores))
+    spare = reports[0].bytes_allocated + spare_bytes(state.stores)
+    reports[0] = replace(reports[0], bytes_allocated=spare)
     for idx, left in state.layout.alone.items():
         layer = state.layers[idx]
         sizes = pass_through_layers.held_bytes(layer), pass_through_layers.allocated_bytes(layer)
         alone.append(LeftAloneReport(f"layer {idx}", left.name, left.window, *sizes))
     names = [one.name for one in fields(LayerReport)][1:]
-    total = LayerReport("total", *(sum(getattr(row, name) for row in rows) for name in names))
+    total = LayerReport("total", *(sum(getattr(row, name) for row in reports) for name in names))
     return Report(
         policy=state.bound_policy.name,
         path="; ".join(dict.fromkeys(paths)) or "nothing is held yet",
-        layers=tuple(rows),
+        layers=tuple(reports),
         total=total,
         alone=tuple(alone),
         evictions=state.evictions,

@@ -69,26 +69,23 @@ def load(
             f"{path}: policy is {'a function' if rule['function'] else 'in the file'} ({rule['name']!r}), "
             f"and policy={policy!r} was passed: pass the same function, which a file cannot hold, or none."
         )
-    try:
-        asked = {"policy": policy}
-        if rule["policy"] is not None:
-            asked = {"policy": config.build(rule["policy"], Policy), **rule["budget"]}
-        stated = {name: header[name] for name in ("seeds", "pinned", "slack", "short")}
-        cache = cls(model, **asked, **header["when"], **stated, gates=gates)
-        state = cache.state
-        if rule["policy"] is None and not rule["function"]:
-            state.bound_policy = BoundPolicy(rule["name"], precision=_precision_of(rule))
-        then, now = rule["gates"], _digest(state.bound_policy)
-        if then is not None and now is not None and then != now:
-            raise ValueError(
-                f"it was evicted with gates {then[:12]}, and these are {now[:12]} (sha256): pass the gates "
-                "that it was made with."
-            )
-        for name in COUNTERS:
-            setattr(state, name, header[name])
-        _fill(cache, header, tensors, model)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+    asked = {"policy": policy}
+    if rule["policy"] is not None:
+        asked = {"policy": config.build(rule["policy"], Policy), **rule["budget"]}
+    stated = {name: header[name] for name in ("when", "every", "seeds", "pinned", "slack", "short")}
+    cache = cls(model, **asked, **stated, gates=gates)
+    state = cache.state
+    if rule["policy"] is None and not rule["function"]:
+        state.bound_policy = BoundPolicy(rule["name"], precision=_precision_of(rule))
+    then, now = rule["gates"], _digest(state.bound_policy)
+    if then is not None and now is not None and then != now:
+        raise ValueError(
+            f"{path} was evicted with gates {then[:12]}, and these are {now[:12]} (sha256): pass the gates "
+            "that it was made with."
+        )
+    for name in COUNTERS:
+        setattr(state, name, header[name])
+    _fill(cache, header, tensors, model)
     return cache
 
 
@@ -126,16 +123,13 @@ def _header(cache: "Cache") -> dict[str, Any]:
     state, bound = cache.state, cache.state.bound_policy
     precision = next((store.precision for store in state.stores if store.precision is not None), None)
     # A score of the caller's evicts once (`retain.capability`): what is loaded keeps everything from then on.
-    named = bound.policy is not None and bound.budget is not None and bound.scorer is None
+    policy = None if bound.scorer is not None else bound.policy
+    budget = config.to_mapping(bound.budget) if policy is not None else {}
     rule = {
         "name": bound.name,
         "function": bound.function is not None,
-        "policy": config.to_mapping(bound.policy) if named else None,
-        "budget": {
-            name: value
-            for name, value in (config.to_mapping(bound.budget) if named else {}).items()
-            if value is not None
-        },
+        "policy": None if policy is None else config.to_mapping(policy),
+        "budget": {name: value for name, value in budget.items() if value is not None},
         "gates": _digest(bound),
         "precision": None if bound.precision is None else config.to_mapping(bound.precision),
     }
@@ -144,7 +138,8 @@ def _header(cache: "Cache") -> dict[str, Any]:
         "fingerprint": identity_of(cache.model),
         "dtype": str(state.specs[0].dtype),
         "rule": rule,
-        "when": {"when": state.when.name, "every": state.when.every},
+        "when": state.when.name,
+        "every": state.when.every,
         "slack": state.slack,
         "short": cache.short,
         "seeds": None if state.seeds is None else [int(seed) for seed in state.seeds],

@@ -203,12 +203,6 @@ class State:
         return self.history.positions_BT
 
     @property
-    def element_size(self) -> int:
-        """Bytes of a number of the entries, as far as it is known."""
-        stores = self.stores
-        return stores[0].dtype.itemsize if stores else self.specs[0].dtype.itemsize
-
-    @property
     def prompt_width(self) -> int:
         """Tokens of a prompt that is read in chunks, padding included; 0: it is read at once."""
         return 0 if self.prompt_mask_BT is None else self.prompt_mask_BT.shape[1]
@@ -255,14 +249,6 @@ class State:
         yield
         self.broken = False
 
-    def unused_bytes(self, store: RaggedStore) -> int:
-        """Bytes of log weights that a layer holds of sequences whose entries are all there and count one:
-        they are stored for others of its batch alone."""
-        held_B = store.lengths_BH.sum(-1).tolist()
-        seen_B = self.history.lengths_B if self.history else []
-        whole = [held for held, seen in zip(held_B, seen_B, strict=True) if held == seen * store.num_heads]
-        return sum(whole) * store.log_weight_bytes
-
     def held_BL(self) -> tuple[tuple[int, ...], ...]:
         """Entries that each sequence holds in each layer, in one transfer."""
         counts = [store.lengths_BH.sum(-1) for store in self.stores]
@@ -275,7 +261,8 @@ class State:
         pinned_BT = None
         if self.pinned is not None:
             pinned_BT = pinned_mask(self.pinned, self.with_prompt(valid_BT))[:, : valid_BT.shape[1]]
-        return Arriving(valid_BT, self.element_size, stock, self.seeds, pinned_BT)
+        dtype = (self.stores or self.specs)[0].dtype
+        return Arriving(valid_BT, dtype.itemsize, stock, self.seeds, pinned_BT)
 
     def with_prompt(self, valid_BT: Bool[Tensor, "B T"]) -> Bool[Tensor, "B whole"]:
         """Padding of the tokens seen, and of those of the prompt that are still to come."""
@@ -287,9 +274,7 @@ class State:
     def cut_dense(
         self,
         layer: Layer,
-        keep_BHT: Tensor | None,
-        valid_BT: Tensor,
-        positions_BT: Tensor,
+        keep_BHT: Tensor | None = None,
         metadata: dict[str, Tensor] | None = None,
         correction: Merge | None = None,
         precision: Precision | None = None,
@@ -305,6 +290,11 @@ class State:
         """
         layer.check(keep_BHT)
         keys, values = layer.dense()
+        if self.history is None:  # while the first forward runs
+            assert self.call is not None
+            valid_BT, positions_BT = self.call.mask_BT, self.call.positions_BS
+        else:
+            valid_BT, positions_BT = self.valid_BT, self.positions_BT
         exists_BHT = valid_BT.to(keys.device)[:, None].expand(keys.shape[:3])
         correction = None if keep_BHT is None else correction
         keep_BHT = exists_BHT if keep_BHT is None else keep_BHT.to(keys.device) & exists_BHT
@@ -322,7 +312,7 @@ class State:
         """Move layers that still hold a prompt densely to stores, which keep all of it."""
         for layer in self.ragged:
             if layer.store is None:
-                layer.store = self.cut_dense(layer, None, self.valid_BT, self.positions_BT)
+                layer.store = self.cut_dense(layer)
 
     def cut_all(
         self,
@@ -336,10 +326,7 @@ class State:
         self.evidence = None  # it shares the dense tensors, which each layer frees in turn
         with self.changing():
             for layer, keep_BHT in zip(self.ragged, keep, strict=True):
-                where = self.valid_BT, self.positions_BT
-                layer.store = self.cut_dense(
-                    layer, keep_BHT, *where, correction=correction, precision=precision
-                )
+                layer.store = self.cut_dense(layer, keep_BHT, correction=correction, precision=precision)
         self.packed_at = self.num_seen
         assert self.history is not None
         self.count_eviction(sum(self.history.lengths_B) * self.layout.num_kv_heads)

@@ -218,25 +218,26 @@ class StaticDecoding:
         which the last is still to be read."""
         return sampled - 1 - self.before >= self.room
 
-    @property
-    def came(self) -> int:
-        """Tokens that were decoded (asks the device)."""
-        return int(self.pool.clock_1)
-
-    def leave(self, ids_BN: Int[Tensor, "B N"] | None) -> None:
+    def leave(self, ids_BT: Int[Tensor, "B T"] | None, sampled: int) -> int:
         """Count the decoded tokens as seen; the cache goes on as before.
 
         Args:
-            ids_BN: of these tokens; None: they are not known.
+            ids_BT: as `generate` has them, of which it has sampled the last; None: they are not known.
+            sampled: so many.
+
+        Returns:
+            the number of decoded tokens (asks the device).
         """
-        state, came = self.state, self.came
+        state, history, came, ids_BN = self.state, self.state.history, int(self.pool.clock_1), None
         state.layers[:] = [self.windowed.get(idx, layer) for idx, layer in enumerate(state.layers)]
         for layer in state.ragged:
             layer.static = None
         if not came:
-            return
-        history = state.history
+            return 0
         assert history is not None
+        if ids_BT is not None:
+            first = ids_BT.shape[1] - sampled + self.before
+            ids_BN = ids_BT[:, first : first + came]
         with state.changing():
             for layer, spec in zip(state.ragged, state.specs, strict=True):
                 for kind, column in self.rows[spec.layer_idx].shown.items():
@@ -250,3 +251,4 @@ class StaticDecoding:
             state.history = history.after_decoding(came, ids_BN)
             for layer in state.ragged:
                 layer.seen = state.num_seen
+        return came

@@ -5,7 +5,9 @@ before the first layer runs, with a single transfer from the device. A decoding 
 its tokens are real, and nothing waits for the device.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
@@ -53,13 +55,10 @@ class Call:
 
 
 def read_call(
+    given: Mapping[str, Any],
     past_BT: Bool[Tensor, "B P"] | None = None,
     last_B: Int[Tensor, " B"] | None = None,
     *,
-    input_ids: Tensor | None,
-    inputs_embeds: Tensor | None,
-    attention_mask: Tensor | None,
-    position_ids: Tensor | None,
     rotary: Rotary | None = None,
     width: int | None = None,
     reads_prompt: bool = True,
@@ -67,10 +66,10 @@ def read_call(
     """Check a forward's arguments against what was seen.
 
     Args:
+        given: `input_ids` or `inputs_embeds`; `attention_mask`, 2D over past and new tokens, or None for no
+            padding; `position_ids` of the new tokens, or None to count on from what was seen, padding
+            included, as transformers does.
         past_BT, last_B: real tokens among those seen, and the position of each sequence's last; None: none.
-        attention_mask: 2D over past and new tokens, or None for no padding.
-        position_ids: of the new tokens, or None to count on from what was seen, padding included, as
-            transformers does.
         width: tokens of the whole prompt, padding included, where it is read in chunks; a sequence may begin
             after the first of them.
         reads_prompt: the call is part of the first prompt.
@@ -79,10 +78,11 @@ def read_call(
         ValueError: right padding, a mask of another width or kind or that shows earlier padding as tokens,
             positions that do not increase, another batch size.
     """
-    tokens = input_ids if input_ids is not None else inputs_embeds
+    input_ids, attention_mask, position_ids = map(given.get, ("input_ids", "attention_mask", "position_ids"))
+    name = "inputs_embeds" if input_ids is None else "input_ids"
+    tokens = given.get(name)
     if tokens is None:
         raise ValueError("the decoder got neither input_ids nor inputs_embeds.")
-    name = "input_ids" if input_ids is not None else "inputs_embeds"
     if tokens.ndim < 2 or tokens.shape[1] == 0:
         raise ValueError(
             f"{name} are {tuple(tokens.shape)}: pass [B, S], at least one token in each of B sequences."
@@ -95,10 +95,9 @@ def read_call(
             f"the cache holds {past_BT.shape[0]} sequences, but the call has {B}: use "
             "batch_repeat_interleave (beams, several returned sequences) or batch_select_indices first."
         )
-    given = attention_mask if attention_mask is None else getattr(attention_mask, "shape", attention_mask)
-    if given is not None and given != (B, seen + S):
+    if attention_mask is not None and (shape := getattr(attention_mask, "shape", ())) != (B, seen + S):
         raise ValueError(
-            f"attention_mask is {tuple(given)}, but the cache has seen {seen} tokens and {S} are new: pass "
+            f"attention_mask is {tuple(shape)}, but the cache has seen {seen} tokens and {S} are new: pass "
             f"the 2D mask [{B}, {seen + S}] over the past and the new tokens (1 = token, 0 = padding)."
         )
     if position_ids is None:

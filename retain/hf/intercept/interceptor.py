@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -101,15 +101,6 @@ def check_pointed(decoder: Any) -> None:
             "the model's attention implementation was changed after retain.attach: its config says "
             f"{said!r} now. Set 'sdpa' or 'eager', and call retain.attach(model) again."
         )
-
-
-def refuse_unasked(module: nn.Module, layer_idx: int) -> NoReturn:
-    """Refuse (ValueError) a layer whose attention module ran, and our attention function did not."""
-    raise ValueError(
-        f"layer {layer_idx} attended without transformers' registry of attention functions, to which the "
-        f"model's config points: something replaced the forward of its {type(module).__name__} "
-        f"({module.forward!r:.120}). Take it away, and reset() the cache."
-    )
 
 
 def hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
