@@ -50,10 +50,6 @@ class DenseView:
             return store_C.new_zeros(*self.index_BHT.shape, *store_C.shape[1:])
         return store_C[self.index_BHT]
 
-    def of_tokens(self, token_Bt: Tensor) -> Tensor:
-        """Gather values of all tokens seen: `[B, seen] -> [B, T]`, zero where there is no column."""
-        return token_Bt.gather(1, self.token_BT).masked_fill(~self.valid_BT, 0)
-
 
 def dense_view(
     positions_C: Int[Tensor, " C"],

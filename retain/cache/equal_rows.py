@@ -171,9 +171,7 @@ class StepRows:
         return out_BQ1V.transpose(1, 2), None
 
 
-def step_rows_of(
-    store: RaggedStore, *, scaling: float, soft_cap: float | None, sinks: bool
-) -> StepRows | None:
+def step_rows_of(store: RaggedStore, scaling: float, soft_cap: float | None, sinks: bool) -> StepRows | None:
     """The rows of a store for decoding steps; None: it is on a GPU, or no way here is short."""
     if store.device.type != "cpu" or path_of(store.keys_CD, store.values_CD) != "reference":
         return None

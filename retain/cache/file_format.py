@@ -4,7 +4,7 @@ Its header carries a sha256 over everything else, which is checked before a byte
 written in full beside an older one before it is renamed over it. Nothing in it is code.
 
 Header: the model's `fingerprint` and `dtype`, and all that the engine needs to go on. Tensors:
-`history.valid`, `.positions`, `.last`, `.ids`; of each layer that evicts `layer.N.store.NAME` of its plain
+`history.valid`, `.positions`, `.last`; of each layer that evicts `layer.N.store.NAME` of its plain
 entries, `layer.N.packed.NAME` of the packed ones, and `layer.N.recent.NAME`, queries and hidden states of its
 last tokens; of other layers `layer.N.state.NAME`. Nothing is encoded anew.
 """
@@ -25,7 +25,7 @@ from retain.cache.store import RaggedStore
 from retain.process.disk import save_new
 
 # Others are refused.
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 FORMAT = "retain.cache"
 CORRUPT = "{} is truncated or corrupt ({}): copy it again, or read the context again."
 # Tensors of a store that are no columns: lengths of rows, and the scales that keys of codes share.

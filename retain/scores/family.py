@@ -22,7 +22,7 @@ class ScoreFamily:
             settings: `window` (as many last queries as the `Score` says, one at least), `queries` (as many as
             there are, one at least), `running` (statistics of all queries, or every query to make them from),
             `value_norm` (`value_norm_BQT`, or an output projection to make it with), `rotary`, `hidden`,
-            `token_ids`, `seeds` (one integer a sequence, passed as `seeds_B`). A cache that evicts again
+            `seeds` (one integer a sequence, passed as `seeds_B`). A cache that evicts again
             keeps exactly this for the next eviction.
         paper: title and arXiv id, or where the idea comes from.
         needs_where: other needs under certain settings: (name, value, or a type of values) -> needs.

@@ -141,6 +141,5 @@ def _made_up(name: str, settings: Mapping[str, Any]) -> Evidence:
         positions_BT=torch.arange(T)[None],
         valid_BT=torch.ones(1, T, dtype=torch.bool),
         hidden_BTE=numbers_TD[None],
-        token_ids_BT=torch.arange(T)[None],
         rotary=Rotary(torch.ones(1)),
     )

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 import retain
-from retain.gates import Gate, GateSet
+from retain.gates import GateSet
 from retain.hf.cache.cache import Cache
 from retain.hf.intercept.observe import observe
-from retain.hf.model.decoder import base_model, describe
+from retain.hf.model.decoder import base_model
 from retain.policy import Policy
 from retain.scores import Score
 from tests.evictions import policy_of
@@ -31,17 +31,6 @@ def gates_of(model, family: str, settings=None, *, dtype=torch.float64) -> GateS
         spread = 0.5 if parameter.dim() < 2 else 2.0 * parameter.shape[-1] ** -0.5
         parameter.data.copy_(torch.randn(parameter.shape, generator=draw) * spread)
     return gates
-
-
-class Ids(Gate):
-    """The token's made number: to see which one a gate is shown."""
-
-    family = "ids"
-    inputs = frozenset({"token_ids"})
-    unit = "rank"
-
-    def forward(self, inputs):
-        return (inputs.token_ids_BT * 37 % 97).float()[:, None].expand(-1, self.H, -1)
 
 
 class NaiveAges(Naive):
@@ -112,13 +101,10 @@ def test_in_every_kind_of_model(family, name):
     agree(model, policy(), life_of(model, 3), gates=gates_of(model, *INPUTS[name]), tokens_per_head=11)
 
 
-def test_token_ids_and_a_score_that_reads_queries_too():
+def test_a_blend_with_a_score_that_reads_queries_too():
     model = exact_model()
-    ids = GateSet({spec.layer_idx: Ids(E=spec.hidden_size, H=spec.num_kv_heads) for spec in describe(model)})
     window = {"observed_settings": {"window": 4}, "fusion": "rank_blend", "scope": "layer"}
     blend = policy("blend", "observed_risk", **window)
-    agree(model, policy(), life(3), gates=ids, tokens_per_head=12)
-    agree(model, blend, life(3), gates=ids, tokens_per_head=12)
     agree(model, blend, life(3), gates=gates_of(model, "qkv", {"F": 8}), tokens_per_head=12)
 
 

@@ -17,7 +17,7 @@ from tests.naive import LAYERS, alone, assert_heads_close, random_evidence, spec
 WINDOWED = {
     name for name, family in SCORES.items() if "window" in inspect.signature(family.function).parameters
 }
-NEEDS = {"window", "queries", "running", "value_norm", "hidden", "token_ids", "seeds", "rotary"}
+NEEDS = {"window", "queries", "running", "value_norm", "hidden", "seeds", "rotary"}
 
 # Every named variant owes the same as its default.
 VARIANTS = [

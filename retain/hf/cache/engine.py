@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retain.attention.rotary import Rotary
 from retain.cache.attend import attend_store
 from retain.cache.equal_rows import StepRows, step_rows_of
 from retain.cache.precision import GROUP
@@ -56,7 +55,6 @@ class Engine:
         self.generation = Generation()
         self.evict_at_prefill, self.hold_evidence = True, False
         self.recorded: frozenset[str] = frozenset()  # inputs of gates that held evidence shows
-        self._rotary: Rotary | None = None
         self._forget()
 
     def _forget(self) -> None:
@@ -73,10 +71,6 @@ class Engine:
         self.state.reset()
         self.generation.forget()
         self._forget()
-
-    @property
-    def num_seen(self) -> int:
-        return self.state.num_seen
 
     @property
     def _looks_again(self) -> bool:
@@ -102,7 +96,7 @@ class Engine:
         """True if decoder layers are asked for their residual stream."""
         return "stream" in self.state.bound_policy.inputs or "stream" in self.recorded
 
-    def begin(self, decoder: torch.nn.Module, given: Mapping[str, Any], rotary: Rotary | None = None) -> None:
+    def begin(self, decoder: torch.nn.Module, given: Mapping[str, Any]) -> None:
         """Check the arguments of a forward (`retain.hf.intercept.forward_call`), and prepare for it."""
         state = self.state
         if base_model(self.model) is not decoder:
@@ -123,11 +117,9 @@ class Engine:
             given,
             None if past is None else past.valid_BT,
             None if past is None else past.last_B,
-            rotary=rotary,
             width=state.prompt_width,
             reads_prompt=state.prompt_B is None,
         )
-        self._rotary = call.rotary
         if call.is_prefill:
             state.seeds = one_per_sequence(state.seeds, call.mask_BT.shape[0], "seeds")
             state.pinned = pins_per_sequence(state.pinned, call.mask_BT.shape[0])
@@ -161,18 +153,13 @@ class Engine:
             return None
         found = []
         for layer, spec in zip(state.ragged, state.specs, strict=True):
-            if layer.store is None or layer.store.precision is not None or layer.scaling is None:
+            if layer.store is None or layer.store.precision is not None:
                 return None
             store = layer.store
             if store.free < 1:
                 store.make_room_(1)
             if store.step_rows is None:
-                how = {
-                    "scaling": layer.scaling,
-                    "soft_cap": layer.soft_cap,
-                    "sinks": spec.sinks_Q is not None,
-                }
-                store.step_rows = step_rows_of(store, **how)
+                store.step_rows = step_rows_of(store, spec.scaling, spec.soft_cap, spec.sinks_Q is not None)
             if store.step_rows is None:
                 return None
             found.append(store.step_rows)
@@ -213,37 +200,21 @@ class Engine:
             )
 
     def check_ids(self, ids: Any, attention_mask: Any, inputs_embeds: Any = None) -> None:
-        """Refuse ids (or embeddings) that leave out what the cache has read: `generate` wants all, and reads
-        what is new. Ids alone that a mask over both comes with are taken, as transformers takes them.
-
-        Raises:
-            ValueError: no more of them than were read, or others; or a broken cache.
-        """
+        """Refuse (ValueError) ids or embeddings that leave out what the cache has read: `generate` wants all,
+        and reads what is new. Ids alone that a mask over both comes with are taken, as transformers does."""
         self.state.check_whole()
-        past, seen = self.state.history, self.num_seen
-        if past is None or inputs_embeds is None and not isinstance(ids, Tensor):
+        given, seen = ids if inputs_embeds is None else inputs_embeds, self.state.num_seen
+        if not isinstance(given, Tensor) or given.shape[1] > seen:
             return
-        name, given = ("input_ids", ids) if inputs_embeds is None else ("inputs_embeds", inputs_embeds)
-        num_given, problem, read_BT = given.shape[1], None, past.token_ids_BT
-        if (
-            given is ids
-            and isinstance(attention_mask, Tensor)
-            and attention_mask.shape[-1] == seen + num_given
-        ):
+        if given is ids and getattr(attention_mask, "shape", (0,))[-1] == seen + ids.shape[1]:
             return
-        if num_given <= seen:
-            problem = f"has {num_given} tokens a row, and this cache has read {seen}"
-        elif given is ids and read_BT is not None and len(read_BT) == len(ids):
-            differs_BT = (ids[:, :seen].to(read_BT.device) != read_BT) & past.valid_BT.to(read_BT.device)
-            if bool(differs_BT.any()):
-                problem = f"does not begin with the {seen} tokens that this cache has read"
-        if problem is not None:
-            raise ValueError(
-                f"{name} {problem}: pass generate those that were read and those that come (torch.cat("
-                "[context_ids, question_ids], dim=1)); it reads only the new ones."
-            )
+        raise ValueError(
+            f"{'input_ids' if given is ids else 'inputs_embeds'} has {given.shape[1]} tokens a row, and this "
+            f"cache has read {seen}: pass generate those that were read and those that come (torch.cat("
+            "[context_ids, question_ids], dim=1)); it reads only the new ones."
+        )
 
-    def generating(self, room: int | None = None) -> AbstractContextManager[Callable[[Tensor], None]]:
+    def generating(self, room: int | None = None) -> AbstractContextManager[Callable[[], None]]:
         return self.generation.running(self.state, room)
 
     @property
@@ -286,17 +257,11 @@ class Engine:
         keys_BHSD: Tensor,
         values_BHSD: Tensor,
         dense: Callable[[], tuple[Tensor, Tensor | None]],
-        *,
-        scaling: float | None,
-        soft_cap: float | None,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend in one layer; `dense` is what the model would have run, and runs on an empty cache."""
-        state = self.state
-        layer, spec = state.layers[step.layer_idx], state.layout.spec_of[step.layer_idx]
-        assert state.call is not None
-        layer.expected, self._expected = False, None
-        layer.scaling, layer.soft_cap = spec.scaling if scaling is None else scaling, soft_cap
-        if state.call.is_prefill:
+        assert self.state.call is not None
+        self.state.layers[step.layer_idx].expected, self._expected = False, None
+        if self.state.call.is_prefill:
             output = dense()
             self._first(step, queries_BQSD, keys_BHSD, values_BHSD)
             return output
@@ -307,7 +272,7 @@ class Engine:
         """Append the new tokens to a layer that holds entries, and attend to all of them."""
         state, call = self.state, self.state.call
         layer, spec = state.layers[step.layer_idx], state.layout.spec_of[step.layer_idx]
-        assert call is not None and layer.scaling is not None
+        assert call is not None
         if self.is_quick:  # in a model that is compiled
             assert layer.quick is not None
             return layer.quick.attend(queries_BQSD, keys_BHSD, values_BHSD, None, {"s_aux": spec.sinks_Q})[0]
@@ -317,7 +282,7 @@ class Engine:
         positions_BS = call.positions_BS.to(device)
         valid_BS = None if call.valid_BS is None else call.valid_BS.to(device)
         seen_RS = store.append_(keys_BHSD, values_BHSD, positions_BS, valid_BS)
-        how: dict[str, Any] = {"scaling": layer.scaling, "soft_cap": layer.soft_cap, "sinks_Q": spec.sinks_Q}
+        how: dict[str, Any] = {"scaling": spec.scaling, "soft_cap": spec.soft_cap, "sinks_Q": spec.sinks_Q}
         out_BQSD = attend_store(store, queries_BQSD, seen_RS, **how)
         if self._looks_again:
             wants = state.bound_policy.wants
@@ -339,8 +304,6 @@ class Engine:
         assert call is not None
         bound, eviction = state.bound_policy, self._eviction
         evidence = spec.evidence(
-            scaling=layer.scaling,
-            soft_cap=layer.soft_cap,
             output=bound.reads_output or not self.evict_at_prefill,
             queries_BQSD=queries_BQSD.detach(),
             keys_BHTD=keys_BHSD.detach(),
@@ -348,8 +311,7 @@ class Engine:
             positions_BT=call.positions_BS.to(device),
             valid_BT=call.mask_BT.to(device),
             hidden_BTE=step.hidden_BSE.detach().to(device),
-            token_ids_BT=None if call.token_ids_BS is None else call.token_ids_BS.to(device),
-            rotary=call.rotary,
+            rotary=state.layout.rotary,
             stream_BTE=None if step.stream_BSE is None else step.stream_BSE.detach().to(device),
         )
         if self._looks_again:
@@ -469,7 +431,7 @@ class Engine:
         """Store what later evictions read of a layer's last tokens, and free what it was made from."""
         state = self.state
         num_tokens = history.num_seen - state.recorded
-        store_metadata_(layer, spec, state.bound_policy, history, self._rotary, num_tokens=num_tokens)
+        store_metadata_(layer, spec, state.bound_policy, history, state.layout.rotary, num_tokens=num_tokens)
         layer.recent.keep("queries", state.num_queries(history))
 
     @without_autocast
@@ -516,7 +478,7 @@ class Engine:
                 layer,
                 spec,
                 history,
-                self._rotary,
+                state.layout.rotary,
                 num_queries=state.num_queries(history),
                 each=wants.queries,
                 keys=wants.keys,

@@ -86,22 +86,18 @@ def evidence_of(
         queries_BQSD = align_last(layer.recent.last("queries", num_queries).to(device), asked_BS)
     else:
         queries_BQSD = _no_queries(store, spec)
-    ids = history.token_ids_BT
     metadata = {name: columns.gather(column_C) for name, column_C in store.side.items()}
     norms, running = metadata.get(NORM), None
     if MASS in metadata:
         gap_BHT = metadata[GAP].long() if GAP in metadata else None
         running = RunningStatistics(metadata[MASS], metadata[ACCESS].long(), gap_BHT)
     evidence = spec.evidence(
-        scaling=layer.scaling,
-        soft_cap=layer.soft_cap,
         output=output_weight,
         queries_BQSD=queries_BQSD,
         keys_BHTD=_shown(columns, store, "keys", keys),
         values_BHTD=_shown(columns, store, "values", values),
         positions_BT=columns.positions_BT,
         valid_BT=columns.valid_BT,
-        token_ids_BT=None if ids is None else columns.of_tokens(ids.to(device)),
         rotary=rotary,
         running=running,
         held_BHT=columns.held_BHT,
@@ -181,7 +177,7 @@ def _tail(
         column_CD[index_RS].masked_fill(~real_RS[..., None], 0).view(B, H, num_tokens, -1)
         for column_CD in (store.keys_CD, store.values_CD)
     )
-    ids, recent = history.token_ids_BT, layer.recent.tensors()
+    recent = layer.recent.tensors()
     queries_BQSD = _no_queries(layer.store, spec)
     if bound.wants.entry_queries:
         queries_BQSD = layer.recent.last("queries", num_tokens).to(device)
@@ -189,8 +185,6 @@ def _tail(
         recent[kind].to(device) if kind in recent else None for kind in ("hidden", "stream")
     )
     return spec.evidence(
-        scaling=layer.scaling,
-        soft_cap=layer.soft_cap,
         output=bound.reads_output,
         queries_BQSD=queries_BQSD,
         keys_BHTD=keys_BHTD,
@@ -198,7 +192,6 @@ def _tail(
         positions_BT=history.positions_BT[:, -num_tokens:].to(device),
         valid_BT=valid_BS,
         hidden_BTE=hidden_BTE,
-        token_ids_BT=None if ids is None else ids[:, -num_tokens:].to(device),
         rotary=rotary,
         stream_BTE=stream_BTE,
     )

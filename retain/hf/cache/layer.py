@@ -40,9 +40,6 @@ class Layer(CacheLayerMixin):
         self.stream_BSE: Tensor | None = None  # from the decoder layer's hook to its attention's, no longer
         self.seen = 0
         self.expected = False
-        # As the model's attention was last called.
-        self.scaling: float | None = None
-        self.soft_cap: float | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device

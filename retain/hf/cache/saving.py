@@ -3,7 +3,7 @@
 The file (`retain.cache.file_format`) holds the entries as they are held (no slack), their metadata, the
 queries and attention inputs that the next eviction will read, the states of layers that are left alone, and
 the history; its header says policy, budget, when and counters. It has `bytes_held()` bytes of keys and
-values; on top 4 bytes an entry (its position) and the metadata that the policy keeps, 4 bytes a row, 17 a
+values; on top 4 bytes an entry (its position) and the metadata that the policy keeps, 4 bytes a row, 9 a
 token seen, 8 a sequence, the queries and attention inputs (of caches that evict again), the states of layers
 left alone, and a header below 1 KiB a layer, plus 8 KiB.
 """
@@ -105,8 +105,6 @@ def _tensors(cache: "Cache") -> Iterator[tuple[str, Tensor]]:
     yield "history.valid", history.valid_BT
     yield "history.positions", history.positions_BT
     yield "history.last", history.last_B
-    if history.token_ids_BT is not None:
-        yield "history.ids", history.token_ids_BT
     for spec, layer in zip(state.specs, state.ragged, strict=True):
         assert layer.store is not None
         for name, tensor in store_tensors(layer.store).items():
@@ -154,7 +152,7 @@ def _fill(cache: "Cache", header: Mapping[str, Any], tensors: Mapping[str, Tenso
     state, base = cache.state, base_model(model)
     device = base.get_input_embeddings().weight.device
     past = {name: tensor.to(device) for name, tensor in within(tensors, "history.").items()}
-    state.history = History(past["valid"], past["positions"], past.get("ids"), past["last"])
+    state.history = History(past["valid"], past["positions"], past["last"])
     precision = _precision_of(header)
     for spec, layer in zip(state.specs, state.ragged, strict=True):
         saved = within(tensors, f"layer.{spec.layer_idx}.")

@@ -36,13 +36,11 @@ class History:
     Args:
         valid_BT: True on real tokens.
         positions_BT: int64 RoPE positions.
-        token_ids_BT: None once a call passed embeddings.
         last_B: position of the last real token of each sequence, -1 where there is none yet.
     """
 
     valid_BT: Bool[Tensor, "B T"]
     positions_BT: Int[Tensor, "B T"]
-    token_ids_BT: Int[Tensor, "B T"] | None
     last_B: Int[Tensor, " B"]
     # What the device was asked for once.
     _first_of_last: dict[int, int] = field(default_factory=dict, repr=False)
@@ -50,28 +48,23 @@ class History:
     @classmethod
     def of(cls, call: Call) -> "History":
         """The history after the first call."""
-        last_B = _last(call.mask_BT, call.positions_BS)
-        return cls(call.mask_BT, call.positions_BS, call.token_ids_BS, last_B)
+        return cls(call.mask_BT, call.positions_BS, _last(call.mask_BT, call.positions_BS))
 
     def after(self, call: Call) -> "History":
         """The history once this call has gone through."""
         last_B = call.positions_BS[:, -1]
         if call.valid_BS is not None:
             last_B = torch.maximum(_last(call.valid_BS, call.positions_BS), self.last_B.to(last_B.device))
-        return self._with(call.mask_BT, call.positions_BS, call.token_ids_BS, last_B)
+        return History(call.mask_BT, self._then(call.positions_BS), last_B)
 
-    def after_decoding(self, came: int, ids_BN: Int[Tensor, "B N"] | None) -> "History":
-        """The history after `came` tokens that were decoded in a graph; None: their ids are not known."""
+    def after_decoding(self, came: int) -> "History":
+        """The history after `came` tokens that were decoded in a graph."""
         positions_BN = self.last_B[:, None] + torch.arange(1, came + 1, device=self.last_B.device)
         valid_BT = torch.cat([self.valid_BT, self.valid_BT.new_ones(positions_BN.shape)], dim=1)
-        return self._with(valid_BT, positions_BN, ids_BN, self.last_B + came)
+        return History(valid_BT, self._then(positions_BN), self.last_B + came)
 
-    def _with(
-        self, valid_BT: Tensor, positions_BS: Tensor, ids_BS: Tensor | None, last_B: Tensor
-    ) -> "History":
-        ids, device = self.token_ids_BT, self.positions_BT.device
-        ids = None if ids is None or ids_BS is None else torch.cat([ids, ids_BS.to(device)], dim=1)
-        return History(valid_BT, torch.cat([self.positions_BT, positions_BS.to(device)], dim=1), ids, last_B)
+    def _then(self, positions_BS: Tensor) -> Tensor:
+        return torch.cat([self.positions_BT, positions_BS.to(self.positions_BT.device)], dim=1)
 
     @property
     def num_seen(self) -> int:
@@ -95,25 +88,12 @@ class History:
     def select_batch(self, idx: Int[Tensor, " N"]) -> "History":
         """The sequences `idx`, in that order."""
         idx = idx.to(self.valid_BT.device)
-        ids = None if self.token_ids_BT is None else self.token_ids_BT[idx]
-        return History(self.valid_BT[idx], self.positions_BT[idx], ids, self.last_B[idx])
+        return History(self.valid_BT[idx], self.positions_BT[idx], self.last_B[idx])
 
     def cut(self, length: int) -> "History":
         """The first `length` tokens."""
         valid_BT, positions_BT = self.valid_BT[:, :length], self.positions_BT[:, :length]
-        ids = None if self.token_ids_BT is None else self.token_ids_BT[:, :length]
-        return History(valid_BT, positions_BT, ids, _last(valid_BT, positions_BT))
-
-    @classmethod
-    def concat(cls, parts: "list[History]") -> "History":
-        """Stack histories of one length along the batch."""
-        known = [part.token_ids_BT for part in parts if part.token_ids_BT is not None]
-        return cls(
-            torch.cat([part.valid_BT for part in parts]),
-            torch.cat([part.positions_BT for part in parts]),
-            torch.cat(known) if len(known) == len(parts) else None,
-            torch.cat([part.last_B for part in parts]),
-        )
+        return History(valid_BT, positions_BT, _last(valid_BT, positions_BT))
 
 
 def _last(valid_BT: Bool[Tensor, "B T"], positions_BT: Int[Tensor, "B T"]) -> Int[Tensor, " B"]:
@@ -454,7 +434,9 @@ def concat(parts: Sequence[State], slack: int) -> State:
     for number, spec in enumerate(whole.specs):
         layer = whole.layers[spec.layer_idx] = parts[0].ragged[number]
         layer.store, layer.recent = stacked([part.stores[number] for part in parts], slack), Recent()
-    whole.history = History.concat([part.history for part in parts if part.history is not None])
+    histories = [part.history for part in parts if part.history is not None]
+    names = ("valid_BT", "positions_BT", "last_B")
+    whole.history = History(*(torch.cat([getattr(one, name) for one in histories]) for name in names))
     whole.prompt_B = list(whole.history.lengths_B)
     whole.last_due = whole.recorded = whole.num_seen
     whole.evictions = max(part.evictions for part in parts)

@@ -9,7 +9,6 @@ as before.
 from typing import Any
 
 import torch
-from jaxtyping import Int
 from torch import Tensor
 
 from retain.cache.layout import normal_tensors
@@ -218,26 +217,16 @@ class StaticDecoding:
         which the last is still to be read."""
         return sampled - 1 - self.before >= self.room
 
-    def leave(self, ids_BT: Int[Tensor, "B T"] | None, sampled: int) -> int:
-        """Count the decoded tokens as seen; the cache goes on as before.
-
-        Args:
-            ids_BT: as `generate` has them, of which it has sampled the last; None: they are not known.
-            sampled: so many.
-
-        Returns:
-            the number of decoded tokens (asks the device).
-        """
-        state, history, came, ids_BN = self.state, self.state.history, int(self.pool.clock_1), None
+    def leave(self) -> int:
+        """Count the decoded tokens as seen; the cache goes on as before. Returns their number (asks the
+        device)."""
+        state, history, came = self.state, self.state.history, int(self.pool.clock_1)
         state.layers[:] = [self.windowed.get(idx, layer) for idx, layer in enumerate(state.layers)]
         for layer in state.ragged:
             layer.static = None
         if not came:
             return 0
         assert history is not None
-        if ids_BT is not None:
-            first = ids_BT.shape[1] - sampled + self.before
-            ids_BN = ids_BT[:, first : first + came]
         with state.changing():
             for layer, spec in zip(state.ragged, state.specs, strict=True):
                 for kind, column in self.rows[spec.layer_idx].shown.items():
@@ -248,7 +237,7 @@ class StaticDecoding:
                 store.came_(came)
             for idx, layer in self.windowed.items():
                 _put_back(layer, self.stores[idx], came)
-            state.history = history.after_decoding(came, ids_BN)
+            state.history = history.after_decoding(came)
             for layer in state.ragged:
                 layer.seen = state.num_seen
         return came

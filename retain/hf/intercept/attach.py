@@ -10,7 +10,7 @@ its handle, or `detach` has taken everything away. One lock lets one thread at a
 import inspect
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface, StoppingCriteriaList
 
-from retain.attention.rotary import Rotary
 from retain.hf.intercept.interceptor import (
     PREVIOUS,
     STEP,
@@ -28,7 +27,7 @@ from retain.hf.intercept.interceptor import (
     mask_function,
     outside_graphs,
 )
-from retain.hf.model.decoder import base_model, layout_of, refuse_learned_prompt, rotary_of
+from retain.hf.model.decoder import base_model, layout_of, refuse_learned_prompt
 from retain.hf.model.layout import Layout
 from retain.hf.version_names import CACHE, NAMES
 
@@ -73,7 +72,7 @@ def _begin(cache: InterceptedCache, decoder: Any, given: dict[str, Any], attachm
     _refuse(given, {"model.config": decoder.config}, OF_A_FORWARD)
     if cache.engine.reads_stream:
         attachment.hook_layers()
-    cache.engine.begin(decoder, given, attachment.rotary)
+    cache.engine.begin(decoder, given)
 
 
 def _after_model(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
@@ -184,10 +183,10 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
         if room:
 
             def listen(input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
-                hear(input_ids)
+                hear()
                 return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
-            # A criterion that ends nothing, and passes on the ids behind every sampled token.
+            # A criterion that ends nothing, and counts sampled tokens.
             criteria = given.get("stopping_criteria") or ()
             given["stopping_criteria"] = StoppingCriteriaList([*criteria, cast(Any, listen)])
         return plain(model, **renamed(given))
@@ -291,11 +290,6 @@ class Attachment:
         self.generating.append(inner)
         if inner is not self.base:
             self.hooks.append(inner.register_forward_pre_hook(_name_cache, with_kwargs=True))
-
-    @cached_property
-    def rotary(self) -> Rotary | None:
-        """The model's rotary embedding, looked at once, where it is understood."""
-        return rotary_of(self.model)
 
 
 class Handle:

@@ -13,8 +13,6 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from retain.attention.rotary import Rotary
-
 # In the order in which they are looked for.
 PROBLEMS = (
     "attention_mask holds other values than 1 and 0 (NaN, or logits of an additive mask): pass 1 on tokens "
@@ -42,16 +40,12 @@ class Call:
         mask_BT: True on real tokens, over the past and the new tokens.
         valid_BS: the new tokens' part of it; None when it is known that nothing of it is padding.
         positions_BS: int64 RoPE positions of the new tokens.
-        token_ids_BS: None if the caller passed embeddings.
-        rotary: the model's rotary embedding, where it is understood.
     """
 
     is_prefill: bool
     mask_BT: Bool[Tensor, "B T"]
     valid_BS: Bool[Tensor, "B S"] | None
     positions_BS: Int[Tensor, "B S"]
-    token_ids_BS: Int[Tensor, "B S"] | None
-    rotary: Rotary | None = None
 
 
 def read_call(
@@ -59,7 +53,6 @@ def read_call(
     past_BT: Bool[Tensor, "B P"] | None = None,
     last_B: Int[Tensor, " B"] | None = None,
     *,
-    rotary: Rotary | None = None,
     width: int | None = None,
     reads_prompt: bool = True,
 ) -> Call:
@@ -107,7 +100,7 @@ def read_call(
     positions_BS = position_ids.to(device=device, dtype=torch.int64).expand(B, S)
     if not reads_prompt and S == 1:
         mask_BT = torch.cat([past_BT, past_BT.new_ones(B, 1)], dim=1)
-        return Call(False, mask_BT, None, positions_BS, input_ids, rotary)
+        return Call(False, mask_BT, None, positions_BS)
     mask_BT, strange = torch.cat([past_BT, past_BT.new_ones(B, S)], dim=1), past_BT.new_zeros(())
     if attention_mask is not None:
         mask_BT = attention_mask.to(device=device, dtype=torch.bool)
@@ -124,7 +117,7 @@ def read_call(
     for is_there, message in zip(found, PROBLEMS, strict=True):
         if is_there:
             raise ValueError(message)
-    return Call(seen == 0, mask_BT, valid_BS if padded else None, positions_BS, input_ids, rotary)
+    return Call(seen == 0, mask_BT, valid_BS if padded else None, positions_BS)
 
 
 def _disorder(

@@ -128,9 +128,7 @@ class Step:
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, dense: Callable[[], Any], given: Mapping[str, Any]
     ) -> tuple[Tensor, Tensor | None]:
-        return self.engine.attention(
-            self, query, key, value, dense, scaling=given.get("scaling"), soft_cap=given.get("softcap")
-        )
+        return self.engine.attention(self, query, key, value, dense)
 
 
 class InterceptedCache(TransformersCache):
