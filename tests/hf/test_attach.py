@@ -101,7 +101,7 @@ def test_gradient_checkpointing_in_training_mode_is_refused():
         want = Cache(model, **SETTINGS).prefill(ids, mask).entries_held  # in eval mode it does nothing
         model.train()
         cache = Cache(model, **SETTINGS)
-        refused("training mode with gradient checkpointing.*model.eval", cache.prefill, ids, mask)
+        refused("checkpointed in training mode .*model.eval", cache.prefill, ids, mask)
         assert cache.num_seen == 0
         getattr(model, f"{CHECKPOINTING}_disable")()
         assert Cache(model, **SETTINGS).prefill(ids, mask).entries_held == want

@@ -167,10 +167,11 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), rate=st.sampled_from([0.0, 0.4, 0.8]), seed=st.integers(0, 99))
     def read(self, data, rate, seed) -> None:
-        """A turn, left-padded; of some sequences there may be nothing in it."""
+        """A turn, left-padded where nothing is evicted later: of some sequences nothing may be in it."""
         talk = self.pick(data)
         S = data.draw(st.integers(2, 7))
-        pads = torch.tensor([data.draw(st.integers(0, S)) for _ in talk.rows])
+        most = 0 if talk.cache.state.when.again else S
+        pads = torch.tensor([data.draw(st.integers(0, most)) for _ in talk.rows])
         self.forward(talk, torch.arange(S) >= pads[:, None], rate, seed)
 
     @rule(data=st.data(), num=st.integers(1, 5), rate=st.sampled_from([0.0, 0.3]), seed=st.integers(0, 99))

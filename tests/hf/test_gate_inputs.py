@@ -13,7 +13,7 @@ from retain.policy import Policy
 from retain.scores import Score
 from tests.evictions import policy_of
 from tests.hf.naive_regimes import Naive
-from tests.hf.regime_runs import FEW, agree, exact_model, life, life_of
+from tests.hf.regime_runs import FEW, agree, exact_model, life
 from tests.refused import refused
 from tests.tiny import FAMILIES, tiny_batch, tiny_model
 
@@ -98,7 +98,7 @@ KINDS = [
 @pytest.mark.parametrize(("family", "name"), KINDS)
 def test_in_every_kind_of_model(family, name):
     model = exact_model(family)
-    agree(model, policy(), life_of(model, 3), gates=gates_of(model, *INPUTS[name]), tokens_per_head=11)
+    agree(model, policy(), life(3), gates=gates_of(model, *INPUTS[name]), tokens_per_head=11)
 
 
 def test_a_blend_with_a_score_that_reads_queries_too():

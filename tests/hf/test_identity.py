@@ -74,7 +74,7 @@ def test_a_file_of_the_base_is_refused_on_what_an_adapter_makes_of_it(change, tm
     if change == "merged":
         refused("of another model .sha256", Cache.load, path, merged(known))
     else:
-        refused("of this model with other adapters .adapters None -> ", Cache.load, path, known)
+        refused("of another model .adapters None -> ", Cache.load, path, known)
 
 
 def test_names_of_adapters_are_free_and_merged_ones_are_weights():

@@ -15,7 +15,7 @@ from retain.hf.intercept.attach import cache_in
 from retain.hf.version_names import CACHE
 from tests.close import MODEL, assert_close
 from tests.hf.masked import evicting, full_cache, positions_of
-from tests.hf.regime_runs import FEW, life_of
+from tests.hf.regime_runs import FEW, life
 from tests.hf.test_families import INSIDE
 from tests.refused import refused
 from tests.tiny import FAMILIES, SINGLE, attached, tiny_batch, tiny_model
@@ -148,16 +148,16 @@ def assert_life(model, cache, life):
 @every_setting
 def test_attention_is_that_over_what_is_held(name, chunk, family="qwen3"):
     model = tiny_model(family, dtype=torch.float64, num_hidden_layers=2)
-    life = life_of(model, chunk=chunk, steps=(36, 2), turn=4)  # more than are packed at a time
+    scenario = life(chunk=chunk, steps=(36, 2), turn=4)  # more than are packed at a time
     cache = Cache(model, **policy_of(name))
-    assert assert_life(model, cache, life) > 20 and cache.evictions
+    assert assert_life(model, cache, scenario) > 20 and cache.evictions
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family(family, name="4 bits"):
     model = tiny_model(family, dtype=torch.float32 if family in SINGLE else torch.float64)
-    life = life_of(model, chunk=None, steps=(2, 2))
-    assert assert_life(model, Cache(model, **policy_of(name)), life) > 20
+    scenario = life(chunk=None, steps=(2, 2))
+    assert assert_life(model, Cache(model, **policy_of(name)), scenario) > 20
 
 
 def decode(model, cache, tokens, mask):

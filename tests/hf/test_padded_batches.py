@@ -38,7 +38,7 @@ ALONE = ("gemma3", "gpt_oss", "qwen3_next", "qwen3_5", "gemma2", "cohere2")
 def test_a_left_padded_prompt_steps_a_turn_and_steps_equal_solo_runs(family, chunk, heads_file):
     """In chunks of 9, the first chunk of the third sequence is all padding."""
     model, policy = exact_model(family), small("snapkv", heads_file)
-    scenario = life(3, chunk=chunk, turn_pads=(0, 0, 0), steps=(7, 7))
+    scenario = life(3, chunk=chunk, steps=(7, 7))
     settings = {"tokens_per_head": 11, "when": "chunk+decode", "every": 3}
     with retain.attach(model):
         cache = Cache(model, policy, **settings)

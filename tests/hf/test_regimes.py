@@ -14,7 +14,7 @@ from tests.hf.regime_runs import (
     differs,
     eviction_free,
     exact_model,
-    life_of,
+    life,
     lived,
 )
 from tests.tiny import FAMILIES
@@ -79,7 +79,7 @@ def oracle(model, recorder: Recorder, scenario: Life):
 @pytest.mark.parametrize(("family", "when", "batch"), MATRIX)
 def test_any_policy_in_any_regime_equals_a_full_cache_masked_at_the_same_moments(family, when, batch):
     model = exact_model(family)
-    scenario = life_of(model, batch)
+    scenario = life(batch)
     recorder = Recorder(model)
     with retain.attach(model):
         cache = Cache(model, policy=recorder, when=when, every=EVERY)

@@ -52,7 +52,8 @@ def grown(mask, more):
 def continued(model, cache, mask, steps=9):
     """Logits of a turn (padded, where no layer takes padding for tokens) and of steps after it, through
     further moments."""
-    turn, padded = tiny_batch((0, 0, 0) if cache.state.layout.alone else (2, 0, 1), 6, seed=7)
+    whole = cache.state.layout.alone or cache.state.when.again
+    turn, padded = tiny_batch((0, 0, 0) if whole else (2, 0, 1), 6, seed=7)
     turn, padded = turn[: mask.shape[0]], padded[: mask.shape[0]]
     mask = grown(mask, padded)
     logits = [forward(model, cache, turn, mask)[:, -1:]]

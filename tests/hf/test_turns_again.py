@@ -141,18 +141,3 @@ def test_decoding_alone_asks_nothing_of_the_prompts_budget(exact):
     at_once = Cache(exact, "knorm", **settings).prefill(ids, mask)
     in_chunks = Cache(exact, "knorm", **settings).prefill(ids, mask, chunk_size=16)
     assert at_once.entries_held == in_chunks.entries_held == 40 * 6
-
-
-def test_a_turn_without_tokens_is_refused_where_its_queries_decide(exact, heads_file):
-    (ids, mask), turn = tiny_batch((0, 3)), torch.full((2, 5), 7)
-    whole = torch.cat([mask, torch.tensor([[1] * 5, [0] * 5])], dim=1)
-    given = {"attention_mask": whole, "position_ids": positions_of(whole)[:, -5:]}
-    for name, said in (("expected_attention", "evicts by the queries of each turn"), ("snapkv", None)):
-        cache = Cache(exact, small(name, heads_file), tokens_per_head=12, when="chunk").prefill(ids, mask)
-        if said is not None:
-            refused(said, exact, input_ids=turn, **{CACHE: cache}, **given)
-            assert cache.fork().num_seen == 40
-            continue
-        with torch.no_grad():
-            exact(input_ids=turn, **{CACHE: cache}, **given)
-        assert cache.entries_by_head()[1].eq(12).all()

@@ -344,7 +344,7 @@ class Cache(InterceptedCache):
 
     def batch_select_indices(self, indices: Int[Tensor, " N"]) -> None:
         """Keep these sequences, in this order; an index may repeat."""
-        if self.state.history is not None:
+        if self.num_seen:
             self.state.check_whole()
             self.state.select_batch(indices)
 
@@ -397,14 +397,11 @@ class Cache(InterceptedCache):
         Raises:
             ValueError: nothing was read yet.
         """
-        if not self.num_seen:
-            raise ValueError("nothing was read yet, so nothing is held: prefill or generate first.")
-        counts, state = [], self.state
-        for spec, layer in zip(state.specs, state.ragged, strict=True):
-            if layer.store is None:
-                counts.append(state.valid_BT.sum(-1, keepdim=True).cpu().expand(-1, spec.num_kv_heads))
-            else:
-                counts.append(layer.store.lengths_BH.cpu().long())
+        if not self.state.stores:
+            raise ValueError(
+                "nothing was read yet, or all is held densely: prefill or generate first, or evict."
+            )
+        counts = [store.lengths_BH.cpu() for store in self.state.stores]
         most = max(count_BH.shape[1] for count_BH in counts)
         return torch.stack([pad(count_BH, (0, most - count_BH.shape[1])) for count_BH in counts], dim=1)
 

@@ -36,7 +36,6 @@ from retain.hf.intercept.interceptor import Step, check_pointed
 from retain.hf.intercept.lookahead_pass import ReadCache, look_ahead
 from retain.hf.model.decoder import base_model
 from retain.hf.model.layout import LayerSpec
-from retain.hf.version_names import CHECKPOINTING
 from retain.kernels.backend import without_autocast
 from retain.kernels.ragged_attention.pages import PAGE
 from retain.protection import one_per_sequence, pins_per_sequence
@@ -50,6 +49,8 @@ class Engine:
         state: of the cache; it changes it.
     """
 
+    _next: History  # once the forward is over
+
     def __init__(self, model: torch.nn.Module, state: State):
         self.model, self.state = model, state
         self.generation = Generation()
@@ -59,12 +60,11 @@ class Engine:
 
     def _forget(self) -> None:
         """Forget what belongs to one forward."""
-        self._next: History | None = None  # the history once the call is over, if somebody asked
         self._eviction: Eviction | None = None
         self._unscored: list[Evidence] = []  # of layers that wait for lookahead tokens
         self._waiting: list[dict[str, Tensor] | None] = []  # metadata of layers that are cut with the others
-        self._expected: int | None = None  # the layer whose attention is about to run
-        self.is_quick = False
+        self._to_attend: set[int] = set()  # layers whose attention is to come
+        self.is_quick = self._reads_whole = False  # the latter: a whole first prompt, cut layer by layer
 
     def reset(self) -> None:
         """Forget everything; the state may be filled again."""
@@ -76,14 +76,7 @@ class Engine:
     def _looks_again(self) -> bool:
         """True if an eviction after this forward may read what comes now."""
         state, evicts = self.state, self.evict_at_prefill and not self.state.bound_policy.keeps_all
-        return evicts and (state.when.again or state.prompt_B is None and not self._reads_whole_prompt)
-
-    @property
-    def _reads_whole_prompt(self) -> bool:
-        """True if this forward is a whole first prompt, cut layer by layer while it runs."""
-        call = self.state.call
-        assert call is not None
-        return call.is_prefill and self.state.prompt_width <= call.mask_BT.shape[1]
+        return evicts and (state.when.again or not state.prompt_read and not self._reads_whole)
 
     @property
     def _holds_queries(self) -> bool:
@@ -105,43 +98,36 @@ class Engine:
                 "retain.Cache(model, ...) for each model."
             )
         check_pointed(decoder)
-        if decoder.training and getattr(decoder, f"is_{CHECKPOINTING}", False):
-            raise ValueError(
-                "this model is in training mode with gradient checkpointing, where transformers takes "
-                "the cache away from its layers: call model.eval() (or "
-                f"model.{CHECKPOINTING}_disable()) before a forward with a retain.Cache."
-            )
         state.check_whole()
         past = state.history
         call = read_call(
             given,
-            None if past is None else past.valid_BT,
-            None if past is None else past.last_B,
+            *((past.valid_BT, past.last_B) if past.num_seen else ()),
             width=state.prompt_width,
-            reads_prompt=state.prompt_B is None,
+            reads_prompt=not state.prompt_read,
         )
         if call.is_prefill:
             state.seeds = one_per_sequence(state.seeds, call.mask_BT.shape[0], "seeds")
             state.pinned = pins_per_sequence(state.pinned, call.mask_BT.shape[0])
-        if state.layout.alone and state.prompt_B is not None and call.valid_BS is not None:
-            kinds = ", ".join(sorted({left.name for left in state.layout.alone.values()}))
+        if state.prompt_read and call.valid_BS is not None and (state.layout.alone or state.evicts_again):
+            kinds = sorted({left.name for left in state.layout.alone.values()})
+            takers = [f"later evictions (when={state.when.name!r})"] * state.evicts_again
+            takers += [f"layers left to transformers ({', '.join(kinds)})"] * bool(kinds)
             raise ValueError(
-                f"padding behind tokens, which layers left to transformers ({kinds}) take for tokens: read "
-                "turns of different lengths in separate caches (batch_select_indices)."
+                f"padding behind tokens, which {' and '.join(takers)} take for tokens: read turns of "
+                "different lengths in separate caches (batch_select_indices)."
             )
+        self._forget()
+        self._next = past.after(call) if past.num_seen else History.of(call)
+        self._reads_whole = call.is_prefill and state.prompt_width <= self._next.num_seen
+        if call.is_prefill:
+            self._begin_prompt(call)
         state.evidence = [] if call.is_prefill and self.hold_evidence else None
         state.call = call
-        self._forget()
         if (rows := self._quick_rows(call)) is not None:
             self._begin_quick(rows, call.positions_BS[:, 0].contiguous())
-        try:
-            if call.is_prefill:
-                self._begin_prompt(call)
-            elif call.valid_BS is not None and state.prompt_B is not None and state.due(call):
-                self._check_turn(call.valid_BS)
-        except ValueError:
-            state.call = None
-            raise
+        else:
+            self._to_attend = {*state.layout.spec_of}
 
     def _quick_rows(self, call: Call) -> list[StepRows] | None:
         """The rows of all layers, if the step is one that on a CPU appends and attends in one call a layer:
@@ -183,21 +169,13 @@ class Engine:
         state.arriving(call.mask_BT)  # refuses pinned spans that are none
         if not self.evict_at_prefill:
             return
-        if not self._reads_whole_prompt:
+        if not self._reads_whole:
             bound.refuse("chunks")
         elif state.due(call):
             self._eviction = bound.begin(state.arriving(call.mask_BT))
             return
         if state.when.evicts_prompt:
             bound.begin(state.arriving(state.with_prompt(call.mask_BT)))  # refuses what cannot be
-
-    def _check_turn(self, valid_BS: Tensor) -> None:
-        """Refuse a turn behind which a sequence would be decided on by none of its queries."""
-        if self.state.bound_policy.wants.queries is None and not bool(valid_BS.any(1).all()):
-            raise ValueError(
-                f"a sequence has no token in this turn, and policy {self.state.bound_policy.name!r} evicts "
-                "by the queries of each turn: read the others in a cache of their own (batch_select_indices)."
-            )
 
     def check_ids(self, ids: Any, attention_mask: Any, inputs_embeds: Any = None) -> None:
         """Refuse (ValueError) ids or embeddings that leave out what the cache has read: `generate` wants all,
@@ -226,29 +204,9 @@ class Engine:
 
     def expect(self, layer_idx: int, hidden_BSE: Tensor) -> Step:
         """Prepare for the attention module of a layer that evicts."""
-        state = self.state
-        if state.call is None:
-            raise ValueError(
-                "an attention layer was called outside a forward of its decoder: call the model, not its "
-                "layers, and retain.attach the model that you call."
-            )
-        self._check_ran()
-        self._expected = layer_idx
-        layer = state.layers[layer_idx]
-        layer.expected = True
+        layer = self.state.layers[layer_idx]
         stream_BSE, layer.stream_BSE = layer.stream_BSE, None
         return Step(self, layer_idx, hidden_BSE, stream_BSE)
-
-    def _check_ran(self) -> None:
-        """Refuse a layer whose attention module ran, and our attention function did not."""
-        if self._expected is not None:
-            check_pointed(base_model(self.model))
-            module = self.state.layout.spec_of[self._expected].module
-            raise ValueError(
-                f"layer {self._expected} attended without transformers' registry of attention functions, to "
-                f"which the model's config points: something replaced the forward of its "
-                f"{type(module).__name__} ({module.forward!r:.120}). Take it away, and reset() the cache."
-            )
 
     def attention(
         self,
@@ -260,7 +218,7 @@ class Engine:
     ) -> tuple[Tensor, Tensor | None]:
         """Attend in one layer; `dense` is what the model would have run, and runs on an empty cache."""
         assert self.state.call is not None
-        self.state.layers[step.layer_idx].expected, self._expected = False, None
+        self._to_attend.discard(step.layer_idx)
         if self.state.call.is_prefill:
             output = dense()
             self._first(step, queries_BQSD, keys_BHSD, values_BHSD)
@@ -293,7 +251,7 @@ class Engine:
             if "stream" in wants.inputs and step.stream_BSE is not None:
                 layer.recent.add("stream", step.stream_BSE.detach())
             if state.is_read(call):
-                self._store_metadata(layer, spec, self._after(call))
+                self._store_metadata(layer, spec, self._next)
         return out_BQSD.transpose(1, 2).contiguous()
 
     @without_autocast
@@ -317,7 +275,7 @@ class Engine:
         if self._looks_again:
             evidence = bound.counted(bound.with_metadata(evidence))
             layer.recent.add("queries", queries_BQSD.detach())
-            layer.recent.keep("queries", state.num_queries(self._after(call)))
+            layer.recent.keep("queries", state.num_queries(self._next))
         if not self.evict_at_prefill:
             if state.evidence is not None:
                 state.evidence.append(evidence)
@@ -350,16 +308,22 @@ class Engine:
         state = self.state
         call = state.call
         assert call is not None
-        self._check_ran()
+        if self._to_attend:
+            idx = min(self._to_attend)
+            module = state.layout.spec_of[idx].module
+            raise ValueError(
+                f"layer {idx} attended without transformers' registry of attention functions, to which the "
+                "model's config points: activations are checkpointed in training mode (call model.eval()), "
+                f"or something replaced the forward of its {type(module).__name__} "
+                f"({module.forward!r:.120}). Take it away, and reset() the cache."
+            )
         if self._unscored:
             self._evict_ahead()
         if self._waiting:
             self._cut_waiting()
         due, read, problem = state.due(call), state.is_read(call), None
-        state.history = self._after(call)
-        ends = state.prompt_B is None and state.num_seen >= state.prompt_width
-        for layer in state.ragged:
-            layer.seen = state.num_seen
+        state.history = self._next
+        ends = not state.prompt_read and state.num_seen >= state.prompt_width
         if self._looks_again:
             if read:
                 state.recorded = state.num_seen  # each layer has stored its metadata while it ran
@@ -377,18 +341,18 @@ class Engine:
         if ends:
             state.end_prompt()
         self._pack(read)
-        state.call = self._next = self._eviction = None
+        state.call = self._eviction = None
         self.is_quick = False
         if problem is not None:  # now that all is in order
             raise problem
-        if state.prompt_B is not None:
+        if state.prompt_read:
             self.generation.decode_static(state)
 
     def _pack(self, read: bool) -> None:
         """Pack all but the last entries of each row, where a precision says so: once nothing of the prompt
         will be evicted, then after each read, and while decoding whenever a group has come."""
         state = self.state
-        later = state.prompt_B is None and not state.bound_policy.keeps_all
+        later = not state.prompt_read and not state.bound_policy.keeps_all
         if state.bound_policy.precision is None or later:
             return
         if read or state.num_seen - state.packed_at >= GROUP:
@@ -419,13 +383,6 @@ class Engine:
         """The prompt that is held whole, for tokens that are run behind it and forgotten."""
         return ReadCache([layer.dense() for layer in self.state.ragged])
 
-    def _after(self, call: Call) -> History:
-        """The history once this call has gone through."""
-        state = self.state
-        if self._next is None:
-            self._next = History.of(call) if state.history is None else state.history.after(call)
-        return self._next
-
     @without_autocast
     def _store_metadata(self, layer: Layer, spec: LayerSpec, history: History) -> None:
         """Store what later evictions read of a layer's last tokens, and free what it was made from."""
@@ -448,7 +405,6 @@ class Engine:
         """
         state = self.state
         history, layers = state.history, state.ragged
-        assert history is not None
         held_BL = state.held_BL()
         held_before = sum(map(sum, held_BL))
         if not held_before:  # so far all sequences are padding
@@ -480,7 +436,6 @@ class Engine:
                 history,
                 state.layout.rotary,
                 num_queries=state.num_queries(history),
-                each=wants.queries,
                 keys=wants.keys,
                 values=wants.values,
                 output_weight=state.bound_policy.reads_output,

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from retain.attention.dense_view import DenseView, align_last, dense_view, last_tokens
+from retain.attention.dense_view import DenseView, dense_view
 from retain.attention.rotary import Rotary
 from retain.cache.store import LOG_WEIGHT, RaggedStore, tail_index_RS
 from retain.eviction import BoundPolicy
@@ -46,7 +46,6 @@ def evidence_of(
     rotary: Rotary | None,
     *,
     num_queries: int,
-    each: int | None = None,
     keys: bool = True,
     values: bool = True,
     output_weight: bool = True,
@@ -58,9 +57,7 @@ def evidence_of(
         spec: where it is in the model.
         history: of the batch, the layer's last tokens included.
         rotary: the model's rotary embedding, where it is understood.
-        num_queries: of the last tokens, those whose queries are shown.
-        each: of those, at most so many of each sequence, so that what a sequence shows does not depend on how
-            many of its last tokens are real in others; None: all.
+        num_queries: last tokens whose queries are shown, as many as the longest sequence has at most.
         keys, values, output_weight: whether they are shown; what is not is NaN.
 
     Returns:
@@ -70,9 +67,6 @@ def evidence_of(
     assert store is not None
     device = store.device
     valid_BT, positions_BT = history.valid_BT.to(device), history.positions_BT.to(device)
-    first = history.num_seen - num_queries
-    from_B = last_tokens(valid_BT, num_queries if each is None else each).clamp_min(first)
-    asked_BS = valid_BT[:, first:] & (torch.arange(first, history.num_seen, device=device) >= from_B[:, None])
     columns = dense_view(
         store.positions_C,
         store.index_N(),
@@ -80,10 +74,12 @@ def evidence_of(
         store.num_heads,
         positions_BT=positions_BT,
         valid_BT=valid_BT,
-        queries_from=from_B,
+        num_queries=num_queries,
     )
     if num_queries:
-        queries_BQSD = align_last(layer.recent.last("queries", num_queries).to(device), asked_BS)
+        asked_BS = valid_BT[:, -num_queries:]
+        queries_BQSD = layer.recent.last("queries", num_queries).to(device)
+        queries_BQSD = queries_BQSD.masked_fill(~asked_BS[:, None, :, None], 0)
     else:
         queries_BQSD = _no_queries(store, spec)
     metadata = {name: columns.gather(column_C) for name, column_C in store.side.items()}
@@ -150,8 +146,9 @@ def store_metadata_(
         for name, column in metadata_of(replace(tail, running=None)).items():
             store.set_side_(name, column, valid_BS)
     if wants.running:
+        asked = min(num_tokens, max(history.lengths_B))
         evidence, columns = evidence_of(
-            layer, spec, history, rotary, num_queries=num_tokens, values=False, output_weight=False
+            layer, spec, history, rotary, num_queries=asked, values=False, output_weight=False
         )
         counted = replace(bound.counted(evidence), learned_BHT=None, value_norm_BQT=None)
         for name, column_BHT in metadata_of(counted).items():

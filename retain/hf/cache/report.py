@@ -54,14 +54,12 @@ class LeftAloneReport:
         kind: as transformers calls the layer.
         window: tokens that it looks back on; None without a window.
         bytes_held: bytes of its keys and values, or of its states.
-        bytes_allocated: bytes of the storage behind them.
     """
 
     name: str
     kind: str
     window: int | None
     bytes_held: int
-    bytes_allocated: int
 
     def __str__(self) -> str:
         kind = self.kind if self.window is None else f"{self.kind} of {self.window:,} tokens"
@@ -118,7 +116,7 @@ def _mib(num_bytes: int | float) -> str:
 def report_of(state: State) -> Report:
     """The entries and bytes that a conversation has seen, holds and allocates."""
     reports, alone, paths = [], [], []
-    lengths_B = [] if state.history is None else state.history.lengths_B
+    lengths_B = state.history.lengths_B
     for spec, layer in zip(state.specs, state.ragged, strict=True):
         seen, held, allocated, entry, num_bytes = sum(lengths_B) * spec.num_kv_heads, 0, 0, 0, 0
         if layer.store is not None:
@@ -141,9 +139,8 @@ def report_of(state: State) -> Report:
     spare = reports[0].bytes_allocated + spare_bytes(state.stores)
     reports[0] = replace(reports[0], bytes_allocated=spare)
     for idx, left in state.layout.alone.items():
-        layer = state.layers[idx]
-        sizes = pass_through_layers.held_bytes(layer), pass_through_layers.allocated_bytes(layer)
-        alone.append(LeftAloneReport(f"layer {idx}", left.name, left.window, *sizes))
+        held = sum(tensor.nbytes for tensor in pass_through_layers.tensors_of(state.layers[idx]).values())
+        alone.append(LeftAloneReport(f"layer {idx}", left.name, left.window, held))
     names = [one.name for one in fields(LayerReport)][1:]
     total = LayerReport("total", *(sum(getattr(row, name) for row in reports) for name in names))
     return Report(

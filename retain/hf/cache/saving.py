@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from retain.hf.cache.cache import Cache
 
 # Attributes of a state that are in the header as they are.
-COUNTERS = ("prompt_B", "last_due", "recorded", "evictions", "evicted_at", "packed_at", "held_whole")
+COUNTERS = ("prompt_read", "last_due", "recorded", "evictions", "evicted_at", "packed_at", "held_whole")
 
 
 def save(cache: "Cache", path: str | os.PathLike[str]) -> Path:
@@ -38,7 +38,7 @@ def save(cache: "Cache", path: str | os.PathLike[str]) -> Path:
     of what is written.
     """
     state = cache.state
-    if state.history is None:
+    if not state.num_seen:
         raise ValueError(
             f"the cache has seen no tokens, so {path} would hold nothing: prefill or generate first."
         )
@@ -101,7 +101,6 @@ def _precision_of(record: Mapping[str, Any]) -> Precision | None:
 def _tensors(cache: "Cache") -> Iterator[tuple[str, Tensor]]:
     """The tensors of a conversation, by their names in the file."""
     state, history = cache.state, cache.state.history
-    assert history is not None
     yield "history.valid", history.valid_BT
     yield "history.positions", history.positions_BT
     yield "history.last", history.last_B
@@ -158,7 +157,7 @@ def _fill(cache: "Cache", header: Mapping[str, Any], tensors: Mapping[str, Tenso
         saved = within(tensors, f"layer.{spec.layer_idx}.")
         saved = {name: tensor.to(spec.device) for name, tensor in saved.items()}
         sizes = spec.num_kv_heads, spec.head_dim
-        layer.store, layer.seen = store_of(saved, precision, *sizes, state.slack), cache.num_seen
+        layer.store = store_of(saved, precision, *sizes, state.slack)
         layer.lazy_initialization(layer.store.keys_CD, layer.store.values_CD)
         recent = within(saved, "recent.")
         layer.recent = Recent({kind: [recent[kind]] if kind in recent else [] for kind in AXES})

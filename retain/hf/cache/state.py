@@ -6,7 +6,7 @@ A change that breaks off midway (no memory left) leaves a state that refuses eve
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -14,7 +14,6 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from retain.attention.dense_view import last_tokens
 from retain.attention.recent import Recent
 from retain.cache.precision import Precision
 from retain.cache.store import RaggedStore, stacked
@@ -42,8 +41,6 @@ class History:
     valid_BT: Bool[Tensor, "B T"]
     positions_BT: Int[Tensor, "B T"]
     last_B: Int[Tensor, " B"]
-    # What the device was asked for once.
-    _first_of_last: dict[int, int] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, call: Call) -> "History":
@@ -78,12 +75,6 @@ class History:
     def lengths_B(self) -> list[int]:
         """Real tokens of each sequence (asks the device once)."""
         return self.valid_BT.sum(-1).tolist()
-
-    def first_of_last(self, num_tokens: int) -> int:
-        """The first token that is among the last `num_tokens` of some sequence (asks the device once)."""
-        if num_tokens not in self._first_of_last:
-            self._first_of_last[num_tokens] = int(last_tokens(self.valid_BT, num_tokens).min())
-        return self._first_of_last[num_tokens]
 
     def select_batch(self, idx: Int[Tensor, " N"]) -> "History":
         """The sequences `idx`, in that order."""
@@ -133,15 +124,17 @@ class State:
         layout = self.layout
         # In place: transformers' side of the cache holds the same list.
         blank = layout.blank_layers()
-        self.layers[:] = [blank[idx] if idx in layout.alone else Layer() for idx in range(len(layout.kinds))]
+        self.layers[:] = [
+            blank[idx] if idx in layout.alone else Layer(self) for idx in range(len(layout.kinds))
+        ]
         self.seeds, self.pinned = self.stated
-        self.history: History | None = None
+        none = torch.zeros(0, 0, dtype=torch.int64)
+        self.history = History(none.bool(), none, none.flatten())
         self.evidence: list[Evidence] | None = None
         self.call: Call | None = None  # the forward that runs
         # Padding of the whole prompt, while it is read in chunks.
         self.prompt_mask_BT: Bool[Tensor, "B T"] | None = None
-        # Real tokens of each sequence's first prompt, once it was read.
-        self.prompt_B: list[int] | None = None
+        self.prompt_read = False  # all of the first prompt
         self.last_due = 0  # tokens seen at the last eviction that was due, or at the prompt's end
         self.recorded = 0  # tokens of which layers have stored the metadata that later evictions read
         self.broken = False  # a change broke off midway
@@ -164,22 +157,20 @@ class State:
     @property
     def num_seen(self) -> int:
         """Tokens seen, padding included: the logical length."""
-        return 0 if self.history is None else self.history.num_seen
+        return self.history.num_seen
 
     @property
     def batch_size(self) -> int:
-        return 0 if self.history is None else self.history.batch_size
+        return self.history.batch_size
 
     @property
     def valid_BT(self) -> Bool[Tensor, "B T"]:
         """True on the real tokens among those seen."""
-        assert self.history is not None, "nothing was seen yet"
         return self.history.valid_BT
 
     @property
     def positions_BT(self) -> Int[Tensor, "B T"]:
         """RoPE position of every token seen."""
-        assert self.history is not None, "nothing was seen yet"
         return self.history.positions_BT
 
     @property
@@ -194,20 +185,21 @@ class State:
 
     def is_read(self, call: Call) -> bool:
         """True if a call is part of a prompt or a turn, rather than a decoding step."""
-        return call.is_prefill or self.prompt_B is None or call.positions_BS.shape[1] > 1
+        return call.is_prefill or not self.prompt_read or call.positions_BS.shape[1] > 1
 
     def num_queries(self, history: History) -> int:
-        """The number of last tokens whose queries a later eviction reads."""
+        """The number of last tokens whose queries a later eviction reads: of padding before all none."""
         queries = self.bound_policy.wants.queries
-        return history.num_seen - (self.last_due if queries is None else history.first_of_last(queries))
+        queries = history.num_seen - self.last_due if queries is None else queries
+        return min(queries, max(history.lengths_B))
 
     def due(self, call: Call) -> bool:
         """True if an eviction is due after this call."""
         if self.bound_policy.keeps_all:
             return False
         seen = call.mask_BT.shape[1]
-        ends = self.prompt_B is None and seen >= self.prompt_width
-        tokens = 0 if self.prompt_B is None else seen - self.last_due
+        ends = not self.prompt_read and seen >= self.prompt_width
+        tokens = seen - self.last_due if self.prompt_read else 0
         return self.when.due(read=self.is_read(call), prompt_ends=ends, tokens=tokens)
 
     def check_whole(self) -> None:
@@ -268,9 +260,8 @@ class State:
             precision: of the entries that stay; None: as they are.
             pack: False where entries may still be evicted, so that they are packed later.
         """
-        layer.check(keep_BHT)
         keys, values = layer.dense()
-        if self.history is None:  # while the first forward runs
+        if not self.num_seen:  # while the first forward runs
             assert self.call is not None
             valid_BT, positions_BT = self.call.mask_BT, self.call.positions_BS
         else:
@@ -296,19 +287,27 @@ class State:
 
     def cut_all(
         self,
-        keep: Sequence[Tensor | None],
+        keep: Sequence[Tensor],
         correction: Merge | None = None,
         precision: Precision | None = None,
     ) -> None:
-        """Cut all dense layers by keep masks, each of which is checked before the first layer is cut."""
+        """Cut all dense layers by keep masks, each of which is checked before the first layer is cut.
+
+        Raises:
+            ValueError: a mask of another shape or type.
+        """
         for layer, keep_BHT in zip(self.ragged, keep, strict=True):
-            layer.check(keep_BHT)
+            B, H, T = shape = layer.dense()[0].shape[:3]
+            if keep_BHT.shape != shape or keep_BHT.dtype != torch.bool:
+                raise ValueError(
+                    f"keep mask is {keep_BHT.dtype} {tuple(keep_BHT.shape)}, but the layer holds {B} "
+                    f"sequences x {H} KV heads x {T} entries: pass a bool tensor [{B}, {H}, {T}]."
+                )
         self.evidence = None  # it shares the dense tensors, which each layer frees in turn
         with self.changing():
             for layer, keep_BHT in zip(self.ragged, keep, strict=True):
                 layer.store = self.cut_dense(layer, keep_BHT, correction=correction, precision=precision)
         self.packed_at = self.num_seen
-        assert self.history is not None
         self.count_eviction(sum(self.history.lengths_B) * self.layout.num_kv_heads)
 
     def count_eviction(self, held_before: int) -> None:
@@ -318,8 +317,7 @@ class State:
 
     def end_prompt(self) -> None:
         """Free what only an eviction from the first prompt reads."""
-        assert self.history is not None
-        self.prompt_B, self.prompt_mask_BT = list(self.history.lengths_B), None
+        self.prompt_read, self.prompt_mask_BT = True, None
         if not self.when.again:
             for layer in self.ragged:
                 layer.recent = Recent()
@@ -350,14 +348,14 @@ class State:
         """A copy. Of a dense prefill nothing is copied until a fork evicts."""
         other, alone = copy.copy(self), self.layout.alone
         other.layers = [
-            copy.deepcopy(layer) if idx in alone else layer.fork() for idx, layer in enumerate(self.layers)
+            copy.deepcopy(layer) if idx in alone else layer.fork(other)
+            for idx, layer in enumerate(self.layers)
         ]
         other.evidence = None if self.evidence is None else list(self.evidence)
         return other
 
     def select_batch(self, indices: Int[Tensor, " N"]) -> None:
         """Keep these sequences, in this order; an index may repeat."""
-        assert self.history is not None
         rows = indices.tolist()
         with self.changing():
             for idx in self.layout.alone:
@@ -370,8 +368,6 @@ class State:
                 self.seeds = [self.seeds[row] for row in rows]
             if self.pinned is not None:
                 self.pinned = [self.pinned[row] for row in rows]
-            if self.prompt_B is not None:
-                self.prompt_B = [self.prompt_B[row] for row in rows]
             self.held_whole = [place for place, row in enumerate(rows) if row in self.held_whole]
             self.history = self.history.select_batch(indices)
 
@@ -379,9 +375,9 @@ class State:
         """The reason why the conversation cannot go back to a length; None if it can."""
         if length < self.evicted_at:
             return f"entries were evicted when it had seen {self.evicted_at}"
-        if self.prompt_B is None:
+        if not self.prompt_read:
             return "the first prompt is still being read"
-        if self.evicts_again and self.history is not None:
+        if self.evicts_again:
             wants, recent = self.bound_policy.wants, self.ragged[0].recent
             if wants.running:
                 return "statistics of all queries are kept, the last ones' among them"
@@ -396,7 +392,6 @@ class State:
 
     def crop(self, length: int) -> None:
         """Forget all tokens but the first `length`; `cannot_crop` was asked."""
-        assert self.history is not None
         cut, forgotten = self.history.cut(length), self.num_seen - length
         with self.changing():
             for left in (self.layers[idx] for idx in self.layout.alone):
@@ -404,7 +399,6 @@ class State:
                 pass_through_layers.trim_(left)
             for layer in self.ragged:
                 layer.recent.forget(forgotten)
-                layer.seen = length
                 if layer.store is not None:
                     layer.store.crop_(cut.last_B + 1)
                 else:
@@ -412,8 +406,6 @@ class State:
             self.evidence, self.history = None, cut
         for name in ("packed_at", "last_due", "recorded"):
             setattr(self, name, min(getattr(self, name), length))
-        if self.prompt_B is not None:
-            self.prompt_B = [*map(min, self.prompt_B, cut.lengths_B)]
 
 
 def concat(parts: Sequence[State], slack: int) -> State:
@@ -432,12 +424,12 @@ def concat(parts: Sequence[State], slack: int) -> State:
     for idx in whole.layout.alone:
         whole.layers[idx] = pass_through_layers.concat([part.layers[idx] for part in parts])
     for number, spec in enumerate(whole.specs):
-        layer = whole.layers[spec.layer_idx] = parts[0].ragged[number]
-        layer.store, layer.recent = stacked([part.stores[number] for part in parts], slack), Recent()
-    histories = [part.history for part in parts if part.history is not None]
+        layer = whole.layers[spec.layer_idx]
+        layer.store = stacked([part.stores[number] for part in parts], slack)
+        layer.lazy_initialization(layer.store.keys_CD, layer.store.values_CD)
     names = ("valid_BT", "positions_BT", "last_B")
-    whole.history = History(*(torch.cat([getattr(one, name) for one in histories]) for name in names))
-    whole.prompt_B = list(whole.history.lengths_B)
+    whole.history = History(*(torch.cat([getattr(part.history, name) for part in parts]) for name in names))
+    whole.prompt_read = True
     whole.last_due = whole.recorded = whole.num_seen
     whole.evictions = max(part.evictions for part in parts)
     whole.evicted_at = max(part.evicted_at for part in parts)

@@ -190,7 +190,6 @@ class StaticDecoding:
         """
         state, pool = self.state, self.pool
         self.before, self.room = before, min(steps, *(store.free for store in self.stores.values()))
-        assert state.history is not None
         with normal_tensors():
             pool.clock_1.zero_()
             pool.seen_1.fill_(state.num_seen)
@@ -200,7 +199,7 @@ class StaticDecoding:
                 if rows.packed:
                     rows.packed[7].copy_(state.layers[idx].store.packed.lengths_R)
         for idx in self.windowed:
-            state.layers[idx] = Layer()
+            state.layers[idx] = Layer(state)
             state.layers[idx].is_sliding = True
         for idx, rows in self.rows.items():
             state.layers[idx].static = rows
@@ -226,7 +225,6 @@ class StaticDecoding:
             layer.static = None
         if not came:
             return 0
-        assert history is not None
         with state.changing():
             for layer, spec in zip(state.ragged, state.specs, strict=True):
                 for kind, column in self.rows[spec.layer_idx].shown.items():
@@ -238,6 +236,4 @@ class StaticDecoding:
             for idx, layer in self.windowed.items():
                 _put_back(layer, self.stores[idx], came)
             state.history = history.after_decoding(came)
-            for layer in state.ragged:
-                layer.seen = state.num_seen
         return came

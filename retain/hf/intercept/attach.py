@@ -253,7 +253,7 @@ class Attachment:
     for it, and taken away with the last."""
 
     def __init__(self, model: nn.Module, layout: Layout):
-        self.model, self.base = model, base_model(model)
+        self.base: Any = base_model(model)
         self.num_handles = 0
         self.generating: list[Any] = []  # models before whose `generate` ours stands
         evicting = {spec.layer_idx: spec.module for spec in layout.evicting}
@@ -297,7 +297,6 @@ class Handle:
 
     def __init__(self, attachment: Attachment):
         self._attachment: Attachment | None = attachment
-        self.model = attachment.model
         attachment.num_handles += 1
 
     def undo(self) -> None:

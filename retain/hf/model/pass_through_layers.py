@@ -1,7 +1,6 @@
 """Handles the cache layers that are left to transformers: a sliding window or a recurrent state.
 
-transformers decides what such a layer is and how it is updated; here are its bytes, and its tensors for a
-file.
+transformers decides what such a layer is and how it is updated; here are its tensors.
 """
 
 import copy
@@ -34,17 +33,6 @@ def _put(layer: Any, name: str, tensor: Tensor) -> None:
         getattr(layer, attribute)[int(number)] = tensor
     else:
         setattr(layer, attribute, tensor)
-
-
-def held_bytes(layer: Any) -> int:
-    """Bytes of the entries and states that a layer holds."""
-    return sum(tensor.nbytes for tensor in tensors_of(layer).values())
-
-
-def allocated_bytes(layer: Any) -> int:
-    """Bytes of the storages behind them; views of one storage count once."""
-    storages = [tensor.untyped_storage() for tensor in tensors_of(layer).values()]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def trim_(layer: Any) -> None:
