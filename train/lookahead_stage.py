@@ -108,8 +108,8 @@ class Lookahead(Stage):
             keys_BHTD=held.dense()[0],
             lookahead_BQSD=asked.queries_BQSD,
             lookahead_keys_BHSD=asked.keys_BHSD,
-            scaling=held.scaling,
-            soft_cap=held.soft_cap,
+            scaling=spec.scaling,
+            soft_cap=spec.soft_cap,
             sinks_Q=spec.sinks_Q,
         )
         return gate(inputs)[0]

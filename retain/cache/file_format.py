@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from retain.cache.precision import Codec, Precision
-from retain.cache.store import RaggedStore
+from retain.cache.store import SLACK, RaggedStore
 from retain.process.disk import save_new
 
 # Others are refused.
@@ -117,7 +117,7 @@ def store_tensors(store: RaggedStore) -> dict[str, Tensor]:
 
 
 def store_of(
-    tensors: Mapping[str, Tensor], precision: Precision | None, num_heads: int, head_dim: int, slack: int
+    tensors: Mapping[str, Tensor], precision: Precision | None, num_heads: int, head_dim: int
 ) -> RaggedStore:
     """The store of a layer, of the tensors named in `layer.N`."""
 
@@ -126,7 +126,7 @@ def store_of(
         lengths_R, table = found.pop(LENGTHS), found.pop(KEY_SCALES, None)
         return RaggedStore.from_rows(found, lengths_R, num_heads, slack, codec, table)
 
-    store = part("store.", slack)
+    store = part("store.", SLACK)
     store.precision = precision
     if within(tensors, "packed."):
         assert precision is not None

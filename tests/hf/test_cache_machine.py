@@ -158,9 +158,7 @@ class CacheMachine(RuleBasedStateMachine):
         B, S = data.draw(st.integers(1, 3)), data.draw(st.integers(4, 14))
         pads = torch.tensor([data.draw(st.integers(0, S - 1)) for _ in range(B)])
         when = data.draw(st.sampled_from(WHEN))
-        cache = Cache(
-            self.model, policy=self.decide, when=when, every=EVERY, slack=data.draw(st.integers(0, 70))
-        )
+        cache = Cache(self.model, policy=self.decide, when=when, every=EVERY)
         talk = Conversation(cache, [Sequence() for _ in range(B)])
         self.talks.append(talk)
         self.forward(talk, torch.arange(S) >= pads[:, None], rate, seed)

@@ -183,19 +183,3 @@ def test_chosen_sequences_go_on_as_they_would_have(name):
         assert_close(got, want[idx], dtype=torch.float32, ops=MODEL)
         assert torch.equal(one.entries_by_head(), cache.entries_by_head()[idx])
         assert one.evictions == cache.evictions == 3
-
-
-def test_concatenated_caches_go_back_as_far_as_the_one_that_was_evicted_last():
-    model, (ids, mask) = attached("llama"), tiny_batch(PADS)
-    ways = ({"policy": None}, {"policy": policy}, {"policy": policy, "when": "prefill+decode", "every": 4})
-    caches = [Cache(model, **how) for how in ways]
-    for cache in caches:
-        forward(model, cache, ids, mask)
-        fed(model, cache, mask, steps(6, 5))
-    for chosen, at, count in (([0, 1], 40, 1), ([1, 2, 0], 44, 2), ([0, 0], 0, 0)):
-        both = Cache.concat([caches[number] for number in chosen])
-        assert (both.state.evicted_at, both.evictions) == (at, count)
-        if at:
-            refused(f"evicted when it had seen {at}", both.crop, at - 1)
-        both.crop(at or 39)
-        assert both.num_seen == (at or 39)

@@ -124,13 +124,10 @@ def test_units_that_do_not_fit_are_refused_when_the_cache_is_made():
     max_wants = "fusion 'max' wants a gate in 'risk', and these gates are in"
     for said, made, gates, budget in (
         (f"{max_wants} 'mass': calibrate", policy(**both), mass, half),
-        (f"{max_wants} 'rank'.*rank_blend", policy(**both), rank, half),
         ("allocation.layers 'entropy' wants numbers, and the score is in 'rank'", by_value, rank, half),
         ("in 'rank', of which only the order", policy(**both, fusion="rank_blend"), mass, {"threshold": 0.1}),
     ):
         refused(said, Cache, model, made, gates=gates, **budget)
-    Cache(model, policy(**both, fusion="learned"), gates=rank, **half)
-    Cache(model, by_value, gates=mass, **half)
     with retain.attach(model):  # what its paper does: a threshold on the gate's number
         made = Cache(model, policy(), gates=gates_of(model, "admission"), threshold=-0.7)
         assert made.prefill(*tiny_batch((0,), 60)).report().total.entries_evicted > 0

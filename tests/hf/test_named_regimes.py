@@ -86,11 +86,10 @@ FAMILY = {
 }
 
 
+@pytest.mark.parametrize("when", WHEN)
 @pytest.mark.parametrize("family", FAMILY)
-def test_windows_sinks_and_layers_left_alone(family, heads_file):
-    model = exact_model(family)
-    scenario = life(3)
-    agree(model, small(FAMILY[family], heads_file), scenario, tokens_per_head=11)
+def test_windows_sinks_and_layers_left_alone(family, when, heads_file):
+    agree(exact_model(family), small(FAMILY[family], heads_file), life(3), when=when, tokens_per_head=11)
 
 
 def test_observed_queries_whose_entries_were_evicted():
@@ -162,12 +161,6 @@ def test_a_share_is_drawn_whenever_it_evicts(name, when):
         assert not torch.equal(one, other)
     counts = [sum(held.sum() for held in run.history[-1]) for run in (naive, plain)]
     assert counts[0] == counts[1]
-
-
-@pytest.mark.parametrize("family", ["gemma3", "qwen3_next"])
-def test_a_share_is_drawn_with_windows_and_layers_left_alone(family):
-    model = exact_model(family)
-    agree(model, drawn(), life(3), tokens_per_head=11)
 
 
 @pytest.mark.parametrize("how", ["max", "sum"])

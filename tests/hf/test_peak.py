@@ -88,7 +88,7 @@ def test_a_pool_takes_a_quarter_more_than_its_entries_at_most(policy):
     with Watch() as watch:
         bits = {"precision": {"bits": 4, "recent": 32}} if policy in static.PACKED else {}
         cache = Cache(one, None) if policy == "full" else static.cache_of(one, policy, keep_ratio=0.2, **bits)
-        with cache.engine.generating(NEW):
+        with cache.engine.generation.running(cache.state, NEW):
             one(ids, attention_mask=mask, logits_to_keep=1, **{CACHE: cache})
             assert cache.engine.is_static
             total, stores = cache.report().total, cache.state.stores
@@ -100,7 +100,7 @@ def test_a_pool_takes_a_quarter_more_than_its_entries_at_most(policy):
             each = sum(column[:1].numel() * column.element_size() for column in columns)
             # Places for what comes, of codes too; of plain rows beside codes until they are packed.
             come = NEW if part is store.packed or store.packed is None else 32
-            places += (part.entries_held + len(part.lengths_R) * come) * each
+            places += (int(part.lengths_R.sum()) + len(part.lengths_R) * come) * each
             tables += sum(column.nbytes for column in part.storages()) - sum(
                 column.nbytes for column in columns
             )

@@ -2,6 +2,7 @@
 changed."""
 
 import copy
+import itertools
 import json
 import os
 import resource
@@ -12,6 +13,7 @@ from safetensors.torch import save_file
 
 import retain
 from retain.cache import file_format
+from retain.cache.precision import Precision
 from retain.eviction import WHEN
 from retain.gates.artifact import save_gates
 from retain.hf.cache.cache import Cache, saving
@@ -86,7 +88,7 @@ def assert_same_state(one, other):
 def test_save_load_continue_equals_continue(family, tmp_path):
     model = attached(family)
     for when in WHEN if family in SOME else ("chunk+decode",):
-        cache = Cache(model, policy=policy, when=when, every=5, slack=3)
+        cache = Cache(model, policy=policy, when=when, every=5)
         mask = started(model, cache)
         assert cache.evictions == (1 if when in ("prefill", "chunk", "decode") else 2)
         path = cache.save(tmp_path / "some" / "context.safetensors")
@@ -120,11 +122,20 @@ POLICIES = {
 SMALL = {"sinks": 2, "recent": 4, "minimum": 2, "prefix_fraction": 0.0, "suffix_fraction": 0.0}
 
 
-@pytest.mark.parametrize("when", ["prefill", "prefill+decode"])
-@pytest.mark.parametrize("name", POLICIES)
+# Those that hold entries in fewer bits.
+PACKED = {
+    "snapkv:2 bits": {**POLICIES["snapkv"], "protection": SMALL, "precision": {"bits": 2, "recent": 4}},
+    "full:4 bits": {"precision": {"bits": 4, "recent": 4}},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "when"),
+    [*itertools.product(POLICIES, ("prefill", "prefill+decode")), *((name, "prefill") for name in PACKED)],
+)
 def test_policies_by_name_are_in_the_file(name, when, tmp_path):
     model = attached("qwen3")
-    settings = {"protection": SMALL, **POLICIES[name]}
+    settings = dict(PACKED[name]) if name in PACKED else {"protection": SMALL, **POLICIES[name]}
     gates = random_gates(model) if settings.pop("gates", None) else None
     cache = Cache(model, name.partition(":")[0], when=when, every=5, gates=gates, **settings)
     mask = started(model, cache, steps=8)
@@ -133,9 +144,15 @@ def test_policies_by_name_are_in_the_file(name, when, tmp_path):
     assert_same_state(again, cache)
     assert again.state.bound_policy.policy == cache.state.bound_policy.policy
     assert again.state.bound_policy.budget == cache.state.bound_policy.budget
-    assert torch.equal(continued(model, again, mask), continued(model, cache, mask))
+    before = [part.packed and part.packed.entries_held for part in cache.state.stores]
+    steps = 33 if name in PACKED else 9
+    assert torch.equal(continued(model, again, mask, steps), continued(model, cache, mask, steps))
     assert_same_state(again, cache)
-    assert cache.report().total.entries_evicted > 0
+    assert cache.report().total.entries_evicted > 0 or name == "full:4 bits"
+    for store, count in zip(again.state.stores, before, strict=True):  # packing went on
+        assert (store.packed is not None) == (name in PACKED) and (
+            not count or store.packed.entries_held > count
+        )
     # A new conversation on the same cache asks the same policy.
     for one in (again, cache):
         one.reset()
@@ -146,9 +163,12 @@ def test_policies_by_name_are_in_the_file(name, when, tmp_path):
 def test_without_a_policy_after_a_hand_made_eviction_and_after_concat(tmp_path):
     model, (ids, mask) = attached("llama"), tiny_batch(PADS)
     held = Cache(model, policy=None).prefill(ids, mask, evict=False, hold_evidence=True)
-    forks = [held.fork().evict_with(random_keep(model, mask, seed=seed)) for seed in (0, 1)]
+    # The precision of a layer is not the policy's, or is nobody's any more.
+    precisions = (None, Precision(bits=4, recent=1))
+    forks = [held.fork().evict_with(random_keep(model, mask), precision=one) for one in precisions]
     stacked = Cache.concat(forks)
-    for cache in (Cache(model, policy=None).prefill(ids, mask), forks[0], stacked):
+    assert stacked.state.stores[0].packed is not None
+    for cache in (Cache(model, policy=None).prefill(ids, mask), *forks, stacked):
         again = Cache.load(cache.save(tmp_path / "context.safetensors"), model)
         assert again.state.bound_policy.name == cache.state.bound_policy.name
         assert_same_state(again, cache)

@@ -27,7 +27,7 @@ from retain.correction.merge import Merge
 from retain.eviction import When
 from retain.evidence import Evidence
 from retain.hf.cache import saving
-from retain.hf.cache.bound_policy import MOST_SLACK, bind_policy
+from retain.hf.cache.bound_policy import bind_policy
 from retain.hf.cache.engine import Engine
 from retain.hf.cache.report import Report, report_of
 from retain.hf.cache.state import State, concat
@@ -61,7 +61,6 @@ class Cache(InterceptedCache):
         pinned: spans `(start, stop)` of tokens of the first prompt that are never evicted, counted without
             padding: one list for all sequences, or one list per sequence (per prompt, where `generate`
             repeats them).
-        slack: free entries per row that an evicted layer is given for new tokens.
         short: a sequence of at most 256 tokens whose budget cannot hold what is protected, or that is shorter
             than the policy's window, is held whole, as `report()` says (`keep`), or refused as a longer one
             is (`raise`: for comparisons at equal memory).
@@ -94,7 +93,6 @@ class Cache(InterceptedCache):
         gates: Any = None,
         seeds: Sequence[int] | None = None,
         pinned: Any = None,
-        slack: int = SLACK,
         short: str = "keep",
         **overrides: Any,
     ):
@@ -115,9 +113,8 @@ class Cache(InterceptedCache):
         times = When(when, plain_numbers(every))
         bound.refuse(*(("again",) if times.again else ()))
         self.model, self.short = model, short
-        slack = whole(slack, "slack", 0, MOST_SLACK)
         seeds = None if seeds is None else [whole(seed, "seeds", -(2**63), 2**63) for seed in seeds]
-        self.state = State(layout, bound, times, slack=slack, seeds=seeds, pinned=pinned)
+        self.state = State(layout, bound, times, seeds=seeds, pinned=pinned)
         self.engine = Engine(model, self.state)
         super().__init__(layers=self.state.layers)
 
@@ -308,7 +305,6 @@ class Cache(InterceptedCache):
             a new cache, which evicts no more and packs no new entries into few bits (`precision`); the given
             ones are left alone.
         """
-        slack = whole(slack, "slack", 0, MOST_SLACK)
         seen = sorted({cache.num_seen for cache in caches})
         if len(seen) != 1 or not seen[0]:
             raise ValueError(
@@ -354,9 +350,7 @@ class Cache(InterceptedCache):
             sequences = torch.arange(self.batch_size, device=self.state.valid_BT.device)
             self.batch_select_indices(sequences.repeat_interleave(repeats))
 
-    def reorder_cache(self, beam_idx: Int[Tensor, " N"]) -> None:
-        """Follow the beams."""
-        self.batch_select_indices(beam_idx)
+    reorder_cache = batch_select_indices  # follows the beams
 
     @property
     def batch_size(self) -> int:

@@ -9,7 +9,6 @@ as at the first eviction; the price is that a chunk is held in all layers until 
 """
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 from retain.cache.attend import attend_store
 from retain.cache.equal_rows import StepRows, step_rows_of
 from retain.cache.precision import GROUP
+from retain.cache.store import SLACK
 from retain.correction.cuts import cut_
 from retain.eviction import Eviction
 from retain.evidence import Evidence, Stock
@@ -192,9 +192,6 @@ class Engine:
             "[context_ids, question_ids], dim=1)); it reads only the new ones."
         )
 
-    def generating(self, room: int | None = None) -> AbstractContextManager[Callable[[], None]]:
-        return self.generation.running(self.state, room)
-
     @property
     def is_static(self) -> bool:
         return self.generation.static is not None
@@ -319,8 +316,13 @@ class Engine:
             )
         if self._unscored:
             self._evict_ahead()
-        if self._waiting:
-            self._cut_waiting()
+        if self._waiting:  # layers of a first prompt that were decided on together
+            assert self._eviction is not None
+            for layer, keep_BHT, metadata in zip(
+                state.ragged, self._eviction.finish(), self._waiting, strict=True
+            ):
+                how = state.bound_policy.correction, state.bound_policy.precision
+                layer.store = state.cut_dense(layer, keep_BHT, metadata, *how)
         due, read, problem = state.due(call), state.is_read(call), None
         state.history = self._next
         ends = not state.prompt_read and state.num_seen >= state.prompt_width
@@ -359,13 +361,6 @@ class Engine:
             for store in state.stores:
                 store.pack_()
             state.packed_at = state.num_seen
-
-    def _cut_waiting(self) -> None:
-        """Cut all layers of a first prompt, which were decided on together."""
-        state, bound, waiting = self.state, self.state.bound_policy, self._waiting
-        assert self._eviction is not None
-        for layer, keep_BHT, metadata in zip(state.ragged, self._eviction.finish(), waiting, strict=True):
-            layer.store = state.cut_dense(layer, keep_BHT, metadata, bound.correction, bound.precision)
 
     @torch.no_grad()
     def _evict_ahead(self) -> None:
@@ -445,6 +440,6 @@ class Engine:
             del evidence, columns  # one layer's copy at a time
         for store, entries, keep_BHT in zip(state.stores, where, step.finish(), strict=True):
             keep_N = keep_BHT.to(store.device).flatten(0, 1)[entries]
-            spare = len(store.lengths_R) * (state.slack + state.when.every + PAGE)
+            spare = len(store.lengths_R) * (SLACK + state.when.every + PAGE)
             in_place = not release and store.num_places <= int(keep_N.sum()) + spare
             cut_(store, keep_N, state.bound_policy.correction, in_place=in_place)

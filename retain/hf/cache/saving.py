@@ -72,7 +72,7 @@ def load(
     asked = {"policy": policy}
     if rule["policy"] is not None:
         asked = {"policy": config.build(rule["policy"], Policy), **rule["budget"]}
-    stated = {name: header[name] for name in ("when", "every", "seeds", "pinned", "slack", "short")}
+    stated = {name: header[name] for name in ("when", "every", "seeds", "pinned", "short")}
     cache = cls(model, **asked, **stated, gates=gates)
     state = cache.state
     if rule["policy"] is None and not rule["function"]:
@@ -137,7 +137,6 @@ def _header(cache: "Cache") -> dict[str, Any]:
         "rule": rule,
         "when": state.when.name,
         "every": state.when.every,
-        "slack": state.slack,
         "short": cache.short,
         "seeds": None if state.seeds is None else [int(seed) for seed in state.seeds],
         "pinned": pinned,
@@ -157,8 +156,7 @@ def _fill(cache: "Cache", header: Mapping[str, Any], tensors: Mapping[str, Tenso
         saved = within(tensors, f"layer.{spec.layer_idx}.")
         saved = {name: tensor.to(spec.device) for name, tensor in saved.items()}
         sizes = spec.num_kv_heads, spec.head_dim
-        layer.store = store_of(saved, precision, *sizes, state.slack)
-        layer.lazy_initialization(layer.store.keys_CD, layer.store.values_CD)
+        layer.store = store_of(saved, precision, *sizes)
         recent = within(saved, "recent.")
         layer.recent = Recent({kind: [recent[kind]] if kind in recent else [] for kind in AXES})
     for idx in state.layout.alone:

@@ -98,7 +98,6 @@ class State:
         layout: the model's layers.
         bound: decides what is kept.
         when: decides when.
-        slack: free entries per row that an evicted layer is given for new tokens.
         seeds, pinned: as the user stated them.
     """
 
@@ -108,11 +107,10 @@ class State:
         bound: BoundPolicy,
         when: When,
         *,
-        slack: int,
         seeds: Sequence[int] | None,
         pinned: Any,
     ):
-        self.layout, self.specs, self.slack = layout, layout.evicting, slack
+        self.layout, self.specs = layout, layout.evicting
         self.bound_policy, self.when = bound, when
         # As stated; a prompt that `generate` repeats has them repeated, until a reset.
         self.stated: tuple[Sequence[int] | None, Any] = (seeds, pinned)
@@ -174,6 +172,11 @@ class State:
         return self.history.positions_BT
 
     @property
+    def element_size(self) -> int:
+        """Bytes of a number of the entries, as far as it is known."""
+        return (self.stores or self.specs)[0].dtype.itemsize
+
+    @property
     def prompt_width(self) -> int:
         """Tokens of a prompt that is read in chunks, padding included; 0: it is read at once."""
         return 0 if self.prompt_mask_BT is None else self.prompt_mask_BT.shape[1]
@@ -233,8 +236,7 @@ class State:
         pinned_BT = None
         if self.pinned is not None:
             pinned_BT = pinned_mask(self.pinned, self.with_prompt(valid_BT))[:, : valid_BT.shape[1]]
-        dtype = (self.stores or self.specs)[0].dtype
-        return Arriving(valid_BT, dtype.itemsize, stock, self.seeds, pinned_BT)
+        return Arriving(valid_BT, self.element_size, stock, self.seeds, pinned_BT)
 
     def with_prompt(self, valid_BT: Bool[Tensor, "B T"]) -> Bool[Tensor, "B whole"]:
         """Padding of the tokens seen, and of those of the prompt that are still to come."""
@@ -270,7 +272,7 @@ class State:
         correction = None if keep_BHT is None else correction
         keep_BHT = exists_BHT if keep_BHT is None else keep_BHT.to(keys.device) & exists_BHT
         positions_BT = positions_BT.to(keys.device)
-        store = RaggedStore.from_dense(keys, values, positions_BT, keep_BHT, self.slack, side=metadata)
+        store = RaggedStore.from_dense(keys, values, positions_BT, keep_BHT, side=metadata)
         if correction is not None:
             correct_(store, keys, values, exists_BHT, keep_BHT, correction)
         store.precision = precision
@@ -416,7 +418,7 @@ def concat(parts: Sequence[State], slack: int) -> State:
         slack: free entries per row for new tokens.
     """
     bound = BoundPolicy(" + ".join(sorted({part.bound_policy.name for part in parts})))
-    whole = State(parts[0].layout, bound, When(), slack=slack, seeds=None, pinned=None)
+    whole = State(parts[0].layout, bound, When(), seeds=None, pinned=None)
     for part in parts:
         part.hold_ragged()
         for store in part.stores:
@@ -426,7 +428,6 @@ def concat(parts: Sequence[State], slack: int) -> State:
     for number, spec in enumerate(whole.specs):
         layer = whole.layers[spec.layer_idx]
         layer.store = stacked([part.stores[number] for part in parts], slack)
-        layer.lazy_initialization(layer.store.keys_CD, layer.store.values_CD)
     names = ("valid_BT", "positions_BT", "last_B")
     whole.history = History(*(torch.cat([getattr(part.history, name) for part in parts]) for name in names))
     whole.prompt_read = True

@@ -10,6 +10,7 @@ its handle, or `detach` has taken everything away. One lock lets one thread at a
 import inspect
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, cast
 
@@ -49,22 +50,12 @@ def renamed(given: Mapping[str, Any]) -> dict[str, Any]:
     return others if (cache := cache_in(given)) is None else {**others, CACHE: cache}
 
 
-def _name_cache(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
-    """Model pre-hook: gives our cache the name that the installed version has for it."""
-    if CACHE not in kwargs and isinstance(cache_in(kwargs), InterceptedCache):
-        return args, renamed(kwargs)
-    return None
-
-
-def _before_model(
-    attachment: "Attachment", module: Any, args: tuple, kwargs: dict[str, Any]
-) -> tuple[tuple, dict] | None:
+def _before_model(attachment: "Attachment", module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     """Decoder pre-hook: shows our cache what a forward was given."""
     given = {**dict(zip(attachment.names, args, strict=False)), **kwargs}
     cache = cache_in(given)
     if isinstance(cache, InterceptedCache) and not cache.engine.is_static:
         _outside_graphs(_begin, cache, module, given, attachment)
-    return _name_cache(module, args, kwargs)
 
 
 def _begin(cache: InterceptedCache, decoder: Any, given: dict[str, Any], attachment: "Attachment") -> None:
@@ -179,7 +170,7 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     ids = given.get("inputs") if given.get("input_ids") is None else given["input_ids"]
     cache.engine.check_ids(ids, given.get("attention_mask"), given.get("inputs_embeds"))
     room = _room(model, given, configs, ids)
-    with cache.engine.generating(room) as hear:
+    with cache.engine.generation.running(cache.state, room) as hear:
         if room:
 
             def listen(input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
@@ -288,11 +279,9 @@ class Attachment:
         # No method, which a copy would look up by its name.
         vars(inner)["generate"] = partial(generate, inner)
         self.generating.append(inner)
-        if inner is not self.base:
-            self.hooks.append(inner.register_forward_pre_hook(_name_cache, with_kwargs=True))
 
 
-class Handle:
+class Handle(AbstractContextManager):
     """Undoes one `attach`: call `undo()`, or use it as a context manager."""
 
     def __init__(self, attachment: Attachment):
@@ -309,9 +298,6 @@ class Handle:
             attachment.num_handles -= 1
             if attachment.num_handles < 1:
                 detach(attachment.base)
-
-    def __enter__(self) -> "Handle":
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self.undo()

@@ -140,6 +140,7 @@ class InterceptedCache(TransformersCache):
     """
 
     engine: Any
+    state: Any
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

@@ -6,22 +6,62 @@ import pytest
 import torch
 
 from retain.cache.attend import attend_store
-from retain.cache.precision import Precision
+from retain.cache.layout import bytes_of
+from retain.cache.precision import GROUPS, Precision
 from retain.cache.store import LOG_WEIGHT, RaggedStore, stacked
-from tests.cache.test_packed_store import naive, naive_bytes
 from tests.close import assert_close
 from tests.refused import refused
 
-H, G, D, V, TOKENS = 2, 2, 8, 8, 4000
+# Entries are wider than the channels that share a scale of values.
+H, G, D, V, TOKENS = 2, 2, 40, 40, 4000
 PRECISIONS = {"plain": None, "8 bits": 8, "4 bits": 4, "2 bits": 2}
 every_precision = pytest.mark.parametrize("name", PRECISIONS)
 KEYS = torch.randn(TOKENS, D, generator=torch.Generator().manual_seed(1))
+KEYS[:, 1] *= 20  # a channel of outliers, and one that is constant
+KEYS[:, 2] = 0.75
 VALUES = torch.randn(TOKENS, V, generator=torch.Generator().manual_seed(2)) + 1
 SCORE = torch.arange(TOKENS).float()
 
 
 def precision_of(name):
     return None if PRECISIONS[name] is None else Precision(PRECISIONS[name], recent=3)
+
+
+def naive_codes(xs, bits):
+    """Numbers of a group after coding."""
+    most, least = max(xs), min(xs)
+    least16 = float(torch.tensor(least, dtype=torch.float64).half())
+    step16 = float(torch.tensor((most - least16) / (2**bits - 1), dtype=torch.float64).half())
+    if step16 <= 0:
+        return [least16] * len(xs)
+    codes = [min(max(round((x - least16) / step16), 0), 2**bits - 1) for x in xs]
+    return [least16 + step16 * code for code in codes]
+
+
+def naive(form, keys, values):
+    """Keys and values that entries of one row stand for, number by number, 32 to a scale."""
+    keys_out, values_out = keys.tolist(), values.tolist()
+    for first in range(0, len(keys_out), 32):
+        group = keys_out[first : first + 32]
+        for c in range(D):
+            for entry, x in zip(group, naive_codes([entry[c] for entry in group], form.bits), strict=True):
+                entry[c] = x
+    for value in values_out:
+        for c in range(0, form.value_dim, 32):
+            value[c : c + 32] = naive_codes(value[c : c + 32], form.bits)
+    return torch.tensor(keys_out), torch.tensor(values_out)
+
+
+def naive_bytes(store):
+    """Bytes of what attention reads: codes, scales of values and the number of a group, entry by entry, and
+    the scales of each group."""
+    form = store.codec
+    entry = (
+        form.head_dim * form.bits // 8 + form.value_dim * form.bits // 8 + 4 * -(-form.value_dim // 32) + 4
+    )
+    entry += 4 if LOG_WEIGHT in store.side else 0
+    groups = len(set(store.columns[GROUPS][store.index_N()].tolist()))
+    return store.entries_held * entry + groups * 2 * 2 * form.head_dim
 
 
 class Life:
@@ -75,8 +115,8 @@ class Life:
             if not packed:
                 continue
             tokens = [entry[0] for entry in packed]
-            made = naive(self.store.packed.codec, KEYS[tokens], VALUES[tokens], [len(packed)])
-            for entry, key, value in zip(packed, *made[:2], strict=True):
+            made = naive(self.store.packed.codec, KEYS[tokens], VALUES[tokens])
+            for entry, key, value in zip(packed, *made, strict=True):
                 entry[2:] = key, value
 
     def order(self):
@@ -124,17 +164,9 @@ class Life:
         packed_bytes = 0 if self.store.packed is None else naive_bytes(self.store.packed)
         assert self.store.bytes_held == plain_bytes + packed_bytes <= self.store.bytes_allocated
         assert self.store.entries_held == len(entries)
-        assert self.store.bytes_allocated == storages(self.store)
+        held = [tensor for part in self.store.parts for tensor in part.storages()]
+        assert self.store.bytes_allocated == bytes_of(held)
         assert self.store.packed is None or self.store.packed.entries_held
-
-
-def storages(store):
-    """Bytes of all storages behind a store, each counted once."""
-    held = [] if store.packed is None else [store.packed.key_scales_G2D]
-    for part in store.parts:
-        held += [part.offsets_R1, part.lengths_R, *part.pages.tables()]
-        held += part.columns.values()
-    return sum({each.data_ptr(): each.untyped_storage().nbytes() for each in held if each.numel()}.values())
 
 
 @pytest.mark.parametrize("seed", range(3))
