@@ -253,7 +253,7 @@ def test_each_familys_recipe_trains_the_reference_model_in_small(path: Path, tmp
     with retain.attach(frozen.model):
         cache = retain.Cache(frozen.model, **policy)
         cache.prefill(torch.arange(2, 202)[None])
-    assert cache.entries_held == 4 * 2 * 64 and cache.entries_evicted == 4 * 2 * (200 - 64)
+    assert cache.entries_held == 4 * 2 * 64 and cache.report().total.entries_evicted == 4 * 2 * (200 - 64)
 
 
 def test_the_gates_that_are_trained_are_those_that_are_compared() -> None:
