@@ -23,7 +23,6 @@ from retain.attention.head_weights import read_weights
 from retain.budget.statement import Budget
 from retain.config import Count, Many, ProperShare, Whole, key_help, load, meanings_of
 from retain.presets import Policy, load_policy
-from retain.scores.trial import FILES
 
 When = Literal["prefill", "chunk", "decode", "prefill+decode", "chunk+decode"]
 Question = Literal["unknown", "known"]
@@ -181,9 +180,8 @@ def policy_settings(policy: Policy) -> dict[str, Any]:
     settings = asdict(replace(policy, paper="", evaluated="any", variants={}))
     if (path := policy.weights) is not None:
         settings["allocation"]["weights"] = {str(layer): [*row] for layer, row in read_weights(path).items()}
-    for name in FILES:
-        if (path := settings["observed_settings"].get(name)) is not None:
-            settings["observed_settings"][name] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    if (path := settings["observed_settings"].get("centres")) is not None:
+        settings["observed_settings"]["centres"] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
     return settings
 
 

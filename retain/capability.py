@@ -13,7 +13,6 @@ from retain.budget.statement import Budget
 from retain.gates import GateSet
 from retain.policy import check_budget
 from retain.presets import Policy
-from retain.scores import SCORES
 
 Use = Literal["chunks", "again", "bytes", "bits", "merge", "unknown_rope", "vllm"]
 USES: dict[Use, str] = {
@@ -107,9 +106,9 @@ TABLE = (
     ),
     Row(
         "score",
-        ("vllm",),
-        "it reads frequencies of RoPE, and the engine shows tables alone: take 'keydiff'",
-        lambda score: "rotary" in score.reads and "queries" not in score.reads,
+        ("unknown_rope",),
+        "it turns queries back to before RoPE: take a score that needs none, such as 'snapkv'",
+        lambda score: "rotary" in score.reads,
     ),
     Row("merge", ("vllm",), "packing does not change values yet: set correction=null"),
     Row("bits", ("vllm",), "the engine holds entries in its own types: set precision=null"),
@@ -133,8 +132,7 @@ def methods_of(policy: Policy, gates: GateSet | None = None, scorer: Any = None)
     if scorer is not None:
         yield Method("scorer", "a scorer of your own")
     elif policy.observed is not None:
-        needs = SCORES[policy.observed].needs_with(policy.observed_settings)
-        yield Method("score", f"score {policy.observed!r}", needs)
+        yield Method("score", f"score {policy.observed!r}", policy.needs)
     if policy.learned and gates is not None:
         yield Method("gates", f"gates of family {gates.family!r}", gates.inputs, gates.contextual)
     if policy.correction is not None:

@@ -10,8 +10,9 @@ import json
 import os
 import re
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, fields, is_dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass, make_dataclass
+from dataclasses import field as dataclass_field
 from fractions import Fraction
 from functools import cache, reduce
 from operator import getitem
@@ -118,6 +119,36 @@ def build(mapping: Mapping[str, Any], cls: type[X], where: str = "") -> X:
 def problems_of(config: Any) -> list[str]:
     """List what of a dataclass that was made in code does not fit its annotations or ranges."""
     return _problems(to_mapping(config), type(config), "")[1]
+
+
+def checked(
+    settings: Mapping[str, Any], function: Callable[..., Any], where: str, others: Collection[str] = ()
+) -> tuple[dict[str, Any], list[str]]:
+    """Check a function's settings by its annotations.
+
+    Args:
+        settings: keyword arguments by name.
+        function: a function, or a class by its constructor.
+        where: their name in messages.
+        others: arguments that are no settings.
+
+    Returns:
+        the settings, whole numbers for fractions as fractions, and no problem; or none, and all problems.
+    """
+    made, problems = _problems(settings, _settings_class(function, tuple(others)), where)
+    return {name: getattr(made, name) for name in settings} if not problems else {}, problems
+
+
+@cache
+def _settings_class(function: Callable[..., Any], others: tuple[str, ...]) -> type[Any]:
+    """A dataclass of a function's settings."""
+    parameters = inspect.signature(function).parameters.values()
+    made = [
+        (one.name, one.annotation, dataclass_field(default=one.default))
+        for one in parameters
+        if one.name not in others
+    ]
+    return make_dataclass(function.__name__, made)
 
 
 def to_mapping(config: Any) -> dict[str, Any]:

@@ -27,8 +27,7 @@ from retain.kernels.backend import without_autocast
 from retain.policy import Plan, candidates_of, plan_of, score_entries, stock_of
 from retain.presets import Policy
 from retain.process.registry import check_choice
-from retain.scores import SCORES, Score
-from retain.scores.trial import entries_read
+from retain.scores import Score, ScoreFamily
 from retain.scores.value_norm import value_norms
 from retain.shapes import LayerShape
 
@@ -197,15 +196,12 @@ class BoundPolicy:
         """True where a score looks at the output projections; gates of `retain` never do."""
         if self.policy is None or self.scorer is not None:
             return not self.keeps_all
-        return "output_weight" in self._read
+        return self._score is not None and not {"value_norm", "output_weight"}.isdisjoint(self._score.needs)
 
     @cached_property
-    def _read(self) -> frozenset[str]:
-        """Fields of an evidence that the policy's observed score reads."""
-        policy = self.policy
-        if policy is None or policy.observed is None:
-            return frozenset()
-        return frozenset(entries_read(policy.observed, policy.observed_settings))
+    def _score(self) -> ScoreFamily | None:
+        """Declaration of the policy's observed score."""
+        return None if self.policy is None else self.policy.score_family
 
     @cached_property
     def window(self) -> int:
@@ -215,14 +211,14 @@ class BoundPolicy:
     @cached_property
     def wants(self) -> Wants:
         """The record of earlier entries that a later eviction needs."""
-        policy, read = self.policy, self._read
+        policy, score = self.policy, self._score
         if policy is None:
             return Wants(queries=1)
-        if policy.observed is None:
+        if score is None:
             return Wants(learned=policy.learned, inputs=self.inputs, keys=False, values=False)
-        needs = SCORES[policy.observed].needs_with(policy.observed_settings)
+        needs, read = score.needs, score.reads
         return Wants(
-            queries=None if "queries" in needs else max(int("window" in needs), self.window),
+            queries=None if "queries" in needs else policy.window,
             learned=policy.learned,
             inputs=self.inputs,
             running="running" in needs,
@@ -253,10 +249,9 @@ class BoundPolicy:
 
     def counted(self, evidence: Evidence) -> Evidence:
         """The evidence with running statistics that its own queries are part of, if they are wanted."""
-        policy = self.policy
-        if policy is None or policy.observed is None or not self.wants.running:
+        if self.policy is None or self._score is None or not self.wants.running:
             return evidence
-        return SCORES[policy.observed].counted(evidence, policy.observed_settings)
+        return self._score.counted(evidence, self.policy.observed_settings)
 
     def score(self, evidence: Evidence, seeds_B: Sequence[int] | None) -> Score:
         """The policy's score of one layer."""

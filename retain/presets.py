@@ -23,8 +23,7 @@ from retain.config import STRICT, Share
 from retain.correction.merge import METADATA_BYTES, Merge
 from retain.process.registry import lookup
 from retain.protection import Protection
-from retain.scores import SCORES, Score
-from retain.scores.trial import try_settings
+from retain.scores import SCORES, ScoreFamily
 from retain.shapes import LayerShape
 
 Evaluated = Literal["any", "question unknown", "question known", "chunk", "decode", "prefill+decode"]
@@ -208,19 +207,18 @@ class Policy:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        score: Score | None = None
-        problems: list[str] = []
-        if self.observed is not None:
-            score, problems = try_settings(self.observed, self.observed_settings)
+        score, problems = self.score_family, []
+        if score is not None:
+            problems += score.problems(self.observed_settings)
         elif self.observed_settings:
             problems.append(f"observed_settings {self.observed_settings} belong to no score: name observed")
         problems += [said for wrong, said in self._rules(score) if wrong]
         if problems:
             raise ValueError(f"policy {self.name!r}: {'; '.join(problems)}.")
 
-    def _rules(self, score: Score | None) -> Iterator[tuple[bool, str]]:
+    def _rules(self, score: ScoreFamily | None) -> Iterator[tuple[bool, str]]:
         """Rules, each with whether it is broken: settings of which one would make another one empty, or that
-        need what the observed score (of a made-up layer; None without) does not give."""
+        need what the observed score (None without) does not give."""
         stage, first = self.first_stage, self.guard.compete_by == "first"
         by_value = {
             "fusion 'sum'": self.fusion == "sum",
@@ -244,12 +242,12 @@ class Policy:
             "order means something: take an observed score in 'risk' or 'mass'",
         )
         yield (
-            alone is not None and alone.first_BHT is None and (stage is not None or first),
+            alone is not None and not alone.two_stages and (stage is not None or first),
             "first_stage and allocation.compete_by 'first' want a score of two stages, and "
             f"{self.observed!r} has one: take observed 'critical' or 'defensive'",
         )
         yield (
-            alone is not None and alone.layer_weight_B is None and self.layers == "cake",
+            alone is not None and not alone.weighs_layers and self.layers == "cake",
             f"allocation.layers 'cake' wants CAKE's preference, and {self.observed!r} measures none: "
             "take observed 'cake', or allocation.layers 'entropy'",
         )
@@ -285,21 +283,21 @@ class Policy:
         return self.first_stage is not None and self.first_stage.by == "budget"
 
     @property
-    def _trial(self) -> Score | None:
-        """Its observed score, of a made-up layer."""
-        return try_settings(self.observed, self.observed_settings)[0] if self.observed else None
+    def score_family(self) -> ScoreFamily | None:
+        """Declaration of its observed score, under its settings; None without one."""
+        return SCORES[self.observed].under(self.observed_settings) if self.observed else None
 
     @property
     def window(self) -> int:
-        """Entries of its score's observation window; 0 without one."""
-        trial = self._trial
-        return trial.window if trial else 0
+        """Last queries that its score observes; 0 without one."""
+        score = self.score_family
+        return score.window(self.observed_settings) if score else 0
 
     @property
     def needs(self) -> frozenset[str]:
         """Fields that scores read beyond keys and values: `window`, `running`, `seeds`, `gates`, `weights` of
         heads (`retain.attention.head_weights`), ..."""
-        fields = SCORES[self.observed].needs_with(self.observed_settings) if self.observed else frozenset()
+        fields = frozenset(self.score_family.needs if self.score_family else ())
         fields |= {"gates"} if self.learned else frozenset()
         return fields | ({"weights"} if self.weights is not None else frozenset())
 
@@ -337,8 +335,8 @@ class Policy:
         """Unit of its score, as far as it is known before any layer is scored."""
         if self.fusion == "rank_blend":
             return "rank"
-        trial = self._trial
-        return trial.unit if trial else "risk" if self.learned else "rank"
+        score = self.score_family
+        return score.unit if score else "risk" if self.learned else "rank"
 
 
 @dataclass(frozen=True, config=STRICT, kw_only=True)

@@ -131,7 +131,7 @@ def test_the_blocks_of_every_page_run_and_what_they_cache_takes_less_memory(
         for cache in caches:
             cache = cache if cache.num_seen else cache.prefill(scope["context_ids"])
             whole = cache is scope.get("whole")  # which holds evidence for its forks
-            assert (cache.bytes_held() < cache.bytes_full()) != whole, (name, cache)
+            assert (cache.bytes_held() < cache.report().total.bytes_full) != whole, (name, cache)
     assert "use_cache=False" in capsys.readouterr().out
     assert scope["cache"].report().alone
 

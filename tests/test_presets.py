@@ -61,7 +61,7 @@ def test_a_preset_says_what_its_score_really_is(name, heads_file):
     policy = small(name, heads_file)
     score = score_entries(policy, layers[0], learned=learned_scores(layers, 0)[0], seeds_B=[1, 2])
     assert score.unit == preset.unit
-    assert preset.needs >= (SCORES[policy.observed].needs if policy.observed else set())
+    assert preset.needs >= set(SCORES[policy.observed].needs if policy.observed else ())
     assert ("gates" in preset.needs) == policy.learned
     assert ("weights" in preset.needs) == (name in ("duoattention", "headkv"))
 
@@ -87,7 +87,7 @@ REFUSED = [
     *(
         ({"observed": "snapkv", **settings}, message)
         for settings, message in (
-            ({"settings": {"pool": "median"}}, "'snapkv' does not take .*median"),
+            ({"settings": {"pool": "median"}}, "snapkv.pool: .*median"),
             (
                 {"first_stage": {}},
                 "want a score of two stages, and 'snapkv' has one: take observed 'critical'",
@@ -114,7 +114,7 @@ REFUSED = [
             ),
         )
     ),
-    ({"observed": "quest", "settings": {"page_size": 0}}, "page_size is a whole number"),
+    ({"observed": "quest", "settings": {"page_size": 0}}, "quest.page_size: input should be greater"),
     (
         {"observed": "knorm", "allocation": {"layers": "entropy"}},
         "'entropy' wants numbers, and 'knorm' is in 'rank'",

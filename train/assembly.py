@@ -68,7 +68,7 @@ def lesson_of(
 def _objective(config: DistillConfig, gates: GateSet, frozen: Frozen) -> Stage:
     target, seed = config.target, config.seed
     if config.stage == "end_to_end":
-        return EndToEnd(gates, frozen, config.soft, target, steps=config.training.steps, seed=seed)
+        return EndToEnd(gates, frozen, config.soft, steps=config.training.steps, seed=seed)
     if config.stage == "lookahead":
         return Lookahead(gates, frozen, target, seed=seed)
     return LayerLocal(gates, frozen, target, config.loss, seed=seed)

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from retain.attention.head_weights import check_weights
+from retain.attention.head_weights import read_weights
 from retain.budget.joint import Bids, Won
 from retain.budget.largest_remainder import exact, largest_remainder
 from retain.budget.statement import Budget, Totals
@@ -111,7 +111,7 @@ class Plan:
         """Entries of each head by its weight, of heads that hold so many; None: alike in a layer."""
         path, heads_L = self.policy.weights, self.totals.heads_L
         assert path is not None
-        weights = [exact(weight) for row in check_weights(path, heads_L) for weight in row]
+        weights = [exact(weight) for row in read_weights(path).values() for weight in row]
         flat_B = []
         for row, stated in enumerate(self.totals.stated_B):
             if capacity_LBH is None:

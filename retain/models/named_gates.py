@@ -6,7 +6,6 @@ of its sizes (`retain.new_gates`).
 
 import inspect
 import os
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +60,8 @@ def load_gates(
     named = os.fspath(path_or_hub_id)
     ships = named in shipped() and not os.path.isdir(named)
     folder = FOLDER / named if ships else fetch(path_or_hub_id, revision)
-    of = None if model is None else partial(fingerprint, model)
-    gates = read_gates(folder, fingerprint=of, allow_other_weights=allow_other_weights)
+    known = None if model is None else fingerprint(model)
+    gates = read_gates(folder, fingerprint=known, allow_other_weights=allow_other_weights)
     gates.source = f"{named}{SHIPS}" if ships else named
     return gates
 
@@ -130,7 +129,7 @@ def new_gates(model: nn.Module, family: str = "mlp", *, seed: int = 0, **setting
         model: a causal language model of transformers, attached or not.
         family: of `retain.gates.GATES` (docs/gates.md): `linear`, `mlp`, `lowrank`, `qkv`, `decay`, ...
         seed: of the first weights.
-        **settings: of the family, e.g. `F=64` hidden units (`retain.gates.settings_of(family)` lists them);
+        **settings: of the family, e.g. `F=64` hidden units (those of its class, docs/gates.md);
             of `lookahead`, those of `retain.hf.intercept.lookahead_pass.lookahead_gates`.
 
     Raises:

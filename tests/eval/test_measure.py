@@ -62,7 +62,7 @@ def test_lines_are_those_of_a_cache_made_by_hand(gated, ragged, question):
             cache = Cache(model, policy, **budget).prefill(whole[:, : line.entries_seen // HEADS])
         else:
             cache = evicted_after_looking(model, policy, gates, how["seeds"], whole)
-        assert (line.bytes_held, line.bytes_seen) == (cache.bytes_held(), cache.bytes_full())
+        assert (line.bytes_held, line.bytes_seen) == (cache.bytes_held(), cache.report().total.bytes_full)
         assert line.entries_held == cache.entries_held
         if policy is None or policy.correction is None:
             assert line.bytes_held == line.entries_held * ENTRY_BYTES

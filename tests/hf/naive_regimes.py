@@ -155,7 +155,7 @@ class Naive:
             prompt: chunks that are the first prompt.
             positions: whether positions are passed.
         """
-        self.ids_BT, self.valid_BT = torch.cat(list(chunks), dim=1), attention_mask.bool()
+        self.valid_BT = attention_mask.bool()
         self.positions_BT = positions_of(attention_mask)
         sizes = [ids.shape[1] for ids in chunks]
         self.prompt_tokens, self.since = sum(sizes[:prompt]), 0
@@ -298,7 +298,6 @@ class Naive:
             valid_BT=torch.ones(1, len(tokens_T), dtype=torch.bool),
             hidden_BTE=torch.cat(seen.hidden, dim=1)[b : b + 1, tokens_T],
             stream_BTE=torch.cat(seen.stream, dim=1)[b : b + 1, tokens_T],
-            token_ids_BT=self.ids_BT[b : b + 1, tokens_T],
             sinks_Q=spec.sinks_Q,
             rotary=self.rotary,
             running=RunningStatistics(
