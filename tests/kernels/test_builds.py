@@ -37,8 +37,8 @@ def tiles_of(op, arch):
         if op == "attention_stats":
             from retain.kernels.attention_stats.launch import tile
 
-            for name, number, heads in itertools.product(("lse", "stats"), (16, 5000), (1, 4)):
-                yield f"{name}_kernel", tile(name, dtype, block, arch, number, busy=more, heads=heads)
+            for name, number in itertools.product(("lse", "stats"), (16, 5000)):
+                yield f"{name}_kernel", tile(name, dtype, block, arch, number, busy=more)
         elif op == "gated_attention":
             from retain.kernels.gated_attention.launch import tile as tile_of
 
