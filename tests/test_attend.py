@@ -8,7 +8,7 @@ from retain.cache.equal_rows import find_runs, step_rows_of
 from retain.cache.store import LOG_WEIGHT, RaggedStore
 from retain.kernels.decode_step import build
 from retain.kernels.ragged_attention import reference
-from retain.kernels.ragged_attention.pages import PAGE, Pages, read_pages
+from retain.kernels.ragged_attention.pages import PAGE, Pages
 from tests.close import assert_close
 
 # name -> (B, H, G, S, D, kept lengths per row); covers an empty row, one entry, odd lengths, several pages,
@@ -213,11 +213,9 @@ def test_equal_rows_are_one_run():
     assert runs(*[1, 65] * 40) is None  # too many calls: the op
 
 
-def test_pages_of_offsets():
-    pages = read_pages([0, PAGE, PAGE, 3 * PAGE], "cpu")
-    assert pages.counts == (1, 0, 2) and pages.row_pages.tolist() == [0, 2, 2]
+def test_pages_of_rooms():
+    pages = Pages.of([1, 0, 2], "cpu")
+    assert pages.row_pages.tolist() == [0, 2, 2]
     assert pages.first_pages.tolist() == [0, 0, PAGE]
     assert pages.offsets().tolist() == [0, PAGE, PAGE, 3 * PAGE]
-    assert pages.of_rows([2, 0, 2]).tolist() == [1, 2, 0, 1, 2]
     assert pages.num_pages == 3 and Pages.of([], "cpu").offsets().tolist() == [0]
-    assert read_pages([0, PAGE - 1], "cpu") is None

@@ -10,7 +10,7 @@ more time in attention, pages of 128 save a few percent of it and double the was
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import torch
 from jaxtyping import Int
@@ -82,23 +82,10 @@ class Pages:
         cut = [table for work in list(self.planned.values()) for table in (work.items_3I, work.cut_2X)]
         return [self.row_pages, self.first_pages, *cut]
 
-    def of_rows(self, rows: Sequence[int]) -> Int[Tensor, " pages"]:
-        """The pages of these rows, one row after another; a row may repeat."""
-        starts = [0, *accumulate(self.counts)]
-        chosen = [page for row in rows for page in range(starts[row], starts[row + 1])]
-        return torch.tensor(chosen, dtype=torch.int64, device=self.row_pages.device)
-
 
 def pages_for(num_entries: int) -> int:
     """Pages that hold this many entries."""
     return -(-num_entries // PAGE)
-
-
-def read_pages(offsets: Sequence[int], device: torch.device | str) -> Pages | None:
-    """The layout of a store of which only the offsets are known; None if a room is no whole pages."""
-    if any(offset % PAGE for offset in offsets):
-        return None
-    return Pages.of([(stop - start) // PAGE for start, stop in pairwise(offsets)], device)
 
 
 def paged(store_C: Tensor) -> Tensor:
