@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from retain.kernels.attention_stats import Pool, attention_stats
-from retain.kernels.measure import Claim, Cost
+from retain.kernels.measure import Claim
 
 ALL = ("max", "sum", "scatter", "entropy", "last", "lse")
 FLOATS = ("max", "sum", "entropy", "lse")
@@ -171,15 +171,6 @@ def inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed: int
 def run(case: Case, kwargs: dict[str, Any]) -> dict[str, Tensor]:
     """The op."""
     return attention_stats(**kwargs)
-
-
-def cost(case: Case, dtype: torch.dtype) -> Cost:
-    """Work of one product of the queries with the keys that they see; kernels make it twice."""
-    S, T = case.asking, case.entries
-    seen = S * T - S * (S - 1) // 2
-    B, H, Q, D = case.batch, case.kv_heads, case.heads, case.width
-    numbers = (B * Q * S + B * H * T) * D * dtype.itemsize
-    return Cost(2.0 * B * Q * D * seen, numbers + 4.0 * B * (H if case.group else Q) * T * len(case.wanted))
 
 
 def rivals(case: Case, kwargs: dict[str, Any]) -> dict[str, Callable[[], Any]]:

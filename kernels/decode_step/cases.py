@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from retain.kernels.decode_step import decode_step, path_of
-from retain.kernels.measure import Claim, Cost
+from retain.kernels.measure import Claim
 from retain.kernels.ragged_attention import cases as ragged
 from retain.kernels.ragged_attention.cases import ALL, unequal
 
@@ -116,12 +116,11 @@ def run(case: Case, kwargs: dict[str, Any]) -> Tensor:
     return decode_step(**kwargs)
 
 
-def cost(case: Case, dtype: torch.dtype) -> Cost:
+def least_bytes(case: Case, dtype: torch.dtype) -> float:
     """Each entry is read once."""
-    size, entries = dtype.itemsize, sum(case.lengths)
+    size, numbers = dtype.itemsize, replace(case, bits=0)
     coded = sum(n // 2 for n in case.lengths) if case.bits else 0
-    read = entries * ragged.entry_bytes(replace(case, bits=0), size) + coded * ragged.entry_bytes(case, size)
-    return Cost(2.0 * (entries + coded) * case.group * (case.width + case.values_wide), read)
+    return sum(case.lengths) * ragged.entry_bytes(numbers, size) + coded * ragged.entry_bytes(case, size)
 
 
 def rivals(case: Case, kwargs: dict[str, Any]) -> dict[str, Callable[[], Any]]:

@@ -7,7 +7,7 @@ The operation is always a registered one (`retain::gated_attention`), so that au
 `torch.library.opcheck` meet the same thing.
 """
 
-from typing import Any, Literal, NoReturn, cast
+from typing import Any, Literal, cast
 
 import torch
 from jaxtyping import Bool, Float
@@ -19,8 +19,8 @@ from retain.kernels.gated_attention.reference import Bias, Settings
 
 __all__ = ["gated_attention"]
 
-# Largest tile: numbers of a head, and rows.
-MAX_WIDTH, MAX_ROWS = 256, 128
+# Numbers of a head that a tile may have.
+MAX_WIDTH = 256
 
 
 def gated_attention(
@@ -73,9 +73,6 @@ def gated_attention(
     Returns:
         the output, in the queries' precision and laid out as they are.
 
-    Raises:
-        ValueError: shapes, types or numbers that do not fit together.
-
     Examples:
         >>> q = k = torch.zeros(1, 1, 3, 16)
         >>> v = torch.eye(3, 16)[None, None]
@@ -84,7 +81,12 @@ def gated_attention(
         [[1.0, 0.0, 0.0], [0.5, 0.5, 0.0], [0.5, 0.0, 0.5]]
     """
     bias = Bias(log_gate_BHT, log_decay_BHT, exists_BT, sinks_Q)
-    _check(queries_BQSD, keys_BHTD, values_BHTD, bias, Settings(scaling, protected, soft_cap))
+    (B, Q, S, D), (H, T) = queries_BQSD.shape, keys_BHTD.shape[1:3]
+    assert keys_BHTD.shape == values_BHTD.shape == (B, H, T, D) and Q % H == 0 and S <= T, keys_BHTD.shape
+    wanted = ((B, H, T), (B, H, T), (B, T), (Q,))
+    for one, shape in zip(bias, wanted, strict=True):
+        assert one is None or one.shape == shape, (one.shape, shape)
+    assert protected >= 0 and (soft_cap is None or soft_cap > 0), (protected, soft_cap)
     cap = None if soft_cap is None else float(soft_cap)
     tensors = (queries_BQSD, keys_BHTD, values_BHTD, *bias)
     out_BQSD, _ = _gated_attention(*tensors, float(scaling), protected, cap)
@@ -194,62 +196,10 @@ def _run(
 
 
 def _path(queries: Tensor, keys: Tensor, values: Tensor, *bias: Tensor | None) -> backend.Path:
-    width, unsupported = queries.shape[-1], None
-    # Offsets inside of a tile are 32 bits wide; where its sequence and head begin, 64.
-    reach = max(
-        MAX_ROWS * one.stride(2) * (one.shape[2] > 1) + MAX_WIDTH * one.stride(3) * (one.shape[3] > 1)
-        for one in (queries, keys, values)
-    )
-    if width > MAX_WIDTH:
-        unsupported = f"a head width of {width} is more than {MAX_WIDTH}"
-    elif reach >= 2**31:
-        unsupported = f"a tile's {MAX_ROWS} entries lie over {reach} numbers (less than 2^31)"
+    unsupported = None
+    if queries.shape[-1] > MAX_WIDTH:
+        unsupported = f"a head width of {queries.shape[-1]} is more than {MAX_WIDTH}"
     elif not queries.dtype == keys.dtype == values.dtype:
         unsupported = "queries, keys and values differ in precision"
     there = [given for given in bias if given is not None]
     return backend.path_for("gated_attention", queries, keys, values, *there, unsupported=unsupported)
-
-
-def _check(queries: Tensor, keys: Tensor, values: Tensor, bias: Bias, settings: Settings) -> None:
-    shapes = f"queries are {tuple(queries.shape)}, keys {tuple(keys.shape)}, values {tuple(values.shape)}"
-
-    def refuse(what: str) -> NoReturn:
-        raise ValueError(f"gated_attention: {what}.")
-
-    if not queries.ndim == keys.ndim == values.ndim == 4:
-        refuse(f"{shapes}: pass queries [B, Q, S, D], keys and values [B, H, T, D]")
-    (B, Q, S, D), (H, T) = queries.shape, keys.shape[1:3]
-    if keys.shape != values.shape or keys.shape != (B, H, T, D):
-        refuse(
-            f"{shapes}: keys and values must have one shape [{B}, H, T, {D}], with the queries' batch and "
-            "head width"
-        )
-    if not H or Q % H:
-        refuse(
-            f"{shapes}: {Q} query heads are no multiple of {H} KV heads; pass the keys of KV heads, "
-            "not repeated"
-        )
-    if S > T:
-        refuse(
-            f"{shapes}: {S} queries cannot be the last of {T} entries; every query's own entry must be among "
-            "the keys"
-        )
-    names = ("queries", "keys", "values", "log_gate", "log_decay", "exists", "sinks")
-    there = zip(names, (queries, keys, values, *bias), strict=True)
-    given = {name: one for name, one in there if one is not None}
-    wanted = {"exists": ((B, T), "[B, T]"), "sinks": ((Q,), "[Q]")}
-    wanted |= dict.fromkeys(("log_gate", "log_decay"), ((B, H, T), "[B, H, T], one a KV head and entry"))
-    for name, one in given.items():
-        if name in wanted and tuple(one.shape) != wanted[name][0]:
-            size, axes = wanted[name]
-            refuse(f"{name} is {tuple(one.shape)} and {shapes}: wanted {size}, that is {axes}")
-        if name == "exists" and one.dtype != torch.bool:
-            refuse(f"exists is {one.dtype}: pass a boolean mask (attention_mask.bool())")
-        if name != "exists" and not one.is_floating_point():
-            refuse(f"{name} is {one.dtype}: pass floating point")
-    if len(devices := {str(one.device) for one in given.values()}) > 1:
-        refuse(f"its tensors lie on {', '.join(sorted(devices))}: move gates to the layer's device")
-    if settings.protected < 0:
-        refuse(f"protected={settings.protected} must be at least 0 entries (0 = none)")
-    if settings.soft_cap is not None and not settings.soft_cap > 0:
-        refuse(f"soft_cap={settings.soft_cap} must be positive, or None for no cap")

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from retain.kernels.gated_attention import gated_attention
-from retain.kernels.measure import Claim, Cost
+from retain.kernels.measure import Claim
 
 # One after another: the output (of which the backward makes what a row subtracts), the weights, the logits'
 # gradients, and the result.
@@ -179,17 +179,6 @@ def _d_out(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tenso
     """The gradient of the output: always the same, drawn in float32."""
     generator = torch.Generator(device).manual_seed(1)
     return torch.randn(shape, generator=generator, device=device).to(dtype)
-
-
-def cost(case: Case, dtype: torch.dtype) -> Cost:
-    """Seven matrix products: two of the forward, five of the backward."""
-    B, H, T, D = case.batch, case.heads, case.entries, case.width
-    Q, S = H * case.group, case.asked
-    flops = 14.0 * B * Q * D * (S * T - S * (S - 1) // 2)
-    # Queries, output and its gradient, and the queries' gradient; keys and values and theirs.
-    numbers = 4.0 * B * Q * S * D + 4.0 * B * H * T * D
-    gates = 2.0 * (case.gate + case.decay) * B * H * T
-    return Cost(flops, numbers * dtype.itemsize + gates * 4)
 
 
 def rivals(case: Case, kwargs: dict[str, Any]) -> dict[str, Callable[[], Any]]:

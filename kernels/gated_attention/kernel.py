@@ -1,7 +1,6 @@
 """Triton kernels of gated attention: the forward, and a backward without atomics.
 
 - `forward_`: a program per block of queries.
-- `prepare_`: the numbers of every row that the backward reads.
 - `d_keys_`: a program per block of keys, which walks over all queries of its group and so owns the gradients
   of its keys, values, gates and decays.
 - `d_queries_`: a program per block of queries.
@@ -246,35 +245,6 @@ def forward_(
         num_queries - s0, out, D, BLOCK_S, BLOCK_D,
     )  # fmt: skip
     tl.store(lse_at + (b * (H * G) + q) * num_queries + rows, lse, mask=rows < num_queries)
-
-
-@triton.jit
-def prepare_(
-    out_at, d_out_at, lse_at, delta_at, lse2_at,
-    out_b, out_h, out_s, out_d, d_out_b, d_out_h, d_out_s, d_out_d, H, G, num_queries, padded, num_blocks,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
-):  # fmt: skip
-    """Numbers of a row: `delta = sum_d out dO`; and its log-sum-exp in units of log 2, +inf for a
-    row that saw nothing, whose probabilities so become 0."""
-    block, b, h, member = _place(tl.program_id(0), num_blocks, H, G, False)
-    q = h * G + member
-    s0 = block * BLOCK_S
-    rows = s0 + tl.arange(0, BLOCK_S)
-    inside = rows < num_queries
-    out = _load(
-        _row(out_at + b * out_b + q * out_h, s0, out_s), _offsets(out_s, out_d, BLOCK_S, BLOCK_D),
-        num_queries - s0, D, BLOCK_S, BLOCK_D, False, True,
-    )  # fmt: skip
-    d_out = _load(
-        _row(d_out_at + b * d_out_b + q * d_out_h, s0, d_out_s),
-        _offsets(d_out_s, d_out_d, BLOCK_S, BLOCK_D), num_queries - s0, D, BLOCK_S, BLOCK_D, False, True,
-    )  # fmt: skip
-    delta = tl.sum(out * d_out, 1)
-    at = (b * (H * G) + q) * num_queries + rows
-    lse = tl.load(lse_at + at, mask=inside, other=float("-inf"))
-    at = (b * (H * G) + q) * padded + rows
-    tl.store(delta_at + at, delta, mask=rows < padded)
-    tl.store(lse2_at + at, tl.where(lse == float("-inf"), float("inf"), lse * LOG2E), mask=rows < padded)
 
 
 @triton.jit

@@ -19,7 +19,7 @@ from retain.kernels.build import Tile
 from retain.kernels.gated_attention import kernel
 from retain.kernels.gated_attention.reference import Bias, Gradients, Settings
 
-Kernel = Literal["forward", "prepare", "d_queries", "d_keys"]
+Kernel = Literal["forward", "d_queries", "d_keys"]
 # Every block of queries is a divisor of it: what is kept of each row is padded to a multiple.
 ROWS = 128
 
@@ -58,8 +58,6 @@ def tile(kernel: Kernel, dtype: torch.dtype, block_d: int, capability: int, *, f
         capability: of the GPU, 90 for 9.0.
         fuller: whether there is a decay or a soft cap.
     """
-    if kernel == "prepare":
-        return Tile(min(ROWS, 8192 // block_d), 16, 4, 1)
     half = (_FULLER if fuller else _HALF)[kernel, 90 if capability == 90 else 80]
     row = _SINGLE[kernel] if dtype == torch.float32 else half
     return row[0 if block_d <= 64 else 1 if block_d <= 128 else 2]
@@ -110,8 +108,13 @@ def backward(
     H, T = keys_BHTD.shape[1:3]
     device = queries_BQSD.device
     padded = -(-S // ROWS) * ROWS
-    delta_BQP = torch.empty(B, Q, padded, dtype=torch.float32, device=device)
-    lse2_BQP = torch.empty_like(delta_BQP)
+    # Of each row `sum_d out dO`, a head at a time; and its log-sum-exp in units of log 2, +inf for one that
+    # saw nothing, whose probabilities so become 0.
+    delta_BQP = torch.zeros(B, Q, padded, dtype=torch.float32, device=device)
+    for q in range(Q):
+        torch.sum(out_BQSD[:, q].float() * d_out_BQSD[:, q].float(), -1, out=delta_BQP[:, q, :S])
+    lse2_BQP = torch.full_like(delta_BQP, float("inf"))
+    lse2_BQP[..., :S] = torch.where(lse_BQS == float("-inf"), float("inf"), lse_BQS * LOG2E)
     d_queries = torch.empty_like(queries_BQSD) if inner else None
     d_keys, d_values = torch.empty_like(keys_BHTD), torch.empty_like(values_BHTD)
     marked_bias, clear_B = _marked(bias)
@@ -126,16 +129,6 @@ def backward(
         *d_out_BQSD.stride(),
     )
     with torch.cuda.device_of(queries_BQSD):
-        cut = _tile("prepare", queries_BQSD, bias, settings)
-        blocks = -(-padded // cut.m)
-        kernel.prepare_[(B * Q * blocks,)](
-            *(out_BQSD, d_out_BQSD, lse_BQS, delta_BQP, lse2_BQP),
-            *(*out_BQSD.stride(), *d_out_BQSD.stride(), H, Q // H, S, padded, blocks),
-            D=D,
-            BLOCK_D=block_of(D),
-            BLOCK_S=cut.m,
-            num_warps=cut.num_warps,
-        )
         cut = _tile("d_keys", queries_BQSD, bias, settings)
         blocks = -(-T // cut.n)
         kernel.d_keys_[(B * H * blocks,)](

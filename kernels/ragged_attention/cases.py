@@ -15,7 +15,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from retain.kernels.codes import SCALES, Codes, bytes_wide, decode, encode
-from retain.kernels.measure import Claim, Cost
+from retain.kernels.measure import Claim
 from retain.kernels.ragged_attention import ragged_attention
 from retain.kernels.ragged_attention.pages import PAGE, Pages, pages_for
 
@@ -209,15 +209,11 @@ def entry_bytes(case: Case, size: int) -> float:
     return keys + values + 4 * case.weighted
 
 
-def cost(case: Case, dtype: torch.dtype) -> Cost:
+def least_bytes(case: Case, dtype: torch.dtype) -> float:
     """Held entries and queries are read once, outputs are written once."""
-    S, both = case.num_queries, case.width + case.values_wide
-    # Causal at a row's end: the first of S queries sees S - 1 fewer than the last.
-    seen = sum(S * length - S * (S - 1) // 2 if length >= S else length**2 // 2 for length in case.lengths)
-    queries = len(case.lengths) * case.group * S * (dtype.itemsize * both + 4)
-    return Cost(
-        2.0 * case.group * seen * both, sum(case.lengths) * entry_bytes(case, dtype.itemsize) + queries
-    )
+    wide = dtype.itemsize * (case.width + case.values_wide) + 4
+    queries = len(case.lengths) * case.group * case.num_queries * wide
+    return sum(case.lengths) * entry_bytes(case, dtype.itemsize) + queries
 
 
 def rivals(case: Case, kwargs: Mapping[str, Any]) -> dict[str, Callable[[], Any]]:

@@ -1,4 +1,3 @@
-import importlib.metadata
 import logging
 import os
 import subprocess
@@ -47,11 +46,11 @@ def test_cpu_tensors_take_the_reference_even_where_kernels_can_be_interpreted(mo
 
 
 def test_cuda_tensors_take_the_kernel_unless_something_keeps_them(monkeypatch):
-    monkeypatch.setattr(backend, "_missing", lambda: None)
+    monkeypatch.setattr(backend, "_has_triton", lambda: True)
     assert backend.path_for("op", OnCuda(), OnCuda(torch.float32)) == "triton"
     assert backend.path_for("op", OnCuda(), unsupported="a head width of 512") == "reference"
     assert backend.path_for("op", OnCuda(), OnCuda(torch.float64)) == "reference"
-    monkeypatch.setattr(backend, "_missing", lambda: MISSING)
+    monkeypatch.setattr(backend, "_has_triton", lambda: False)
     assert backend.path_for("op", OnCuda()) == "reference"
     assert [why for _, _, why in backend.said()] == [
         "",
@@ -66,25 +65,8 @@ def test_tensors_of_several_devices_are_refused():
         backend.path_for("op", OnCuda(), ONE)
 
 
-@pytest.mark.parametrize(
-    ("version", "fits"), [("3.6.0", True), ("3.8.9", True), ("3.5.1", False), ("3.9.0", False)]
-)
-def test_another_triton_is_stepped_aside_for(version, fits, monkeypatch):
-    backend._missing.cache_clear()
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
-    try:
-        missing = backend._missing()
-    finally:
-        backend._missing.cache_clear()
-    assert (
-        missing is None
-        if fits
-        else f"{version} is installed" in missing and "3.6 or later, below 3.9" in missing
-    )
-
-
 def test_an_old_gpu_takes_the_reference_and_others_small_tiles(monkeypatch):
-    monkeypatch.setattr(backend, "_missing", lambda: None)
+    monkeypatch.setattr(backend, "_has_triton", lambda: True)
     assert backend.architecture(OnCuda()) == backend.architecture(ONE) == 90, "as in the interpreter"
     for capability, table in ((80, 80), (90, 90), (100, 80)):
         with backend.compiling_for(capability):
@@ -100,7 +82,7 @@ def test_an_old_gpu_takes_the_reference_and_others_small_tiles(monkeypatch):
 
 def test_a_fallback_on_a_gpu_warns_and_a_kernel_does_not(caplog, monkeypatch):
     caplog.set_level(logging.INFO, "retain.kernels")
-    monkeypatch.setattr(backend, "_missing", lambda: None)
+    monkeypatch.setattr(backend, "_has_triton", lambda: True)
     backend.path_for("op", OnCuda())
     backend.path_for("op", OnCuda(), unsupported="pages")
     assert [(record.levelno, record.getMessage()) for record in caplog.records] == [
@@ -136,7 +118,7 @@ def test_a_forced_kernel_that_cannot_run_raises(monkeypatch):
             backend.path_for("op", ONE, unsupported="a head width of 512")
         with pytest.raises(ValueError, match="float32, float16 and bfloat16, not float64"):
             backend.path_for("op", ONE.double())
-        monkeypatch.setattr(backend, "_missing", lambda: MISSING)
+        monkeypatch.setattr(backend, "_has_triton", lambda: False)
         with pytest.raises(ValueError, match="Triton is not installed"):
             backend.path_for("op", ONE)
 
