@@ -10,7 +10,7 @@ The operation is always a registered one (`retain::gated_attention`), so that au
 from typing import Any, Literal, cast
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from retain.kernels import backend
@@ -32,13 +32,13 @@ def gated_attention(
     *,
     scaling: float,
     protected: int = 0,
-    exists_BT: Bool[Tensor, "B T"] | None = None,
+    pads_B: Int[Tensor, " B"] | None = None,
     soft_cap: float | None = None,
     sinks_Q: Float[Tensor, " Q"] | None = None,
 ) -> Float[Tensor, "B Q S D"]:
     """Causal attention with a log-gate on every key outside of a query's protected recent window.
 
-    Query `s` sits at entry `j = T - S + s` and sees the entries `i <= j` that exist.
+    Query `s` sits at entry `j = T - S + s` and sees the entries `i <= j` that are no padding.
     Their logits are
 
         l_ji = cap(scaling q_j . k_i) + [j - i >= protected] (log_gate_i + (j - i) log_decay_i)
@@ -66,7 +66,7 @@ def gated_attention(
         scaling: factor on the products, usually `D ** -0.5`.
         protected: queries nearer than this are not gated: an entry's own query and the `protected - 1` after
             it see it as it is. 0: all are gated.
-        exists_BT: False on padding; None: there is none.
+        pads_B: number of first entries of each sequence that are padding; None: there is none.
         soft_cap: bound on the logits before gate and decay; None: no bound.
         sinks_Q: one extra logit per query head (gpt-oss); None: none.
 
@@ -80,10 +80,10 @@ def gated_attention(
         >>> gated_attention(q, k, v, gate, scaling=0.25, protected=1)[0, 0, :, :3].tolist()
         [[1.0, 0.0, 0.0], [0.5, 0.5, 0.0], [0.5, 0.0, 0.5]]
     """
-    bias = Bias(log_gate_BHT, log_decay_BHT, exists_BT, sinks_Q)
+    bias = Bias(log_gate_BHT, log_decay_BHT, pads_B, sinks_Q)
     (B, Q, S, D), (H, T) = queries_BQSD.shape, keys_BHTD.shape[1:3]
     assert keys_BHTD.shape == values_BHTD.shape == (B, H, T, D) and Q % H == 0 and S <= T, keys_BHTD.shape
-    wanted = ((B, H, T), (B, H, T), (B, T), (Q,))
+    wanted = ((B, H, T), (B, H, T), (B,), (Q,))
     for one, shape in zip(bias, wanted, strict=True):
         assert one is None or one.shape == shape, (one.shape, shape)
     assert protected >= 0 and (soft_cap is None or soft_cap > 0), (protected, soft_cap)
@@ -100,14 +100,14 @@ def _gated_attention(
     values: Tensor,
     log_gate: Tensor | None,
     log_decay: Tensor | None,
-    exists: Tensor | None,
+    pads: Tensor | None,
     sinks: Tensor | None,
     scaling: float,
     protected: int,
     soft_cap: float | None,
 ) -> tuple[Tensor, Tensor]:
     """The output and every row's log-sum-exp, which the backward takes and has no gradient."""
-    bias, settings = Bias(log_gate, log_decay, exists, sinks), Settings(scaling, protected, soft_cap)
+    bias, settings = Bias(log_gate, log_decay, pads, sinks), Settings(scaling, protected, soft_cap)
     found: tuple[Tensor, Tensor] = _run("forward", queries, keys, values, bias=bias, settings=settings)
     return found
 
@@ -128,7 +128,7 @@ def _gated_attention_backward(
     lse: Tensor,
     log_gate: Tensor | None,
     log_decay: Tensor | None,
-    exists: Tensor | None,
+    pads: Tensor | None,
     sinks: Tensor | None,
     scaling: float,
     protected: int,
@@ -136,7 +136,7 @@ def _gated_attention_backward(
     inner: bool,
 ) -> list[Tensor]:
     """Gradients of queries, keys and values (`inner`), gate, decay and sinks: of those that are there."""
-    bias, settings = Bias(log_gate, log_decay, exists, sinks), Settings(scaling, protected, soft_cap)
+    bias, settings = Bias(log_gate, log_decay, pads, sinks), Settings(scaling, protected, soft_cap)
     tensors = (queries, keys, values, out, lse, d_out)
     found = _run("backward", *tensors, bias=bias, settings=settings, inner=inner)
     return [gradient for gradient in found if gradient is not None]

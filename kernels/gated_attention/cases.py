@@ -32,7 +32,6 @@ class Case:
         queries: S, the last of the entries; None: all of them.
         gate, decay, sinks: whether there are any.
         pads: padding on the left of each sequence; beyond the last, none.
-        holes: share of entries that do not exist, wherever they lie.
         hidden: share of entries whose log-gate is -inf.
         silent: query heads, from the first on, whose sink is -inf.
         heads_last: tensors are views of `[B, T, heads, D]`, and gates of `[B, T, H]`.
@@ -49,7 +48,6 @@ class Case:
     decay: bool = False
     sinks: bool = False
     pads: tuple[int, ...] = ()
-    holes: float = 0.0
     hidden: float = 0.0
     silent: int = 0
     heads_last: bool = False
@@ -80,7 +78,6 @@ CASES = {
     "a sequence of padding": Case(batch=2, heads=1, pads=(20,), entries=20, sinks=True),
     "soft cap": Case(soft_cap=2.0, entries=40),
     "a sink of nothing": Case(sinks=True, silent=2, hidden=1.0, protected=0, entries=40),
-    "holes": Case(batch=2, heads=1, entries=70, holes=0.3),
     "hidden entries": Case(hidden=0.4, protected=0, entries=45),
     "everything": Case(batch=2, heads=1, entries=45, heads_last=True, **ALL),
     "D = 33": Case(heads=1, width=33, pads=(3,)),
@@ -145,15 +142,10 @@ def inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed: int
     for name in DIFFERENTIABLE:
         if kwargs[name] is not None:
             kwargs[name].requires_grad_()
-    exists = None
-    if case.pads:
-        pads = torch.tensor([*case.pads, *[0] * (B - len(case.pads))], device=device)
-        exists = torch.arange(T, device=device) >= pads[:, None]
-    if case.holes:
-        exists = torch.rand(B, T, generator=generator, device=device) >= case.holes
+    pads = torch.tensor([*case.pads, *[0] * (B - len(case.pads))], device=device) if case.pads else None
     return {
         **kwargs,
-        "exists_BT": exists,
+        "pads_B": pads,
         "scaling": D**-0.5,
         "protected": case.protected,
         "soft_cap": case.soft_cap,

@@ -34,7 +34,8 @@ def formula(kwargs):
             bias = kwargs[name].repeat_interleave(Q // H, 1)[:, :, None]
             logits = logits + torch.where(outside, factor * bias, 0.0)
     seen = (distance >= 0).expand(B, 1, S, T)
-    if (exists := kwargs["exists_BT"]) is not None:
+    if (pads := kwargs["pads_B"]) is not None:
+        exists = torch.arange(T) >= pads[:, None]
         seen = seen & exists[:, None, None] & exists[:, None, T - S :, None]
     logits = logits.masked_fill(~seen, -math.inf)
     if kwargs["sinks_Q"] is not None:
@@ -173,7 +174,7 @@ def test_only_gates_are_asked_for(path):
 @pytest.mark.parametrize("name", ["strided", "everything", "the last queries", "decay"])
 def test_the_operation_is_registered_as_it_should_be(name):
     kwargs = inputs(replace(CASES[name], width=16), torch.float32, "cpu")
-    tensors = [kwargs[given] for given in (*DIFFERENTIABLE[:5], "exists_BT", "sinks_Q")]
+    tensors = [kwargs[given] for given in (*DIFFERENTIABLE[:5], "pads_B", "sinks_Q")]
     numbers = [kwargs[given] for given in ("scaling", "protected", "soft_cap")]
     torch.library.opcheck(torch.ops.retain.gated_attention.default, (*tensors, *numbers))
     plainly = [None if given is None else given.detach() for given in tensors]

@@ -202,7 +202,7 @@ class _Step:
             log_gate_BHT if ages else None,
             scaling=spec.scaling if scaling is None else scaling,
             protected=self.gated.protected,
-            exists_BT=None if call.valid_BS is None else call.mask_BT.to(query.device),
+            pads_B=None if call.valid_BS is None else (~call.mask_BT).sum(-1).to(query.device),
             soft_cap=soft_cap,
             sinks_Q=spec.sinks_Q,
         )
