@@ -106,8 +106,9 @@ def inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed: int
     if path_of(step["keys_PD"], step["values_PV"]) == "triton":
         from retain.kernels.decode_step.launch import tables
 
-        (table,) = tables([rooms], case.group, case.values_wide, torch.device(device), lambda size: size)
-        step["work"] = table.tensors()
+        (step["work"],) = tables(
+            [rooms], case.group, case.values_wide, torch.device(device), lambda size: size
+        )
     return step
 
 

@@ -72,7 +72,7 @@ def ragged_attention(call: Call) -> tuple[Tensor, Tensor]:
     blocks = -(-rows // cut.m)
     entries = item_entries(call.pages.num_pages * PAGE, blocks, cut, queries.device)
     work = call.pages.work(entries)
-    num_parts = work.num_slots * rows
+    num_parts, num_items, num_cut = work.num_slots * rows, work.items_3I.shape[1], work.cut_2X.shape[1]
     out_BQSV = queries.new_empty(B, S, Q, DV).transpose(1, 2)
     lse_BQS = queries.new_empty(B, Q, S, dtype=torch.float32)
     parts = queries.new_empty(num_parts * (DV + 2), dtype=torch.float32)
@@ -91,10 +91,10 @@ def ragged_attention(call: Call) -> tuple[Tensor, Tensor]:
         scales, value_scales = keys.scales_G2N.contiguous(), values.scales_G2N.contiguous()
         keys, values, groups = keys.codes_CW, values.codes_CW, keys.groups_C.contiguous()
     with torch.cuda.device_of(queries):
-        attend[(work.num_items * blocks,)](
+        attend[(num_items * blocks,)](
             *(queries, keys, values, call.offsets_R1, seen_RS, sinks_Q),
             *(call.log_weight_C, work.items_3I, out_BQSV, parts),
-            *(scale, cap, work.num_items, num_parts, entries, blocks, *shape),
+            *(scale, cap, num_items, num_parts, entries, blocks, *shape),
             *(*queries.stride(), *keys.stride(), *values.stride(), *seen_RS.stride()),
             *(weight, *out_BQSV.stride()[:3]),
             *(scales, groups, value_scales, lse_BQS),
@@ -104,9 +104,9 @@ def ragged_attention(call: Call) -> tuple[Tensor, Tensor]:
             **held,
             **cut.options,
         )
-        if work.num_cut:
-            combine[(work.num_cut * rows,)](
-                *(parts, seen_RS, sinks_Q, work.cut_2X, out_BQSV, work.num_cut, num_parts, entries),
+        if num_cut:
+            combine[(num_cut * rows,)](
+                *(parts, seen_RS, sinks_Q, work.cut_2X, out_BQSV, num_cut, num_parts, entries),
                 *(*shape, *seen_RS.stride(), *out_BQSV.stride()[:3], lse_BQS),
                 **{"DV": DV, "BLOCK_V": block_v, "I": PARTS, "num_warps": PARTS_WARPS},
             )

@@ -19,8 +19,7 @@ from torch import Tensor
 from retain.kernels.ragged_attention.work import Work, work_of
 
 PAGE = 64
-# Ways of cutting it that a layout remembers, the last ones used: decoding needs one, by-products another,
-# chunks one a size.
+# Ways of cutting it that a layout remembers: decoding needs one, by-products another, chunks one a size.
 MOST_PLANNED = 8
 
 
@@ -32,7 +31,7 @@ class Pages:
         counts: pages of each row's room, on the host.
         row_pages: the row that each page belongs to.
         first_pages: which of its row's entries a page begins with: 0, `PAGE`, 2 `PAGE`, ...
-        planned: what `work` has cut so far, by the size asked for, the one longest unused first.
+        planned: what `work` has cut so far, by the size asked for.
 
     Examples:
         >>> pages = Pages.of([1, 2], "cpu")
@@ -65,16 +64,13 @@ class Pages:
         return torch.tensor(ends, dtype=torch.int64, device=self.row_pages.device)
 
     def work(self, entries: int) -> Work:
-        """The rooms cut into pieces of so many entries (`work_of`); cut once for a layout.
-
-        Several threads may ask: at worst two of them cut alike.
-        """
-        work = self.planned.pop(entries, None)
+        """The rooms cut into pieces of so many entries (`work_of`); cut once for a layout."""
+        work = self.planned.get(entries)
         if work is None:
             work = work_of([PAGE * count for count in self.counts], entries, self.row_pages.device)
-        self.planned[entries] = work
-        for oldest in list(self.planned)[:-MOST_PLANNED]:  # chunks of ever new sizes came
-            self.planned.pop(oldest, None)
+            if len(self.planned) == MOST_PLANNED:  # chunks of ever new sizes came
+                self.planned.clear()
+            self.planned[entries] = work
         return work
 
     def tables(self) -> list[Tensor]:

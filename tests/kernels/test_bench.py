@@ -164,9 +164,7 @@ def test_wheels_travel_along(steps, tmp_path):
 
 def test_the_plan_names_every_op_and_commands_that_there_are(tmp_path):
     plan = gpu.steps(tmp_path)
-    assert (
-        set(gpu.OPS) == set(OPS) == {path.parent.name for path in (gpu.ROOT / "kernels").glob("*/cases.py")}
-    )
+    assert set(OPS) == {path.parent.name for path in (gpu.ROOT / "kernels").glob("*/cases.py")}
     assert {f"bench-{op}" for op in OPS} | {f"tests-{op}" for op in OPS} <= {
         *plan
     } and "tests-kernels" in plan
