@@ -80,10 +80,7 @@ def received_attention(
 
 
 def advance(
-    evidence: Evidence,
-    running: RunningStatistics | None = None,
-    *,
-    share: int | float = 1.0,
+    evidence: Evidence, running: RunningStatistics | None = None, *, share: int | float = 1.0
 ) -> RunningStatistics:
     """Fold the S held queries into the statistics of the queries before them.
 
@@ -112,18 +109,14 @@ def advance(
 
 
 def advance_with_gaps(
-    evidence: Evidence,
-    running: RunningStatistics | None = None,
-    *,
-    alpha: float = 1e-4,
+    evidence: Evidence, running: RunningStatistics | None = None, *, alpha: float = 1e-4
 ) -> RunningStatistics:
     """As `advance`, where an access is attention of at least `alpha`, with the longest gap between accesses.
 
     With the accesses `j_1 < j_2 < ...` of an entry, and `j_0` its place (writing it is one),
     `gap[h, i] = max_n (place(j_n) - place(j_{n-1}))`, at least 1 once a query (also its token's)
     has accessed it.
-    Rows of attention are made, some queries at a time (`rows_of`), at the cost of a prefill's attention
-    without a fused kernel.
+    Rows of attention are made (`rows_of`), at the cost of a prefill's attention without a fused kernel.
 
     Args:
         running: as in `advance`; of an entry that came since, a gap of 0.
@@ -156,9 +149,8 @@ def advance_with_gaps(
 
 
 def rows_of(evidence: Evidence) -> Iterator[tuple[int, Float[Tensor, "B Q s K"]]]:
-    """Yield the rows of attention of the held queries, some at a time: the entry index of the first, and rows
-    over the entries up to the last (`retain.attention.chunked.attention_chunks`); as many as `ROW_NUMBERS`
-    numbers hold, one at least."""
+    """Yield the rows of attention of the held queries, as many at a time as `ROW_NUMBERS` numbers hold: the
+    entry index of the first, and rows over the entries up to the last (`attention_chunks`)."""
     B, Q, S, _ = evidence.queries_BQSD.shape
     T = evidence.num_seen
     evidence = replace(evidence, keys_BHTD=evidence.keys_BHTD.to(accumulated_in(evidence)))
