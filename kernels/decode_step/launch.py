@@ -61,7 +61,7 @@ def tables(
     most = rounded(max(items_3I.shape[1] for _, items_3I in works))
     parts = torch.empty(most * group * (width + 2), dtype=torch.float32, device=device)
     arrived_R = torch.zeros(max(len(layer[0]) for layer in rooms), dtype=torch.int32, device=device)
-    made = []
+    made: list[tuple[Tensor, ...]] = []
     for entries, items_3I in works:
         whole_3I = torch.zeros(3, most, dtype=torch.int32)
         whole_3I[:, : items_3I.shape[1]] = items_3I

@@ -62,7 +62,9 @@ def item_entries(num_entries: int, blocks: int, cut: Tile, device: torch.device)
 
 def ragged_attention(call: Call) -> tuple[Tensor, Tensor]:
     """The output, laid out as attention modules want it: a query's heads side by side."""
-    queries, keys, values, seen_RS = call.queries_BQSD, call.keys_CD, call.values_CD, call.seen_RS
+    queries, seen_RS = call.queries_BQSD, call.seen_RS
+    keys: Any = call.keys_CD
+    values: Any = call.values_CD
     B, Q, S, D = queries.shape
     R, DV, dtype = seen_RS.shape[0], values.shape[1], queries.dtype
     group = B * Q // R
@@ -84,7 +86,7 @@ def ragged_attention(call: Call) -> tuple[Tensor, Tensor]:
     shape = (R // B, group, S)
     held: dict[str, Any] = {"BITS": 0, "SPAN": 0}
     scales = groups = value_scales = None
-    if isinstance(keys, Codes) and isinstance(values, Codes):
+    if isinstance(keys, Codes):
         assert keys.bits == values.bits and keys.span == 1 and keys.groups_C is not None
         # A span of all channels is said to be as wide as the tile.
         held = {"BITS": keys.bits, "SPAN": block_v if values.span >= DV else values.span}
