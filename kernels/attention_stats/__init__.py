@@ -14,9 +14,9 @@ from torch import Tensor
 
 from retain.kernels import backend
 from retain.kernels.attention_stats import reference
-from retain.kernels.attention_stats.reference import WANTED, Call, Pool
+from retain.kernels.attention_stats.reference import WANTED, Call, Pool, pool_
 
-__all__ = ["WANTED", "Pool", "attention_stats"]
+__all__ = ["Pool", "attention_stats", "pool_"]
 
 # Bound of a head width: a tile of wider ones does not fit on a multiprocessor.
 _WIDEST = 256

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import max_pool1d
 
 # Inside the logarithm of an entropy, as CAKE's released code has it.
 LOG_EPS = 1e-10
@@ -330,19 +329,8 @@ class _Walk:
         exists_BHT = None if self.call.exists_BHT is None else rows.of(self.call.exists_BHT)
         for side in (slice(0, pool.split), slice(pool.split, None)):
             before, after = probs[..., side], pooled[..., side]
-            if not before.shape[-1]:
-                continue
-            if self.call.place_BT is not None:
-                _pool_places_(after, before, pool, self.call.place_BT[rows.batch, side])
-            elif pool.kind == "max":
-                as_rows = before.reshape(-1, 1, before.shape[-1])
-                after.copy_(max_pool1d(as_rows, pool.size, 1, pool.size // 2).view(before.shape))
-            else:
-                # avg_pool1d makes these sums in the same order, several times slower.
-                for here, near in _shifted(before.shape[-1], pool.size // 2):
-                    after[..., here] += before[..., near]
-            if pool.kind == "avg":
-                after.div_(pool.size)
+            place_BT = None if self.call.place_BT is None else self.call.place_BT[rows.batch, side]
+            pool_(after, before, pool.kind, pool.size, place_BT)
             if exists_BHT is not None and self.holes:
                 # What nobody holds gets nothing of its neighbours.
                 after.masked_fill_(~exists_BHT[:, :, None, None, side], 0.0)
@@ -429,21 +417,26 @@ class _Walk:
         return torch.where(turn > 0, turn + (call.first + start - 1), -1)
 
 
-def _pool_places_(pooled: Tensor, part: Tensor, pool: Pool, place_BT: Tensor) -> None:
-    """Sum up, or take the largest, of what lies at most `size // 2` places away."""
-    reach = pool.size // 2
+def pool_(pooled: Tensor, values: Tensor, kind: str, size: int, place_BT: Tensor | None) -> None:
+    """Put what lies at most `size // 2` places away in place of zeros: its sum over `size`, or the largest.
+
+    Args:
+        pooled: zeros, `[B, ..., T]`.
+        values: not negative.
+        place_BT: ascending; None: no place is missing.
+    """
+    num_entries, reach = values.shape[-1], size // 2
     # Places ascend, so that nothing near is more columns away than places.
-    for here, other in _shifted(part.shape[-1], reach):
-        near = ((place_BT[:, other] - place_BT[:, here]).abs() <= reach)[:, None, None, None].to(part.dtype)
-        if pool.kind == "avg":
-            pooled[..., here].addcmul_(part[..., other], near)
+    for shift in range(-min(reach, num_entries), min(reach, num_entries) + 1):
+        here = slice(max(0, -shift), min(num_entries, num_entries - shift))
+        other = slice(here.start + shift, here.stop + shift)
+        near = values[..., other]
+        if place_BT is not None:
+            place = place_BT.unflatten(0, (-1, *[1] * (values.dim() - 2)))
+            near = near * ((place[..., other] - place[..., here]).abs() <= reach)
+        if kind == "avg":
+            pooled[..., here] += near
         else:
-            torch.maximum(pooled[..., here], part[..., other] * near, out=pooled[..., here])
-
-
-def _shifted(num_entries: int, reach: int) -> Iterator[tuple[slice, slice]]:
-    """Entries that have a neighbour so many columns on, and those neighbours, for -reach, ..., reach."""
-    for shift in range(-reach, reach + 1):
-        first, last = max(0, -shift), min(num_entries, num_entries - shift)
-        if first < last:
-            yield slice(first, last), slice(first + shift, last + shift)
+            torch.maximum(pooled[..., here], near, out=pooled[..., here])
+    if kind == "avg":
+        pooled.div_(size)
