@@ -64,7 +64,7 @@ def test_caches_take_turns_and_ratios_are_of_one_round(monkeypatch):
         speed, "live", lambda *_, **__: {"ttft_ms": 2.0, "mib_held": 1.0, "token_ms": float(next(times))}
     )
     plain, dense, full, snapkv = measure(subjects(policies="snapkv"))
-    # Behind a round that does not count (1 to 4): dense, full, snapkv, plain; then full, snapkv, plain, dense.
+    # Behind a round that does not count: dense, full, snapkv, plain; then full, snapkv, plain, dense.
     assert [row["token_ms"] for row in (plain, dense, full, snapkv)] == [9.5, 8.5, 7.5, 8.5]
     assert snapkv["token_over_plain"] == pytest.approx((7 / 8 + 10 / 11) / 2)
     assert plain["token_over_plain"] is None and snapkv["ttft_over_plain"] == 1.0
