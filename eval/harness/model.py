@@ -3,10 +3,10 @@
     retain lm-eval -- --model retain --model_args pretrained=NAME,policy=snapkv,keep_ratio=0.25 --tasks ...
 
 A score of this class is a score under eviction, or there is none: log-likelihoods, which lm-eval computes in
-one forward without a cache, are refused; prompts are never cut; answers of another policy are never taken
-from a cache of answers; and a run in which nothing was evicted warns. lm-eval shows a model one prompt, so
-its question is known when entries are evicted; with `context_marker`, all up to that string is read and
-evicted from first.
+one forward without a cache, are refused, and so is its store of answers, which does not know the policy;
+prompts are never cut; and a run in which nothing was evicted warns. lm-eval shows a model one prompt, so its
+question is known when entries are evicted; with `context_marker`, all up to that string is read and evicted
+from first.
 
 Written for lm_eval 0.4.13 (EleutherAI/lm-evaluation-harness; it has no plug-ins, so `retain lm-eval` imports
 this file first) and its main branch, which finds the class through the entry point `lm_eval.models`.
@@ -46,8 +46,6 @@ with require("lm-eval", "lm_eval", what="retain.eval.harness.model"):
     from lm_eval.api.registry import register_model
     from lm_eval.models.huggingface import HFLM
 
-# Arguments of lm-eval's that change no answer, or that other parts of the identity say.
-NEUTRAL = ("batch_size", "max_batch_size", "tokenizer", "max_length")
 # Of a cache's report; entries are (layer, KV head, token) triples, generated tokens among them.
 COUNTED = ("entries_seen", "entries_held", "bytes_full", "bytes_held")
 # Fields of a policy that model_args may replace.
@@ -120,10 +118,10 @@ class RetainLM(HFLM):
         self._request |= budget
         self._cache()  # a wrong request is refused before anything is read
         self.keeps_all = rule.keeps_all or keep_ratio == 1
-        self.evicted = Counter(dict.fromkeys(("sequences", "sequences_evicted", *COUNTED), 0))
+        self.evicted = Counter(dict.fromkeys(("sequences", *COUNTED), 0))
         self._contexts: list[int] = []  # of the batch at hand: tokens up to its marker
-        fast = self.tokenizer.is_fast
-        self.identity: dict[str, Any] = {
+        self.asked: dict[str, Any] = {
+            "question": "unknown" if context_marker else "known",
             "policy": {"name": rule.name, **policy_settings(rule)},
             "budget": budget,
             "when": when,
@@ -131,14 +129,7 @@ class RetainLM(HFLM):
             "gates": gates_identity(loaded),
             "seeds": seeds,
             "context_marker": context_marker,
-            "max_length": self.max_length,
-            "model": identity_of(self.model, head=True),
-            "name": origin,
-            "dtype": str(self.model.dtype),
-            "tokenizer": digest(
-                self.tokenizer.backend_tokenizer.to_str() if fast else self.tokenizer.name_or_path
-            ),
-            **{f"lm_eval.{name}": str(value) for name, value in others.items() if name not in NEUTRAL},
+            "model": {"name": origin, "dtype": str(self.model.dtype), **identity_of(self.model, head=True)},
             "retain": retain.__version__,
             "commit": code_state(Path(__file__).parent)["commit"],
         }
@@ -259,72 +250,44 @@ class RetainLM(HFLM):
             **{CACHE: cache},
             **generation_kwargs,
         )
-        total, seen_B = cache.report().total, cache.state.valid_BT.sum(-1).cpu()
-        whole_B = seen_B * sum(spec.num_kv_heads for spec in cache.state.specs)
-        self.evicted["sequences"] += len(rows)
-        self.evicted["sequences_evicted"] += int((cache.entries_by_head().sum((1, 2)) < whole_B).sum())
-        for name in COUNTED:
-            self.evicted[name] += getattr(total, name)
+        total = cache.report().total
+        self.evicted.update({"sequences": len(rows), **{name: getattr(total, name) for name in COUNTED}})
         return torch.cat([context, output[:, ids_BT.shape[1] :]], dim=1)
 
     def set_cache_hook(self, cache_hook: Any) -> None:
-        """Takes the hook of `--use_cache`, and puts this model's identity into the keys of its database:
-        lm-eval's hash what was asked alone, so that two policies would share answers. ValueError: this
-        lm-eval stores answers in some other way."""
-        super().set_cache_hook(cache_hook)
-        database: Any = getattr(cache_hook, "dbdict", None)
-        if not callable(getattr(database, "encode_key", None)):
-            raise ValueError(
-                "--use_cache stores answers under keys that do not know the policy: leave out --use_cache, "
-                "or install lm_eval 0.4.13 with sqlitedict 2."
-            )
-        prefix = f"retain-{digest(self.identity)}-"
-        database.encode_key = lambda key: f"{prefix}{key}"
-        database.decode_key = lambda key: key.removeprefix(prefix)
+        """Raises a ValueError: lm-eval's store hashes what was asked alone, so that two policies would share
+        answers."""
+        raise ValueError("--use_cache stores answers under keys that do not know the policy: leave it out.")
 
     def get_model_info(self) -> dict[str, Any]:
-        """HFLM's, and under `retain` what was asked for and what the caches of this process held; answers
-        that `--use_cache` had are not counted."""
-        evicted, warning = self.evicted, None
-        if evicted["sequences"] and not evicted["sequences_evicted"] and not self.keeps_all:
-            warning = f"nothing was evicted from any of {evicted['sequences']} sequences: the budget "
-            warning += f"{self.identity['budget']} holds all of them, so these scores are the full cache's."
+        """HFLM's, and under `retain` what was asked for and what the caches of this process held."""
+        held, seen, warning = self.evicted["entries_held"], self.evicted["entries_seen"], None
+        if held == seen > 0 and not self.keeps_all:
+            warning = f"nothing was evicted from any of {self.evicted['sequences']} sequences: the budget "
+            warning += f"{self.asked['budget']} holds all of them, so these scores are the full cache's."
             warnings.warn(warning, stacklevel=2)
-        achieved = evicted["entries_held"] / max(1, evicted["entries_seen"])
-        return {
-            **super().get_model_info(),
-            "retain": {
-                "question": "known" if self.marker is None else "unknown",
-                **self.identity,
-                "evicted": {**evicted, "keep_ratio_achieved": achieved},
-                "processes": self.world_size,
-                "warning": warning,
-            },
-        }
+        evicted = {**self.evicted, "keep_ratio_achieved": held / max(1, seen)}
+        more = {"evicted": evicted, "processes": self.world_size, "warning": warning}
+        return {**super().get_model_info(), "retain": {**self.asked, **more}}
 
 
 def sorted_out(others: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
     """Splits the arguments that `RetainLM` does not name into changes of the policy (`protection.recent=8`),
     and arguments for lm-eval, which hands names that it does not know to the model's constructor, where they
-    may vanish.
-
-    Raises:
-        ValueError: Names that look like misspelt ones of ours; all at once.
-    """
+    may vanish. ValueError: a name that looks like a misspelt one of ours."""
     ours = {*signature(RetainLM.__init__).parameters, *FIELDS} - {"self", "others"}
-    changes, left, problems = [], {}, []
+    changes, left = [], {}
     for name, value in others.items():
-        section, dot, rest = name.partition(".")
+        section, dot, _ = name.partition(".")
         near = get_close_matches(section, ours, n=1, cutoff=0.75)
         if section in FIELDS:
             changes += [f"{path}={json.dumps(leaf)}" for path, leaf in leaves({name: value}).items()]
-        elif near or dot:
-            problems.append(f"{name!r}" + (f" (did you mean {near[0] + dot + rest!r}?)" if near else ""))
+        elif dot or near:
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            raise ValueError(
+                f"unknown model_args {name!r}{hint}. Known next to those of lm-eval's hf: "
+                f"{', '.join(sorted(ours))}, sections with a dot (protection.recent=8)."
+            )
         else:
             left[name] = value
-    if problems:
-        raise ValueError(
-            f"unknown model_args: {', '.join(problems)}. Known next to those of lm-eval's hf: "
-            f"{', '.join(sorted(ours))}, sections with a dot (protection.recent=8)."
-        )
     return changes, left

@@ -122,11 +122,6 @@ def evaluate(tasks: Path, **given: Any) -> dict[str, Any]:
     )
 
 
-def said(results: dict[str, Any]) -> list[str]:
-    samples = sorted(results["samples"]["local_generate"], key=lambda sample: sample["doc_id"])
-    return [sample["resps"][0][0] for sample in samples]
-
-
 def test_a_generation_task_says_what_was_asked_and_evicted(tasks: Path, folder: str) -> None:
     given = {"pretrained": folder, "policy": "snapkv", "keep_ratio": 0.5, **ROOM}
     results = evaluate(tasks, model_args=given)
@@ -135,25 +130,16 @@ def test_a_generation_task_says_what_was_asked_and_evicted(tasks: Path, folder: 
     assert (info["question"], info["budget"], info["when"]) == ("known", {"keep_ratio": 0.5}, "prefill")
     assert info["policy"]["protection"]["minimum"] == 1
     counts = info["evicted"]
-    assert (counts["sequences"], counts["sequences_evicted"]) == (3, 3)
+    assert counts["sequences"] == 3
     # Half of each prompt, and the tokens that were written behind it.
     assert 0.5 < counts["keep_ratio_achieved"] < 0.65
     assert counts["bytes_held"] * counts["entries_seen"] == counts["bytes_full"] * counts["entries_held"]
     json.dumps(info)
 
 
-def test_two_policies_never_share_an_answer(harness: Any, tasks: Path, folder: str, tmp_path: Path) -> None:
-    path = str(tmp_path / "answers")
-    args = {"snapkv": {"pretrained": folder, "policy": "snapkv", "keep_ratio": 0.3, **ROOM}}
-    args["recency"] = {name: args["snapkv"][name] for name in args["snapkv"] if "observed" not in name}
-    args["recency"]["policy"] = "recency"
-    answers = {}
-    for policy, given in args.items():
-        answers[policy] = said(evaluate(tasks, model_args=given, use_cache=path))
-        assert answers[policy] == answers_of(harness.RetainLM(**given, device="cpu"))
-    assert answers["snapkv"] != answers["recency"]
-    again = evaluate(tasks, model_args=args["snapkv"], use_cache=path)
-    assert said(again) == answers["snapkv"] and again["config"]["retain"]["evicted"]["sequences"] == 0
+def test_stored_answers_are_refused(tasks: Path, folder: str, tmp_path: Path) -> None:
+    given = {"pretrained": folder, "policy": "snapkv", "keep_ratio": 0.3, **ROOM}
+    refused("do not know the policy", evaluate, tasks, model_args=given, use_cache=str(tmp_path / "answers"))
 
 
 @pytest.mark.parametrize(
@@ -248,8 +234,8 @@ def test_log_likelihoods_are_refused(make: Any) -> None:
     ("given", "match"),
     [
         ({"keep_ration": 0.5}, "did you mean 'keep_ratio'"),
-        ({"keep_ratio": 0.5, "protecton.recent": 8}, "did you mean 'protection.recent'"),
-        ({"keep_ratio": 0.5, "some.thing": 8}, "unknown model_args: 'some.thing'"),
+        ({"keep_ratio": 0.5, "protecton.recent": 8}, "did you mean 'protection'"),
+        ({"keep_ratio": 0.5, "some.thing": 8}, "unknown model_args 'some.thing'"),
         ({}, "budget"),
         ({"keep_ratio": 0.5, "policy": "gate"}, "gates"),
         ({"keep_ratio": 0.5, "protection": {"recnt": 8}}, "protection.recnt"),
@@ -262,20 +248,6 @@ def test_bad_model_args_are_refused_before_anything_runs(
     harness: Any, folder: str, given: dict[str, Any], match: str
 ) -> None:
     refused(match, harness.RetainLM, folder, device="cpu", **{"policy": "snapkv", **given})
-
-
-def test_what_decides_an_answer_is_in_its_identity(make: Any) -> None:
-    half, others = {"keep_ratio": 0.5}, [{"keep_ratio": 0.4}, {"tokens_per_head": 16}]
-    others += [half | {"seeds": 1}, half | {"max_length": 256}, half | {"context_marker": MARK}]
-    others += [
-        half | {"protection.recent": 2},
-        half | {"dtype": "bfloat16"},
-        half | {"when": "prefill+decode"},
-        half | {"when": "prefill+decode", "every": 8},
-    ]
-    names = [str(make(**given).identity) for given in (half, *others)]
-    assert len({*names}) == len(others) + 1
-    assert str(make(**half).identity) == str(make(**half, every=8).identity) == names[0]
 
 
 def test_the_commands_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,4 +273,4 @@ def test_the_commands_of_the_page_run(tmp_path: Path, monkeypatch: pytest.Monkey
         (path,) = (tmp_path / folder).rglob("results_*.json")
         info = json.loads(path.read_text())["config"]["retain"]
         assert (info["policy"]["name"], info["question"]) == ("recency", question)
-        assert info["evicted"]["sequences_evicted"] == info["evicted"]["sequences"] == 2
+        assert info["evicted"]["sequences"] == 2 and info["evicted"]["keep_ratio_achieved"] < 1
