@@ -142,7 +142,7 @@ PROMPTS_SHA256 = "75e339f4f58566663b9e2916d85ca7258191b614158272128161675baece6c
 
 def longbench(name: str, *rows: dict[str, Any], path: Path, context_tokens: int = 10_000, **how: Any) -> list:
     lines = "".join(json.dumps(row) + "\n" for row in rows)
-    (path / f"{name.rpartition('/')[2]}{'_e' if '_e/' in name else ''}.jsonl").write_text(lines)
+    (path / f"{name.rpartition('/')[2]}.jsonl").write_text(lines)
     return load_rows(name, load_tokenizer(), context_tokens=context_tokens, path=str(path), **how)
 
 
@@ -216,8 +216,7 @@ def test_scores_follow_the_released_code(
 
 def test_longbench_comes_from_the_zip_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with zipfile.ZipFile(tmp_path / "data.zip", "w") as archive:
-        archive.writestr("data/trec_e.jsonl", json.dumps(released(all_classes=["a"])) + "\n")
+        archive.writestr("data/trec.jsonl", json.dumps(released(all_classes=["a"])) + "\n")
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *names, **how: tmp_path / "data.zip")
-    assert len(load_rows("longbench_e/trec", load_tokenizer(), context_tokens=9000)) == 1
-    refused("trec could not be had.*path=", load_rows, "longbench/trec", load_tokenizer())
-    refused("unknown task 'longbench_e/musique'", load_rows, "longbench_e/musique", None)
+    assert len(load_rows("longbench/trec", load_tokenizer(), context_tokens=9000)) == 1
+    refused("lcc could not be had.*path=", load_rows, "longbench/lcc", load_tokenizer())
