@@ -20,6 +20,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+from tqdm import tqdm
+
+import retain
+from retain.config import to_mapping
 from retain.eval.config import (
     CompareConfig,
     all_candidates,
@@ -28,16 +33,6 @@ from retain.eval.config import (
     gates_identity,
     policy_settings,
 )
-from retain.process.command import command, parse_first
-
-if __name__ == "__main__":
-    parse_first(compare_parser())
-
-import torch
-from tqdm import tqdm
-
-import retain
-from retain.config import to_mapping
 from retain.eval.report.render import write_report
 from retain.eval.run.checks import load_checked
 from retain.eval.run.measure import measure
@@ -45,6 +40,7 @@ from retain.eval.run.plan import Context, Loaded, Unit, task_settings, units_of
 from retain.eval.run.table import LOCK, append_lines, digest, finish_run, open_run, read_table
 from retain.hf.model.identity import fingerprint, identity_of
 from retain.models.named import commit_of
+from retain.process.command import command
 from retain.process.disk import disk_errors
 from retain.process.extras import require
 from retain.process.lock import lock_folder

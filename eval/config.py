@@ -11,7 +11,6 @@ import os
 import re
 import sys
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -162,17 +161,12 @@ def find_policy(config: CompareConfig, candidate: Candidate) -> Policy:
     """The policy of a candidate: a variant or a preset, under its protection; a control is the gate's
     pipeline. ValueError: there is no such policy, or it cannot be changed so."""
     protection = config.protections[candidate.protection] if candidate.protection != PRESET else ()
-    parts = [part for part in _parts(config, candidate.policy) if not part.startswith(GATES)]
-    return _policy(candidate.label, (*parts, *protection))
+    name, *changes = (part for part in _parts(config, candidate.policy) if not part.startswith(GATES))
+    return replace(load_policy(name, [*changes, *protection]), name=candidate.label, variants={})
 
 
 def _parts(config: CompareConfig, name: str) -> tuple[str, ...]:
     return config.variants.get(name) or ("gate" if name in CONTROLS else name,)
-
-
-@cache
-def _policy(label: str, parts: tuple[str, ...]) -> Policy:
-    return replace(load_policy(parts[0], parts[1:]), name=label, variants={})
 
 
 def policy_settings(policy: Policy) -> dict[str, Any]:

@@ -14,11 +14,10 @@ with a sliding window or a recurrent state cannot be cropped: a model that has t
 Elsewhere entries go while the model reads or decodes, so each candidate has a `retain.Cache` of its policy.
 """
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import Any
 
 import torch
@@ -146,10 +145,9 @@ def scores_of(
     for one in reader.candidates:
         policy, by_gates = loaded.policies[one], learned.get(one.policy)
         how = (policy.observed, policy.learned, policy.fusion, policy.fusion_weight, policy.draw is not None)
-        key = json.dumps([id(by_gates), *how, policy.observed_settings], sort_keys=True, default=str)
+        key = repr((id(by_gates), *how, policy.observed_settings))
         if key not in made:
-            handed: Sequence[Score | None] = by_gates or [None] * len(observed)
-            pairs = zip(observed, handed, strict=True)
+            pairs = zip_longest(observed, by_gates or ())
             seeds = [reader.unit.context.random_seed]
             layers = [score_entries(policy, seen, learned=score, seeds_B=seeds) for seen, score in pairs]
             made[key] = [first_entries(score, count) for score in layers]
@@ -170,11 +168,12 @@ def repeated_eviction(reader: Reader, candidate: Candidate, budget: Budget) -> C
     """Makes a cache that has read the context, and evicts by a candidate's policy while it reads or
     decodes."""
     loaded, config, when = reader.loaded, reader.config, reader.unit.when
-    cache = Cache(loaded.model, policy=None)
-    if candidate.policy != FULL:
+    if candidate.policy == FULL:
+        cache = Cache(loaded.model, policy=None)
+    else:
+        policy, gates = loaded.policies[candidate], loaded.gates_of(candidate)
         seeds = [reader.unit.context.random_seed]
-        how = (when, loaded.policies[candidate], budget, loaded.gates_of(candidate), seeds)
-        cache = open_cache(loaded.model, config, *how)
+        cache = open_cache(loaded.model, config, when, policy, budget, gates, seeds)
     return cache.prefill(reader.ids(None), chunk_size=config.chunk_tokens if "chunk" in when else None)
 
 
@@ -192,15 +191,6 @@ def open_cache(
     Raises:
         ValueError: Policy, time of eviction, budget and gates do not go together.
     """
-    stated = budget_for(budget, policy)
-    amounts = {name: getattr(stated, name) for name in ("keep_ratio", "tokens_per_head", "byte_ratio")}
-    return Cache(
-        model,
-        policy,
-        **amounts,
-        when=when.replace("chunk", "chunk"),  # its name there
-        every=config.every,
-        gates=gates if policy.learned else None,
-        seeds=seeds,
-        short="raise",  # at equal memory no short row is held whole
-    )
+    how: dict[str, Any] = {**vars(budget_for(budget, policy)), "when": when, "every": config.every}
+    # At equal memory no short row is held whole.
+    return Cache(model, policy, **how, gates=gates, seeds=seeds, short="raise")

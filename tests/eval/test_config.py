@@ -92,7 +92,7 @@ WRONG = {
     "bytes": (
         {"policies": ("packed",), "variants": {"packed": ("snapkv", "precision={bits: 4}")}}
         | {"tokens_per_head": (50,)},
-        "packed hold entries in fewer bytes, and tokens_per_head counts entries",
+        "'packed' holds entries in fewer bytes, and tokens_per_head counts entries",
     ),
     "variants": (
         {
