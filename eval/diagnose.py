@@ -35,17 +35,15 @@ from tqdm import tqdm
 from retain.attention.chunked import attention_chunks
 from retain.attention.ranking import rank_entries
 from retain.budget.statement import Budget
-from retain.eval.config import resolve_device
 from retain.eval.record import text_table, write_record
 from retain.eval.run.memory import positions_held
+from retain.eval.run.plan import load_model
 from retain.eval.run.scores import oracle
 from retain.eval.tasks.encode import Encoded, encode, opening_ids
 from retain.eval.tasks.sources import load_rows
 from retain.evidence import Evidence
 from retain.hf.cache.cache import Cache
-from retain.hf.intercept.attach import attach
 from retain.hf.version_names import CACHE
-from retain.models.named import load
 from retain.models.named_gates import load_gates
 from retain.policy import decide_layers, score_entries
 from retain.presets import Policy, load_policy
@@ -274,18 +272,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measures, shows the table, and writes it if a file was named."""
     typed = sys.argv[1:] if arguments is None else list(arguments)
     given = parser().parse_args(typed)
-    policies, device = policies_of(given.policies, given.keep_ratio), resolve_device(given.device)
-    model, tokenizer = load(given.model, dtype=given.dtype)
-    if tokenizer is None:
-        raise ValueError(f"model={given.model!r} has no tokenizer, and documents are texts.")
-    model = model.to(device).requires_grad_(False)
+    policies = policies_of(given.policies, given.keep_ratio)
+    model, tokenizer = load_model(given.model, given.device, dtype=given.dtype)
     gates = None if given.gates is None else load_gates(given.gates, model)
-    attach(model)
     documents = tqdm(documents_of(given, model, tokenizer), unit="document")
     rows = summarise([diagnose(model, one, policies, given.keep_ratio, gates=gates) for one in documents])
     print(text_table(rows))
     if given.output is not None:
-        write_record(given.output, rows, ["retain", "diagnose", *typed], str(device))
+        write_record(given.output, rows, ["retain", "diagnose", *typed], str(model.device))
     return 0
 
 

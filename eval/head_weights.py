@@ -28,12 +28,12 @@ from tqdm import tqdm
 
 from retain.attention.chunked import attention_chunks
 from retain.attention.head_weights import format_weights
-from retain.eval.config import resolve_device
+from retain.eval.run.plan import load_model
 from retain.eval.tasks.encode import Encoded, encode
 from retain.eval.tasks.sources import load_rows
 from retain.hf.intercept.observe import observe
 from retain.hf.model.decoder import describe
-from retain.models.named import REFERENCE, load
+from retain.models.named import REFERENCE
 from retain.process.command import command
 from retain.process.provenance import write_text
 
@@ -155,11 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--documents", type=int, default=64, help="texts with a needle (default 64)")
     parser.add_argument("--device", default="cpu", help="e.g. cuda:0 (default cpu)")
     given = parser.parse_args(arguments)
-    device = resolve_device(given.device)
-    model, tokenizer = load(given.model)
-    if tokenizer is None:
-        raise ValueError(f"model={given.model!r} has no tokenizer, and documents are texts.")
-    model = model.to(device).requires_grad_(False)
+    model, tokenizer = load_model(given.model, given.device)
     task = REFERENCE_TASK if given.model == REFERENCE else TASK
     rows = load_rows(task, tokenizer, seed=SEED, context_tokens=given.context_tokens, items=given.documents)
     items = (encode(row, tokenizer, model) for row in tqdm(rows, unit="item"))

@@ -15,15 +15,13 @@ from typing import Any
 
 import torch
 
-from retain.eval.config import resolve_device
 from retain.eval.report.page import Shown, document_page
 from retain.eval.run.answers import respond
 from retain.eval.run.memory import positions_held
+from retain.eval.run.plan import load_model
 from retain.eval.tasks.encode import encode
 from retain.eval.tasks.row import Row
 from retain.hf.cache.cache import Cache
-from retain.hf.intercept.attach import attach
-from retain.models.named import load
 from retain.process.command import command
 
 TEXT = Path(__file__).parent / "try.txt"
@@ -63,11 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     text, question, begins = given.text or TEXT, given.question or QUESTION, given.begins
     if given.text is None:
         begins = BEGINS
-    device = resolve_device(given.device)
-    model, tokenizer = load(given.model)
-    if tokenizer is None:
-        raise ValueError(f"model={given.model!r} has no tokenizer, and a text needs one.")
-    attach(model.to(device))
+    model, tokenizer = load_model(given.model, given.device)
     context = text.read_text(encoding="utf-8").strip()
     row = Row("try", context, f"\n{question}\n", ("",), ANSWER_TOKENS, answer_prefix=begins)
     asked = encode(row, tokenizer, model)

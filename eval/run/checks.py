@@ -48,7 +48,9 @@ def load_checked(config: CompareConfig, local_rank: int = 0) -> tuple[Loaded, di
     """Loads a model with everything that scores it, and the contexts of each task; a ValueError with all
     problems in one message."""
     _refuse(stated_problems(config))
-    model, tokenizer = load_model(config, local_rank)
+    origin: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+    how = {"local_rank": local_rank, "device_map": config.device_map, "dtype": config.dtype, **origin}
+    model, tokenizer = load_model(config.model, config.device, **how)
     problems: list[str] = []
     contexts: dict[str, list[Context]] = {}
     for task in task_names(config.tasks):

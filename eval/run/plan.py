@@ -107,15 +107,18 @@ class Unit:
         return f"{items} of {first.task} (seed {first.seed}, {self.when})"
 
 
-def load_model(config: CompareConfig, local_rank: int = 0) -> tuple[Any, Any]:
-    """Loads the model, attached and on its device, and its tokenizer; a ValueError if it cannot be loaded."""
-    origin: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
-    model, tokenizer = load(config.model, dtype=config.dtype, device_map=config.device_map, **origin)
+def load_model(
+    name: str, device: str = "cpu", *, local_rank: int = 0, device_map: str | None = None, **how: Any
+) -> tuple[Any, Any]:
+    """Loads a model, attached, frozen and on its device, and its tokenizer, for commands that ask texts;
+    a ValueError if it cannot be loaded. `how` as `retain.load` takes it."""
+    place = resolve_device(device, local_rank)
+    model, tokenizer = load(name, device_map=device_map, **how)
     if tokenizer is None:
-        raise ValueError(f"model={config.model!r} has no tokenizer, and rows of text need one.")
-    if config.device_map is None:
-        model = model.to(resolve_device(config.device, local_rank))
-    attach(model)
+        raise ValueError(f"model={name!r} has no tokenizer, and texts need one.")
+    if device_map is None:
+        model = model.to(place)
+    attach(model.requires_grad_(False))
     return model, tokenizer
 
 

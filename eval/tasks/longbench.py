@@ -17,7 +17,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from retain.eval.tasks.files import Table, parse
+from retain.eval.tasks.files import Table, read_file
 from retain.eval.tasks.row import Row, Source
 from retain.process.registry import lookup
 
@@ -86,7 +86,7 @@ def _table(name: str, path: str | None) -> Table:
             place = place / f"{name}.jsonl"
         elif place.suffix == ".zip":
             place = zipfile.Path(place, f"data/{name}.jsonl")
-        return parse(place.read_text(encoding="utf-8"), str(place))
+        return read_file(place)
     except (OSError, ValueError, KeyError) as error:  # no network is an OSError
         raise ValueError(
             f"LongBench's {name} could not be had: {error} Fetch data.zip of the hub's data set "

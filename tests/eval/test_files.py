@@ -107,8 +107,8 @@ def test_values_of_another_type_are_refused(changes: dict[str, Any], match: str,
 @pytest.mark.parametrize(
     ("name", "text", "match"),
     [
-        ("a.jsonl", '{"context": 1}\n\n{"context": ', r"a\.jsonl, line 3, is not JSON"),
-        ("a.jsonl", "[1]\n", r"is to hold objects"),
+        ("a.jsonl", '{"context": 1}\n\n{"context": ', r"a\.jsonl cannot be read: "),
+        ("a.jsonl", "[1]\n", r"is to hold JSON objects"),
         ("a.jsonl", "\n", r"at least one"),
         ("a.parquet", "not parquet", r"a\.parquet cannot be read"),
         ("a.jsonl", '{"context": "", "questions": ""}', r"(?s)row 0 of .*missing key 'question'"),

@@ -26,13 +26,11 @@ pytestmark = [
 ]
 
 GREEDY = {"until": ["<never>"], "max_gen_toks": 6, "do_sample": False}
-MARK = "\n# question:"
 PROMPTS = [
-    "def add(first, second):\n    return first + second\n\nclass Table:\n    pass\n" + MARK + " what?",
+    "def add(first, second):\n    return first + second\n\nclass Table:\n    pass\n" + "what?",
     "import os\nfor name in os.listdir('.'):\n    print(name)\n" * 3
-    + MARK
-    + " which names are printed here?",
-    "x = 1\ny = 2\nprint(x, y)\nassert x < y\nraise ValueError('no')\n" * 2 + MARK + " y",
+    + "# question: which names are printed here?",
+    "x = 1\ny = 2\nprint(x, y)\nassert x < y\nraise ValueError('no')\n" * 2 + "# question: y",
 ]
 # Of a model that no token means anything to: eviction must change what it says, or equality shows nothing.
 ROOM = {"protection.minimum": 1, "protection.sinks": 2, "protection.recent": 4, "observed_settings.window": 4}
@@ -146,11 +144,10 @@ def test_stored_answers_are_refused(tasks: Path, folder: str, tmp_path: Path) ->
     "given",
     [
         {"keep_ratio": 0.3},
-        {"keep_ratio": 0.3, "context_marker": MARK},
         {"tokens_per_head": 12, "when": "prefill+decode", "every": 3},
         {"tokens_per_head": 12, "when": "decode", "every": 2},
     ],
-    ids=["known", "unknown", "prefill+decode", "decode"],
+    ids=["prefill", "prefill+decode", "decode"],
 )
 def test_a_left_padded_batch_answers_like_its_prompts_alone(make: Any, given: dict[str, Any]) -> None:
     alone, batch = make(**given, batch_size=1), make(**given, batch_size=3)
@@ -175,18 +172,12 @@ def test_random_keeps_the_same_in_any_batch_and_order(harness: Any, folder: str)
 
 def test_an_answer_is_that_of_a_cache_by_hand(make: Any) -> None:
     lm = make(keep_ratio=0.3)
-    split = make(keep_ratio=0.3, context_marker=MARK)
-    model, tokenizer = lm.model, lm.tokenizer
     for prompt in PROMPTS:
-        ids = tokenizer(prompt, return_tensors="pt").input_ids
-        cut = tokenizer(prompt[: prompt.index(MARK) + len(MARK)], return_tensors="pt").input_ids.shape[1]
-        for one, seen in ((lm, 0), (split, cut)):
-            cache = retain.Cache(model, "snapkv", keep_ratio=0.3, **BY_HAND)
-            if seen:
-                cache.prefill(ids[:, :seen])
-            output = model.generate(ids, **{CACHE: cache}, max_new_tokens=6, do_sample=False)
-            wanted = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
-            assert answers_of(one, [prompt]) == [wanted]
+        ids = lm.tokenizer(prompt, return_tensors="pt").input_ids
+        cache = retain.Cache(lm.model, "snapkv", keep_ratio=0.3, **BY_HAND)
+        output = lm.model.generate(ids, **{CACHE: cache}, max_new_tokens=6, do_sample=False)
+        wanted = lm.tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+        assert answers_of(lm, [prompt]) == [wanted]
 
 
 @pytest.mark.always
@@ -194,10 +185,8 @@ def test_keeping_all_answers_like_hf(make: Any, folder: str) -> None:
     from lm_eval.models.huggingface import HFLM
 
     plain = answers_of(HFLM(folder, device="cpu", batch_size=2))
-    for given in ({}, {"context_marker": MARK}):
-        lm = make(keep_ratio=1.0, batch_size=2, **given)
-        assert answers_of(lm) == plain
-        assert lm.get_model_info()["retain"]["warning"] is None
+    lm = make(keep_ratio=1.0, batch_size=2)
+    assert answers_of(lm) == plain and lm.get_model_info()["retain"]["warning"] is None
 
 
 def test_a_prompt_that_does_not_fit_is_not_cut(make: Any) -> None:
@@ -218,12 +207,6 @@ def test_a_run_that_evicts_nothing_says_so(make: Any) -> None:
         assert "full cache" in lm.get_model_info()["retain"]["warning"]
 
 
-def test_a_prompt_without_its_marker_is_refused(make: Any) -> None:
-    lm = make(keep_ratio=0.5, context_marker=MARK)
-    refused("is not in the prompt", answers_of, lm, ["no question here"])
-    refused("is not in the prompt", lm.tok_batch_encode, [PROMPTS[0], "no question here"])
-
-
 def test_log_likelihoods_are_refused(make: Any) -> None:
     asked = instances("loglikelihood", [("a context", " a continuation")])
     for ask in (make(keep_ratio=0.5).loglikelihood, make(keep_ratio=0.5).loglikelihood_rolling):
@@ -240,7 +223,7 @@ def test_log_likelihoods_are_refused(make: Any) -> None:
         ({"keep_ratio": 0.5, "policy": "gate"}, "gates"),
         ({"keep_ratio": 0.5, "protection": {"recnt": 8}}, "protection.recnt"),
         ({"keep_ratio": 0.5, "when": "chunk"}, "retain compare"),
-        ({"keep_ratio": 0.5, "context_marker": ""}, "context_marker is a string"),
+        ({"keep_ratio": 0.5, "context_marker": "#"}, r"'context_marker' \(removed: use retain compare"),
         ({"keep_ratio": 0.5, "truncation": True}, "would cut"),
     ],
 )
@@ -266,11 +249,10 @@ def test_the_commands_of_the_page_run(tmp_path: Path, monkeypatch: pytest.Monkey
     # lm-eval reads the YAMLs of all its own tasks first, which takes it longer than the rest of this file.
     quick = functools.partial(lm_eval.tasks.TaskManager, include_defaults=False)
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", quick)
-    assert len(commands) == 2
-    for command, folder, question in zip(commands, ("results", "split"), ("known", "unknown"), strict=True):
-        program, *arguments = shlex.split(command)
-        assert program == "retain" and main(arguments) == 0
-        (path,) = (tmp_path / folder).rglob("results_*.json")
-        info = json.loads(path.read_text())["config"]["retain"]
-        assert (info["policy"]["name"], info["question"]) == ("recency", question)
-        assert info["evicted"]["sequences"] == 2 and info["evicted"]["keep_ratio_achieved"] < 1
+    (command,) = commands
+    program, *arguments = shlex.split(command)
+    assert program == "retain" and main(arguments) == 0
+    (path,) = (tmp_path / "results").rglob("results_*.json")
+    info = json.loads(path.read_text())["config"]["retain"]
+    assert (info["policy"]["name"], info["question"]) == ("recency", "known")
+    assert info["evicted"]["sequences"] == 2 and info["evicted"]["keep_ratio_achieved"] < 1
