@@ -117,7 +117,6 @@ def naive_held_attention(evidence: Evidence) -> Tensor:
     the heads that hold something."""
     B, Q, S, _ = evidence.queries_BQSD.shape
     T, G = evidence.num_seen, evidence.group
-    places = evidence.places_BT
     out = torch.zeros(B, Q, S, T, dtype=torch.float64)
     for b in range(B):
         for q in range(Q):
@@ -125,9 +124,7 @@ def naive_held_attention(evidence: Evidence) -> Tensor:
                 if evidence.queried_BS is not None and not evidence.queried_BS[b, s]:
                     continue
                 each = T - S + s
-                reach = 10**9 if evidence.window is None else evidence.window
                 seen = [i for i in range(each + 1) if evidence.exists_BHT[b, q // G, i]]
-                seen = [i for i in seen if int(places[b, each] - places[b, i]) < reach]
                 if not seen:
                     continue
                 keys = evidence.keys_BHTD[b, q // G, seen].double()

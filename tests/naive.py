@@ -61,8 +61,7 @@ def naive_attention(evidence: Evidence) -> Tensor:
         for q in range(Q):
             for s in range(S):
                 each = T - S + s
-                reach = each + 1 if evidence.window is None else evidence.window
-                seen = [i for i in range(each + 1) if evidence.valid_BT[b, i] and each - i < reach]
+                seen = [i for i in range(each + 1) if evidence.valid_BT[b, i]]
                 logits = [float(queries[b, q, s] @ keys[b, q // G, i]) * evidence.scaling for i in seen]
                 if evidence.soft_cap is not None:
                     logits = [evidence.soft_cap * math.tanh(x / evidence.soft_cap) for x in logits]
@@ -81,11 +80,6 @@ def query_heads(evidence: Evidence, h: int) -> range:
 def existing(evidence: Evidence, b: int) -> list[int]:
     """Entries of a sequence that are no padding."""
     return [i for i in range(evidence.num_seen) if evidence.valid_BT[b, i]]
-
-
-def reach_of(evidence: Evidence) -> int:
-    """Entries that a query sees, itself among them."""
-    return evidence.num_seen if evidence.window is None else evidence.window
 
 
 def naive_norm(evidence: Evidence, b: int, q: int, i: int, p: int = 1) -> float:
@@ -111,7 +105,6 @@ def alone(evidence: Evidence, b: int) -> Evidence:
         positions_BT=one.positions_BT[:, pad:],
         valid_BT=one.valid_BT[:, pad:],
         soft_cap=one.soft_cap,
-        window=one.window,
         sinks_Q=one.sinks_Q,
         rotary=one.rotary,
     )
@@ -127,9 +120,8 @@ SHAPES = {
 }
 
 
-# Layers whose softmax is not the plain one. The sliding window is smaller than any observation window of
-# `SHAPES` but one, so that there are queries that see nothing before it.
-LAYERS = ("soft_cap", "window", "sinks")
+# Layers whose softmax is not the plain one.
+LAYERS = ("soft_cap", "sinks")
 
 # Every shape in a plain layer, and one in each other layer.
 SHAPED = (*((shape, None) for shape in sorted(SHAPES)), *(("group4", layer) for layer in LAYERS))
@@ -144,12 +136,11 @@ def shaped_evidence(name: str, layer: str | None = None, **settings) -> tuple[Ev
 
 
 def special_layer(evidence: Evidence, layer: str | None) -> Evidence:
-    """The same evidence in a layer of `LAYERS`: a cap that bites, a window of 4, or sink logits."""
+    """The same evidence in a layer of `LAYERS`: a cap that bites, or sink logits."""
     Q = evidence.queries_BQSD.shape[1]
     settings: dict[str | None, dict] = {
         None: {},
         "soft_cap": {"soft_cap": 1.5},
-        "window": {"window": 4},
         "sinks": {"sinks_Q": torch.linspace(-1.0, 2.0, Q)},
     }
     return replace(evidence, **settings[layer])

@@ -15,7 +15,7 @@ from tests.kernels.device import DEVICE
 from tests.naive import LAYERS, random_evidence, special_layer
 
 # The interpreter takes its time, and the op has tests of its own.
-PATHS = [*(("reference", layer) for layer in (None, *LAYERS)), ("triton", None), ("triton", "window")]
+PATHS = [*(("reference", layer) for layer in (None, *LAYERS)), ("triton", None)]
 # numpy, in which kernels are interpreted, speaks of the poison in what is not held.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 

@@ -96,10 +96,9 @@ class LayerLocal(Stage):
             if bool(risk_HN.isnan().all(1).any()):
                 raise ValueError(
                     f"layer {layer}: no query of target.sources=[{', '.join(self.target.sources)}] reaches "
-                    f"any entry of {len(documents)} document(s), so that there is nothing to learn: the "
-                    f"layer's window is no longer than target.horizon={self.target.horizon}, or the "
-                    "documents are not. Lower target.horizon, or add a source that every document has "
-                    "(repeat, continuation)."
+                    f"any entry of {len(documents)} document(s), so that there is nothing to learn: they are "
+                    f"no longer than target.horizon={self.target.horizon}. Lower target.horizon, or add a "
+                    "source that every document has (repeat, continuation)."
                 )
             inputs = joined([inputs for inputs, _ in parts])
             counted_BT = torch.ones((1, risk_HN.shape[1]), dtype=torch.bool, device=risk_HN.device)

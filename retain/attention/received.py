@@ -60,7 +60,6 @@ def received_attention(
         s]`), in float32 (float64 if the evidence is), `last` in int64.
     """
     T, S = evidence.num_seen, evidence.num_queries
-    counts_places = evidence.window is not None or pool is not None
     stats = attention_stats(
         evidence.queries_BQSD[:, :, start:],
         evidence.keys_BHTD,
@@ -69,11 +68,10 @@ def received_attention(
         first_query=T - S + start,
         keys=None if entries is None else (0, entries),
         distance=distance,
-        window=evidence.window,
         # One head stands for all that hold the same.
         exists_BHT=evidence.valid_BT[:, None] if evidence.held_BHT is None else evidence.exists_BHT,
         asks_BS=evidence.asks_BS[:, start:],
-        place_BT=evidence.place_BT if counts_places else None,
+        place_BT=None if pool is None else evidence.place_BT,
         soft_cap=evidence.soft_cap,
         sinks_Q=evidence.sinks_Q,
         log_weight_BHT=evidence.log_weight_BHT,
@@ -192,20 +190,8 @@ def _places_of(entry_BHT: Int[Tensor, "B H T"], place_BT: Int[Tensor, "B T"]) ->
 
 
 def _entries_seen(evidence: Evidence) -> Int[Tensor, "B Q S"]:
-    """Number of entries that each query sees: those of its head up to its place, within a window."""
+    """Number of entries that each query sees: those of its head up to its place."""
     T, S = evidence.num_seen, evidence.num_queries
     exists_BHT = evidence.valid_BT[:, None] if evidence.held_BHT is None else evidence.exists_BHT
-    heads = exists_BHT.shape[1]
-    before_BHT1 = torch.nn.functional.pad(exists_BHT.cumsum(-1), (1, 0))
-    column_S = torch.arange(T - S, T, device=exists_BHT.device)
-    seen_BHS = before_BHT1[..., column_S + 1]
-    if evidence.window is not None:
-        if evidence.place_BT is None:
-            first_BS = (column_S + 1 - evidence.window).clamp_min(0).expand(len(exists_BHT), -1)
-        else:
-            # Places ascend over a sequence's entries; what padding has means nothing.
-            place_BT = evidence.place_BT.masked_fill(~evidence.valid_BT, -1).cummax(-1).values
-            far_BS = place_BT[:, T - S :] - evidence.window
-            first_BS = torch.searchsorted(place_BT, far_BS, right=True)
-        seen_BHS = seen_BHS - before_BHT1.gather(-1, first_BS[:, None].expand(-1, heads, -1))
+    seen_BHS = exists_BHT.cumsum(-1)[..., T - S :]
     return seen_BHS.expand(-1, evidence.num_heads, -1).repeat_interleave(evidence.group, dim=1)

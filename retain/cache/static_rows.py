@@ -173,7 +173,7 @@ def packed_of(stores: Sequence[RaggedStore], room: int, weighted: bool, together
     for store, held_G2D, room_G2D, (columns, offsets_R1) in zip(stores, scales, table, places, strict=True):
         room_G2D[: len(held_G2D)] = held_G2D
         store.key_scales_G2D = room_G2D[: len(held_G2D)]
-        parts = [columns[name] for name in ("keys", "values", "positions", VALUE_SCALES, GROUPS)]
+        parts = [columns[name] for name in ("keys", "values", VALUE_SCALES, GROUPS)]
         parts += [room_G2D, offsets_R1, store.lengths_R.to(torch.int32, copy=True)]
         found.append([*parts, columns[LOG_WEIGHT]] if weighted else parts)
     return found

@@ -58,7 +58,6 @@ class GateInputs:
         lookahead_keys_BHSD: their keys.
         valid_BT: False on padding; None: none. For gates that look from one entry at another.
         scaling, soft_cap: factor on the layer's attention logits, and their cap; None: none.
-        window: entries that the layer's queries see; None: all.
         sinks_Q: the layer's sink logits; None: none.
     """
 
@@ -75,7 +74,6 @@ class GateInputs:
     valid_BT: Bool[Tensor, "B T"] | None = None
     scaling: float | None = None
     soft_cap: float | None = None
-    window: int | None = None
     sinks_Q: Float[Tensor, " Q"] | None = None
 
     def entries(self, idx: Int[Tensor, " N"] | slice) -> "GateInputs":
@@ -465,7 +463,7 @@ def inputs_of(evidence: Evidence, gate: Gate) -> GateInputs:
     """
     where = f"the gate of layer {evidence.layer_idx}"
     found: dict[str, Any] = {
-        name: getattr(evidence, name) for name in ("valid_BT", "scaling", "soft_cap", "window", "sinks_Q")
+        name: getattr(evidence, name) for name in ("valid_BT", "scaling", "soft_cap", "sinks_Q")
     }
     if "lookahead" in gate.inputs:
         found["lookahead_keys_BHSD"] = evidence.lookahead_keys_BHSD

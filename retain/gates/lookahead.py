@@ -112,9 +112,8 @@ class LookaheadGate(Gate):
     """`s_h(i) = mean_p mean_{q in group(h)} a_qp[i]`: attention of the lookahead tokens `p` to entry `i`.
 
     `a_qp` is the softmax of `cap(scaling q_p . k)` over the prompt's entries, the lookahead tokens up to `p`
-    itself, and the layer's sink, if it has one; in a layer with a sliding window over the entries that `p`
-    reaches. So a head's scores sum to its attention to the prompt, at most 1. The paper's score, by which a
-    prompt is cut once, when it has been read.
+    itself, and the layer's sink, if it has one. So a head's scores sum to its attention to the prompt, at
+    most 1. The paper's score, by which a prompt is cut once, when it has been read.
     """
 
     family = "lookahead"
@@ -135,7 +134,7 @@ class LookaheadGate(Gate):
         exists_BA = torch.ones(B, T + S, dtype=torch.bool, device=keys.device)
         if inputs.valid_BT is not None:
             exists_BA[:, :T] = inputs.valid_BT
-        both_BHAD, place_BA = torch.cat([keys, behind], dim=2), exists_BA.cumsum(-1) - 1
+        both_BHAD = torch.cat([keys, behind], dim=2)
         layer = Evidence(
             layer_idx=0,
             queries_BQSD=queries,
@@ -143,12 +142,10 @@ class LookaheadGate(Gate):
             values_BHTD=both_BHAD,
             output_weight_QDE=keys.new_zeros(1).expand(Q, D, 1),
             scaling=inputs.scaling,
-            positions_BT=place_BA,
+            positions_BT=exists_BA.cumsum(-1) - 1,
             valid_BT=exists_BA,
             soft_cap=inputs.soft_cap,
-            window=inputs.window,
             sinks_Q=inputs.sinks_Q,
-            place_BT=None if inputs.valid_BT is None else place_BA,
         )
         if torch.is_grad_enabled() and (queries.requires_grad or both_BHAD.requires_grad):
             paid_BQT = attention_probs(layer, 0, S)[..., :T].sum(2)

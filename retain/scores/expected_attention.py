@@ -49,9 +49,7 @@ def expected_attention(
     5. `score[i] = mean_{q in group(h)} a_q[i] * N_q[i]`, where N is `||v_i||_2` (`plain`, released) or
        `||v_i W_O^q||_2` (`output`, paper).
 
-    In a layer whose queries see a sliding window, `R` is the mean over the positions to come that still see
-    an entry that is held, at most `window - 1`; the softmax is over the entries that the next position sees;
-    others score 0, an entry of the sinks too. A cap on logits has no closed form and is refused.
+    A cap on logits has no closed form and is refused.
 
     Defaults are those of its authors' released press.
 
@@ -81,10 +79,6 @@ def expected_attention(
                 f"{S} queries are held and the first {sinks} are left out as sinks: no query is left to "
                 "learn from. Pass fewer sinks, or keep this sequence whole."
             )
-    read_BT = torch.ones_like(valid_BT)
-    if evidence.window is not None:
-        read_BT = place_BT > place_BT[:, -1:] + 1 - evidence.window
-        future = max(1, min(future, evidence.window - 1))
     mean_BQD, cov_BQDD = _future_queries(evidence, asked_BS, future)
 
     H, scaling = evidence.num_heads, evidence.scaling
@@ -93,12 +87,12 @@ def expected_attention(
     logits_BHGT = logits_BHGT + quadratic(keys_BHTD, group_heads(cov_BQDD, H)) * (scaling**2 / 2)
     if evidence.log_weight_BHT is not None:
         logits_BHGT = logits_BHGT + evidence.log_weight_BHT[:, :, None]
-    rivals_BHT = evidence.exists_BHT & (counted_BT & read_BT)[:, None]
+    rivals_BHT = evidence.exists_BHT & counted_BT[:, None]
     logits_BHGT = logits_BHGT.masked_fill(~rivals_BHT[:, :, None], float("-inf"))
     if evidence.sinks_Q is not None:
         sink_BHG1 = evidence.sinks_Q.to(logits_BHGT.dtype).view(H, -1, 1).expand(*logits_BHGT.shape[:3], 1)
         logits_BHGT = torch.cat([logits_BHGT, sink_BHG1], dim=-1)
-    # Where nothing is seen (a window of 1), a softmax over nothing is NaN, and is masked too.
+    # Where a head holds nothing, a softmax over nothing is NaN, and is masked too.
     attention_BHGT = torch.softmax(logits_BHGT, dim=-1)[..., :T].masked_fill(~rivals_BHT[:, :, None], 0.0)
 
     if value_norm == "plain":
@@ -106,7 +100,7 @@ def expected_attention(
     else:
         score_BHT = (attention_BHGT * group_heads(value_norms(evidence, p=2), H)).mean(2)
     best_BH1 = score_BHT.masked_fill(~rivals_BHT, 0.0).amax(-1, keepdim=True)
-    score_BHT = torch.where(counted_BT[:, None], score_BHT, best_BH1).masked_fill(~read_BT[:, None], 0.0)
+    score_BHT = torch.where(counted_BT[:, None], score_BHT, best_BH1)
     return masked_score(score_BHT, evidence.exists_BHT, "mass")
 
 

@@ -77,4 +77,4 @@ def _payers(evidence: Evidence) -> Tensor:
     # Entries that were evicted since have asked too: places know them, the entries left do not.
     place_BT = evidence.places_BT
     last_B1 = place_BT.masked_fill(~evidence.valid_BT, 0).amax(-1, keepdim=True)
-    return (last_B1 - place_BT + 1).clamp(min=1, max=evidence.window)
+    return (last_B1 - place_BT + 1).clamp_min(1)

@@ -27,9 +27,7 @@ def quest(evidence: Evidence, *, page_size: int = 16) -> Score:
     `u_q[page] >= q . k_i` for every entry of the page; where something is added to logits, the page's
     largest, over their scaling, is added too; `score[i] = max_{q in group(h)} u_q[page(i)]`.
 
-    In a layer whose queries see a sliding window, entries that the next query no longer sees (all but the
-    last `window - 1`) come after all others, whatever their page. A cap on logits and a sink logit change no
-    order, so they are not read.
+    A cap on logits and a sink logit change no order, so they are not read.
 
     Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference, arXiv 2406.10774, which speaks of
     one query head a KV head. The maximum over a group is still a bound; a mean of bounds bounds nothing.
@@ -39,8 +37,7 @@ def quest(evidence: Evidence, *, page_size: int = 16) -> Score:
         page_size: consecutive entries of a page, at least 1. The last page may be shorter.
 
     Returns:
-        score in `rank`: a logit without its scaling, equal within a page (ties go to the later position);
-        below the head's lowest for what is no longer seen.
+        score in `rank`: a logit without its scaling, equal within a page (ties go to the later position).
     """
     if page_size < 1:
         raise ValueError(f"quest page_size is at least 1 entry; got {page_size}.")
@@ -58,11 +55,6 @@ def quest(evidence: Evidence, *, page_size: int = 16) -> Score:
         most.scatter_reduce_(2, page_BT[:, None].expand(B, H, T), added_BHT, "amax")
         upper = upper + most[:, :, None]
     score_BHT = upper.amax(2).gather(2, page_BT[:, None].expand(B, H, T))
-    if evidence.window is not None:
-        lowest_BH1 = score_BHT.masked_fill(~exists_BHT, float("inf")).amin(-1, keepdim=True)
-        place_BT = evidence.places_BT
-        unseen_BT = place_BT <= place_BT[:, -1:] + 1 - evidence.window
-        score_BHT = torch.where(unseen_BT[:, None], lowest_BH1 - lowest_BH1.abs() - 1, score_BHT)
     return masked_score(score_BHT, exists_BHT, "rank")
 
 

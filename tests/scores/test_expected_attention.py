@@ -42,16 +42,10 @@ def _naive(evidence, *, future, sinks, value_norm):
     naive = torch.full((B, H, T), float("-inf"), dtype=torch.float64)
     for b in range(B):
         entries = [i for i in range(T) if evidence.valid_BT[b, i]]
-        reach = math.inf if evidence.window is None else evidence.window
-        read = [i for i in entries if T - i < reach]  # by the next query, at T
         after = entries[sinks:]
         held = [i for i in after if i >= T - S]
         last = int(evidence.positions_BT[b, entries[-1]])
-        to_come = [ahead for ahead in range(1, future + 1) if ahead < reach]  # that see the last entry
-        if not to_come:
-            naive[b, :, entries] = 0.0
-            continue
-        R = sum(_rotation(last + ahead, D) for ahead in to_come) / len(to_come)
+        R = sum(_rotation(last + ahead, D) for ahead in range(1, future + 1)) / future
         for h in range(H):
             total = dict.fromkeys(after, 0.0)
             for q in range(h * G, h * G + G):
@@ -63,7 +57,7 @@ def _naive(evidence, *, future, sinks, value_norm):
                 cov = sum(torch.outer(x - mean, x - mean) for x in queries.values()) / len(held)
                 mean, cov = R @ mean, R @ cov @ R.T
                 z = {}
-                for i in [i for i in after if i in read]:
+                for i in after:
                     z[i] = evidence.scaling * float(keys[b, h, i] @ mean)
                     z[i] += evidence.scaling**2 / 2 * float(keys[b, h, i] @ cov @ keys[b, h, i])
                     if evidence.log_weight_BHT is not None:
@@ -80,7 +74,7 @@ def _naive(evidence, *, future, sinks, value_norm):
                     }[value_norm]
             for i in entries:
                 best = total[i] if i in total else max(total.values())
-                naive[b, h, i] = best / G if i in read else 0.0
+                naive[b, h, i] = best / G
     return naive
 
 
@@ -120,15 +114,6 @@ def test_expected_attention_is_its_formula(value_norm, layer):
 )
 def test_expected_attention_over_shapes(shape, changes):
     assert_formula(_evidence(**shape), **changes)
-
-
-@pytest.mark.parametrize("window", [1, 2, 5, 12, 17, 40])
-@pytest.mark.parametrize("future", [1, 7])
-def test_in_a_sliding_window_only_what_is_read_again_scores(window, future):
-    evidence = replace(_evidence(pads=(0, 4, 9), num_tokens=17, num_queries=6), window=window)
-    score = assert_formula(evidence, future=future)
-    unseen = (torch.arange(17) <= 17 - window) & evidence.valid_BT[:, None]
-    assert (score == 0).sum() == 2 * unseen.sum()
 
 
 def test_quadratic_however_it_is_chunked(monkeypatch):

@@ -65,17 +65,6 @@ def test_every_score_is_local_somehow_or_known_not_to_be():
 def test_a_head_scores_what_it_holds_as_if_that_were_all(name, settings, layer):
     evidence = special_layer(held_evidence(seed=3), layer)
     assert ((evidence.exists_BHT.sum(-1) < evidence.valid_BT.sum(-1, keepdim=True)).all(-1)).all()
-    assert_local(evidence, name, settings)
-
-
-@pytest.mark.parametrize(("name", "settings"), LOCAL)
-@pytest.mark.parametrize("seed", [1, 2, 9])
-def test_the_same_where_a_sliding_window_reaches_back_over_gaps(name, settings, seed):
-    """A window of 14 places shows fewer columns than 14."""
-    assert_local(held_evidence(seed=seed, window=14), name, settings)
-
-
-def assert_local(evidence, name, settings):
     score = score_of(filled(evidence, float("nan")), name, settings)
     for b, h in itertools.product(range(3), range(2)):
         one, left = compacted(evidence, b, h)

@@ -174,7 +174,7 @@ class StaticDecoding:
         from retain.kernels.decode_step.launch import tables
 
         rooms = [
-            [offsets_R1.diff().tolist() for offsets_R1 in (*rows.packed[6:7], rows.offsets_R1)]
+            [offsets_R1.diff().tolist() for offsets_R1 in (*rows.packed[5:6], rows.offsets_R1)]
             for rows in self.rows.values()
         ]
         group = max(spec.num_heads // spec.num_kv_heads for spec in self.state.specs)
@@ -199,7 +199,7 @@ class StaticDecoding:
             for idx, rows in self.rows.items():
                 rows.base_R.copy_(self.stores[idx].lengths_R)
                 if rows.packed:
-                    rows.packed[7].copy_(state.layers[idx].store.packed.lengths_R)
+                    rows.packed[6].copy_(state.layers[idx].store.packed.lengths_R)
         for idx in self.windowed:
             state.layers[idx] = Layer()
             state.layers[idx].is_sliding = True
