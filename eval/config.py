@@ -233,17 +233,11 @@ LISTS = ("policies", "tasks", "keep_ratios", "tokens_per_head", "when", "questio
 SINGLE = ("gates", "items_per_task", "context_tokens", "device", "run")
 
 
-class _Parser(argparse.ArgumentParser):
-    """Takes `key=value` behind options too."""
-
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        return self.parse_intermixed_args(args, namespace)
-
-
 def compare_parser() -> argparse.ArgumentParser:
-    """The command line of a comparison; its help lists every key with type, default and meaning."""
+    """The command line of a comparison, for `parse_intermixed_args`; its help lists every key with type,
+    default and meaning."""
     about = meanings_of(CompareConfig)
-    parser = _Parser(
+    parser = argparse.ArgumentParser(
         os.path.relpath(sys.argv[0]),
         description="Compare KV-cache eviction policies at equal achieved memory.",
         epilog="\n  ".join(["Keys of a config (type; default): meaning", *key_help(CompareConfig)]),
@@ -268,8 +262,8 @@ def config_of(given: argparse.Namespace) -> CompareConfig:
     changes = [f"model={json.dumps(name)}" for name in models]
     if models and given.config is None:
         changes.append(f"run={json.dumps(re.sub(r'[^-.0-9A-Z_a-z]+', '-', models[0]).strip('-.'))}")
-    stated = {key: getattr(given, key) for key in (*LISTS, *SINGLE) if getattr(given, key) is not None}
-    changes += [f"{key}=[{value}]" if key in LISTS else f"{key}={value}" for key, value in stated.items()]
+    stated = ((key, getattr(given, key)) for key in (*LISTS, *SINGLE))
+    changes += [f"{key}=[{x}]" if key in LISTS else f"{key}={x}" for key, x in stated if x is not None]
     changes += [word for word in given.words if "=" in word]
     if given.config is None and not changes:
         raise ValueError("state a model with --policies and --tasks, or --config YAML; --help says more.")

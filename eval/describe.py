@@ -71,34 +71,26 @@ class ModelDescription:
     """Facts of a model that its config says.
 
     Args:
-        model_type: of its decoder; if it is refused, of the config.
-        refusal, whole: why it cannot be used, or why only its text decoder is described.
-        dtype: of weights and entries.
-        layout: its layers, on the meta device; None: it is refused.
+        model, layout: the model, or its text decoder, and its layers, on the meta device.
+        whole: why only the text decoder is described.
         keep_ratio: kept / seen.
         footprints: one a length.
     """
 
     name: str
-    model_type: str
-    refusal: str | None = None
-    whole: str | None = None
-    dtype: torch.dtype = UNSTATED
-    parameters: int = 0
-    layout: Layout | None = None
-    keep_ratio: float = 1.0
-    footprints: tuple[Footprint, ...] = ()
+    model: Any
+    layout: Layout
+    whole: str | None
+    keep_ratio: float
+    footprints: tuple[Footprint, ...]
 
     def __str__(self) -> str:
-        rows = [("model_type", self.model_type)]
+        rows = [("model_type", base_model(self.model).config.model_type)]
         if self.whole is not None:
             rows.append(("text decoder", f"what follows is of it alone. As a whole: {self.whole}"))
-        if self.layout is None:
-            rows.append(("refused", str(self.refusal)))
-        else:
-            precision = str(self.dtype).removeprefix("torch.")
-            rows.append(("weights", f"{self.parameters / 1e9:.4g} B parameters in {precision}"))
-            rows += layer_rows(self.layout)
+        count, dtype = sum(one.numel() for one in self.model.parameters()), self.layout.evicting[0].dtype
+        rows.append(("weights", f"{count / 1e9:.4g} B parameters in {str(dtype).removeprefix('torch.')}"))
+        rows += layer_rows(self.layout)
         for one in self.footprints:
             text = f"full cache {size(one.full)}; {size(one.kept)} kept at keep_ratio {self.keep_ratio:g}"
             alone = "" if one.alone == 0 else f", and {size(one.alone)} left alone"
@@ -172,7 +164,7 @@ def describe_model(
         dtype: of weights and entries; `auto`: as its config says.
 
     Raises:
-        ValueError: the config cannot be read; or a ratio is none.
+        ValueError: the config cannot be read, the model cannot be used; or a ratio is none.
     """
     if not 0 < keep_ratio <= 1:
         raise ValueError(f"keep_ratio is {keep_ratio}: pass a number above 0, at most 1.")
@@ -180,34 +172,26 @@ def describe_model(
     text = config.get_text_config()
     named = torch.float32 if name == REFERENCE else named_precision(config)
     precision = (named or UNSTATED) if dtype == "auto" else dtype_of(dtype)
-    refusals: list[str] = []
-    for part in [config] if text is config else [config, text]:
+    whole = None
+    for part in (config, text):
         try:
             model: Any = meta_model_of(part, precision)
             layout = layout_of(model, on_meta=True)
             break
         except ValueError as error:
-            refusals.append(str(error))
-    else:
-        return ModelDescription(name, config.model_type, refusal=refusals[-1])
+            if part is text:
+                raise
+            whole = str(error)
     positions: Any = getattr(text, "max_position_embeddings", None)
     if tokens is None:
         tokens = [one for one in TOKENS if positions is None or one <= positions] or [positions]
-    return ModelDescription(
-        name,
-        base_model(model).config.model_type,
-        whole=refusals[0] if refusals else None,
-        dtype=precision,
-        parameters=sum(one.numel() for one in model.parameters()),
-        layout=layout,
-        keep_ratio=keep_ratio,
-        footprints=tuple(footprint(model, layout, one, keep_ratio) for one in tokens),
-    )
+    footprints = tuple(footprint(model, layout, one, keep_ratio) for one in tokens)
+    return ModelDescription(name, model, layout, whole, keep_ratio, footprints)
 
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Describes a model; 1 if it is refused."""
+    """Describes a model."""
     parser = argparse.ArgumentParser(prog="retain describe", description="Describe a model by its config.")
     names = f"hub name, local folder, config.json, {', '.join(CATALOGUE)}, or reference:0"
     parser.add_argument("name", metavar="MODEL", help=names)
@@ -215,9 +199,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, nargs="+", help=about)
     parser.add_argument("--keep-ratio", type=float, default=0.2, help="kept / seen (default 0.2)")
     parser.add_argument("--dtype", default="auto", help="of weights and entries, as torch calls it")
-    found = describe_model(**vars(parser.parse_args(arguments)))
-    print(found)
-    return 0 if found.refusal is None else 1
+    print(describe_model(**vars(parser.parse_args(arguments))))
+    return 0
 
 
 def findings() -> Iterator[tuple[bool, str]]:
