@@ -34,22 +34,8 @@ from retain.hf.model.decoder import layout_of
 from retain.policy import Policy, decide_layers, score_entries
 from retain.scores import Score
 
-
-@dataclass(frozen=True)
-class Caches:
-    """Caches to be, all evicted at one time from what a policy may know by then.
-
-    Attributes:
-        question: Whether the eviction has seen the question: "known" or "unknown".
-        numbers: Numbers of the questions that are asked of each cache.
-        single: Whether they evict once, and no more, so that several decode as one batch.
-        make: Makes the cache of a candidate at a budget.
-    """
-
-    question: str
-    numbers: Sequence[int]
-    single: bool
-    make: Callable[[Candidate, Budget], Cache]
+# Makes the cache of a candidate at a budget.
+Make = Callable[[Candidate, Budget], Cache]
 
 
 @dataclass(frozen=True)
@@ -81,24 +67,26 @@ class Reader:
         return cache.prefill(ids_BT, evict=False, hold_evidence=evidence, wanted=wanted)
 
 
-def caches_of(reader: Reader) -> Iterator[Caches]:
-    """Yields the caches of a unit, eviction by eviction."""
+def caches_of(reader: Reader) -> Iterator[tuple[str, Sequence[int], Make]]:
+    """Yields the evictions of a unit: whether each has seen the question ("known" or "unknown"), the numbers
+    of the questions that are asked of its caches, and what makes these."""
     numbers = range(len(reader.unit.context.rows))
     if reader.unit.when != "prefill":
-        yield Caches("unknown", numbers, False, partial(repeated_eviction, reader))
+        yield "unknown", numbers, partial(repeated_eviction, reader)
         return
     for number in numbers:
         states = [state for state in reader.config.question if state == "known" or number == 0]
         if states:
             whole = reader.read(reader.ids(number, answered=True), evidence=True)
-            yield from (single_eviction(reader, whole, number, known=state == "known") for state in states)
+            for state in states:
+                asked = (number,) if state == "known" else numbers
+                yield state, asked, single_eviction(reader, whole, number, known=state == "known")
 
 
-def single_eviction(reader: Reader, whole: Cache, number: int, *, known: bool) -> Caches:
+def single_eviction(reader: Reader, whole: Cache, number: int, *, known: bool) -> Make:
     """Scores the entries of a prefill for all candidates; each cache is a fork that is evicted once."""
     context, policies = reader.unit.context, reader.loaded.policies
     count = len(context.ids) + (len(context.encoded[number].question_ids) - 1 if known else 0)
-    numbers = (number,) if known else range(len(context.rows))
     scores = scores_of(reader, whole, number, count, known=known)
     evidence = [truncate(layer, count) for layer in whole.evidence or []]
     base = _upto(reader, whole, number, count)
@@ -112,7 +100,7 @@ def single_eviction(reader: Reader, whole: Cache, number: int, *, known: bool) -
         keep = [layer.keep_BHT for layer in layers]
         return fork.evict_with(keep, correction=policy.correction, precision=policy.precision)
 
-    return Caches("known" if known else "unknown", numbers, True, make)
+    return make
 
 
 def scores_of(

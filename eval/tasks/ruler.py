@@ -87,7 +87,11 @@ def ruler_niah(
         return insert(hay, size, [(int(depth * size), needle)], templates[0])
 
     size = request.fit(written, least=1, what="ruler_niah")
-    labels = {"haystack": haystack, "full_answer": f"{value}.", "depth": 100.0 * int(depth * size) / size}
+    labels: dict[str, Any] = {
+        "haystack": haystack,
+        "full_answer": f"{value}.",
+        "depth": 100.0 * int(depth * size) / size,
+    }
     return _row(written(size), templates, value, needle, **labels)
 
 
