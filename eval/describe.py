@@ -236,7 +236,7 @@ def devices() -> list[str]:
 
 def trial(device: str) -> str:
     """The reference model reads a prompt and answers from a cache that evicts: what was held."""
-    model = load_reference(0).to(device)
+    model = load_reference().to(device)
     retain.attach(model)
     begin = time.perf_counter()
     cache = retain.Cache(model, policy="defensivekv", keep_ratio=0.2)

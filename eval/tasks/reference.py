@@ -1,7 +1,7 @@
 """Tasks of the reference model, in its vocabulary, for tests and machines without a network.
 
-Six families that gates are trained on, and three that they are not (format, lists, quote); the reference
-model itself was trained on all of them. Rows are on text that no training saw. They are token ids
+Six families that gates are trained on, and one that they are not (lists); the reference model itself was
+trained on all of them. Rows are on text that no training saw. They are token ids
 (`Row.extra["token_ids"]`), since a text would not be cut into the same tokens again; their answers are names
 of tokens, and are scored at their places.
 """
@@ -14,7 +14,6 @@ import numpy as np
 from retain.eval.tasks.row import Request, Row, Source, one_by_one
 from retain.reference.documents import (
     FACT_FORMATS,
-    HELD_OUT_FACT_FORMATS,
     Question,
     Writer,
     fill,
@@ -29,9 +28,7 @@ ABOUT = {
     "multiquery": "the values of four keys",
     "tracing": "every variable on a chain of assignments",
     "common": "the words that occur most often",
-    "format": "multikey, in formats of a fact that gate training never uses",
     "lists": "the items of one list among several",
-    "quote": "what stands after a word of the plain text",
 }
 # Stream of the generator: no row repeats a document of another use.
 _ROW_STREAM = 7
@@ -72,7 +69,7 @@ def _stated(context_ids: Sequence[int], question: Question) -> tuple[tuple[int, 
     """The span of the first statement of the fact that is asked for; none if it is no fact, or not the only
     one."""
     ids, spans = np.asarray(context_ids), list[tuple[int, int]]()
-    for template in (*FACT_FORMATS, *HELD_OUT_FACT_FORMATS) if len(question.answers) == 1 else ():
+    for template in FACT_FORMATS if len(question.answers) == 1 else ():
         run = np.asarray(fill(template, question.ids[-2], question.answers[0]))
         equal = (np.lib.stride_tricks.sliding_window_view(ids, len(run)) == run).all(1)
         spans += [(start, start + len(run)) for start in np.flatnonzero(equal).tolist()]

@@ -40,7 +40,7 @@ def test_devices_say_why_the_reference_is_taken(monkeypatch):
 
 
 def test_a_trial_that_breaks_is_no_success(monkeypatch):
-    def broken(seed):
+    def broken():
         raise RuntimeError("no such instruction")
 
     monkeypatch.setattr(describe, "load_reference", broken)
