@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
@@ -25,7 +25,6 @@ from retain.presets import Policy, load_policy
 
 When = Literal["prefill", "chunk", "decode", "prefill+decode", "chunk+decode"]
 Question = Literal["unknown", "known"]
-WHEN: tuple[str, ...] = get_args(When)
 # Label of the full cache, which is always measured, and its budget.
 FULL = "full"
 FULL_BUDGET = Budget(keep_ratio=1.0)

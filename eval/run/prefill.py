@@ -106,9 +106,8 @@ def single_eviction(reader: Reader, whole: Cache, number: int, *, known: bool) -
 def scores_of(
     reader: Reader, whole: Cache, number: int, count: int, *, known: bool
 ) -> dict[Candidate, list[Score]]:
-    """Scores the first `count` entries of every layer for all candidates, once for those that agree in what a
-    score depends on: they may differ in protection, budget and scope. The oracle's score stands in the gate's
-    place.
+    """Scores the first `count` entries of every layer for all candidates, once for all budgets. The oracle's
+    score stands in the gate's place.
 
     Args:
         reader: Of the unit.
@@ -128,19 +127,15 @@ def scores_of(
         others = [] if known else [one for one in range(len(reader.unit.context.rows)) if one != number]
         read = (reader.read(reader.ids(one, answered=True), evidence=True).evidence or [] for one in others)
         learned["oracle"] = oracle(chain([teacher], read), count)
-    made: dict[str, list[Score]] = {}
-    scores = {}
-    for one in reader.candidates:
-        policy, by_gates = loaded.policies[one], learned.get(one.policy)
-        how = (policy.observed, policy.learned, policy.fusion, policy.fusion_weight, policy.draw is not None)
-        key = repr((id(by_gates), *how, policy.observed_settings))
-        if key not in made:
-            pairs = zip_longest(observed, by_gates or ())
-            seeds = [reader.unit.context.random_seed]
-            layers = [score_entries(policy, seen, learned=score, seeds_B=seeds) for seen, score in pairs]
-            made[key] = [first_entries(score, count) for score in layers]
-        scores[one] = made[key]
-    return scores
+    seeds = [reader.unit.context.random_seed]
+
+    def scored(one: Candidate) -> list[Score]:
+        pairs = zip_longest(observed, learned.get(one.policy, ()))
+        policy = loaded.policies[one]
+        layers = (score_entries(policy, seen, learned=score, seeds_B=seeds) for seen, score in pairs)
+        return [first_entries(score, count) for score in layers]
+
+    return {one: scored(one) for one in reader.candidates}
 
 
 def _upto(reader: Reader, whole: Cache, number: int, count: int) -> Cache:

@@ -29,7 +29,6 @@ class Interval:
         estimate: Mean over strata of each stratum's mean.
         low, high: Ends. Equal to `estimate` where every number is 0; infinite where there is no interval.
         method: "t", "constant" (nothing varies) or "undefined" (a stratum of one item).
-        num_items: Items over all strata.
         num_nonzero: Items whose number is not 0, on which the two policies differ.
     """
 
@@ -37,7 +36,6 @@ class Interval:
     low: float
     high: float
     method: Method
-    num_items: int
     num_nonzero: int
 
     def __str__(self) -> str:
@@ -93,7 +91,7 @@ def paired_interval(strata: Sequence[np.ndarray]) -> Interval:
     num_nonzero = sum(int(np.count_nonzero(stratum)) for stratum in strata)
 
     def interval(low: float, high: float, method: Method) -> Interval:
-        return Interval(estimate, float(low), float(high), method, sum(sizes), num_nonzero)
+        return Interval(estimate, float(low), float(high), method, num_nonzero)
 
     if num_nonzero and min(sizes) == 1:
         return interval(-math.inf, math.inf, "undefined")

@@ -38,16 +38,13 @@ class Comparison:
 
     Attributes:
         interval: Estimate and interval of the macro-mean difference.
-        p: Raw p of the difference test (`sign_flip`).
-        p_within: Raw p of "the difference is at least the margin".
-        holm_p, holm_p_within: The same, adjusted within their families.
+        holm_p: p of the difference test (`sign_flip`), adjusted within its family.
+        holm_p_within: p of "the difference is at least the margin", adjusted within its family.
         family_size: Comparisons that were adjusted together.
         verdict: In the family.
     """
 
     interval: Interval
-    p: float
-    p_within: float
     holm_p: float
     holm_p_within: float
     family_size: int
@@ -143,23 +140,13 @@ def judge(
         'better'
     """
     enough = max(resamples, math.ceil(4 * len(family) / ALPHA))
-    made = []
-    for policy, baseline in family.values():
-        differences = _differences(policy, baseline)
-        within = p_within(differences, margin)
-        made.append((paired_interval(differences), sign_flip(differences, resamples=enough), within))
-    adjusted = (holm([p for _, p, _ in made]), holm([within for _, _, within in made]))
+    differences = [_differences(*pair) for pair in family.values()]
+    intervals = map(paired_interval, differences)
+    flips = holm([sign_flip(one, resamples=enough) for one in differences]).tolist()
+    bounds = holm([p_within(one, margin) for one in differences]).tolist()
     return {
-        name: Comparison(
-            interval=interval,
-            p=p,
-            p_within=within,
-            holm_p=float(holm_p),
-            holm_p_within=float(holm_within),
-            family_size=len(made),
-            verdict=verdict(interval, margin, p=float(holm_p), p_within=float(holm_within)),
-        )
-        for name, (interval, p, within), holm_p, holm_within in zip(family, made, *adjusted, strict=True)
+        name: Comparison(interval, p, within, len(family), verdict(interval, margin, p=p, p_within=within))
+        for name, interval, p, within in zip(family, intervals, flips, bounds, strict=True)
     }
 
 

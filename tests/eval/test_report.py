@@ -10,8 +10,8 @@ from pandas import DataFrame
 
 from retain.eval.report.page import Shown, document_page, page_of, plain
 from retain.eval.report.render import write_report
-from retain.eval.report.table import Table, budget_words, where_words, with_lines
-from retain.eval.report.text import answer_of, markdown_table
+from retain.eval.report.table import Table, with_lines
+from retain.eval.report.text import answer_of
 from retain.eval.stats.scores import comparisons, scores
 from tests.eval.made_table import rows, write
 from tests.refused import refused
@@ -183,13 +183,6 @@ def test_the_picture(report, tmp_path):
     lines = [line for line in many + known if not line["policy"].startswith("full")]
     write_report(write(tmp_path, lines + full + [{**line, "question": "known"} for line in full]))
     assert imread(tmp_path / "scores.png").shape[1] > width
-
-
-def test_names_in_words():
-    assert budget_words("keep_ratio=0.05") == "5 % of the cache"
-    assert budget_words("tokens_per_head=128") == "128 entries per head"
-    assert where_words("decode", "unknown") == "Eviction while decoding; the question comes afterwards"
-    assert markdown_table(("a", "bb"), [(1, "ccc")]) == "|  a | bb  |\n| -: | --- |\n|  1 | ccc |"
 
 
 def test_a_text_token_by_token():
