@@ -81,18 +81,18 @@ SPECIAL = ({"group": 1}, {"group": 3}, {"soft_cap": 2.0}, {"dtype": torch.bfloat
 @pytest.mark.parametrize("weight", sorted(WEIGHTS))
 @pytest.mark.parametrize("aggregate", sorted(AGGREGATES))
 @pytest.mark.parametrize(
-    ("sources", "chunk", "horizon", "settings"),
+    ("sources", "horizon", "settings"),
     [
-        *((sources, chunk, 4, {}) for sources in sorted(SOURCE_SETS) for chunk in (None, 3)),
-        *((sources, 1, horizon, {}) for sources in ("own", "all") for horizon in (0, 10, 11, 16)),
-        *(("all", None, 4, settings) for settings in SPECIAL),
+        *((sources, 4, {}) for sources in sorted(SOURCE_SETS)),
+        *((sources, horizon, {}) for sources in ("own", "all") for horizon in (0, 10, 11, 16)),
+        *(("all", 4, settings) for settings in SPECIAL),
     ],
     ids=str,
 )
-def test_future_use_is_its_definition(aggregate, weight, sources, chunk, horizon, settings):
+def test_future_use_is_its_definition(aggregate, weight, sources, horizon, settings):
     document, branches = _parts(**settings)
     given = {"aggregate": aggregate, "weight": weight, "horizon": horizon}
-    use, reached = future_use(document, branches, sources=SOURCE_SETS[sources], chunk=chunk, **given)
+    use, reached = future_use(document, branches, sources=SOURCE_SETS[sources], **given)
     wanted, wanted_reached = _naive_use(document, branches, SOURCE_SETS[sources], **given)
     assert use.dtype == torch.float32 and (horizon > 9 or wanted.abs().sum() > 0)
     assert torch.equal(reached, wanted_reached)
