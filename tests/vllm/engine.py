@@ -154,7 +154,8 @@ class Run:
         self.add("last", [5, 6, 7], 1)
         self.finish()
         assert self.worker is not None
-        assert (self.held, self.worker.requests, self.scheduler.connector.manager.progress) == (0, {}, {})
+        assert (self.held, self.scheduler.connector.manager.asked) == (0, {})
+        assert not self.worker.prompts and not self.worker.starts
 
 
 def _asked(request_id: str) -> str:

@@ -13,15 +13,15 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from retain.vllm.packing.eviction import Arrival
 from retain.vllm.packing.pages import PageStore
-from retain.vllm.packing.progress import Arrival, Progress
 from retain.vllm.packing.tables import Layout, build_tables
 from retain.vllm.packing.worker import Part, Worker
 from tests.vllm.engine import places_of
 
 
 def make_store(layout: Layout, head_dim: int) -> PageStore:
-    """Zeroed pages of all layers, which lie in the allocation in the reverse of their order.
+    """Zeroed pages of all layers.
 
     Args:
         layout: of the pages.
@@ -29,7 +29,7 @@ def make_store(layout: Layout, head_dim: int) -> PageStore:
     """
     L, blocks, H, page = layout
     whole = torch.zeros(L, blocks, H, page, 2 * head_dim)
-    return PageStore([whole[L - 1 - place] for place in range(L)], write)
+    return PageStore(list(whole), write)
 
 
 def write(keys: Tensor, values: Tensor, cache: Tensor) -> None:
@@ -49,16 +49,20 @@ def read_page(store: PageStore, page_number: int) -> tuple[Tensor, Tensor]:
 
 @dataclass
 class Served:
-    """A request: its tokens' tensors, its blocks, and how far it has come."""
+    """A request: its tokens' tensors, its blocks, and how far it has come; None: it is not evicted from."""
 
     keys_LHTD: Tensor
     values_LHTD: Tensor
     queries_LQTD: Tensor
     hidden_TE: Tensor
     arrival: Arrival | None
-    progress: Progress | None
     blocks: list[int] = field(default_factory=list)
     done: int = 0
+
+    @property
+    def evicted(self) -> bool:
+        """True once its prompt was computed."""
+        return self.arrival is not None and self.done >= self.arrival.length
 
 
 class Steps:
@@ -77,7 +81,7 @@ class Steps:
         # Request -> length of its prompt, and the places that each head of each layer kept.
         self.kept: dict[str, tuple[int, list[list[list[int]]]]] = {}
         worker.watch = self._watch
-        self.counts = {"evictions": 0, "evictions_failed": 0, "entries_freed": 0}
+        self.counts = {"evictions": 0, "evictions_failed": 0}
 
     def _watch(self, request_id: str, keeps: list[Tensor]) -> None:
         self.kept[request_id] = keeps[0].shape[1], places_of(keeps)
@@ -86,16 +90,15 @@ class Steps:
         """A request of so many tokens, `new` more of which may come; without an arrival it is untouched."""
         draw = torch.Generator().manual_seed(seed)
         L, _, H, _ = self.layout
-        Q, D, T = self.worker.layers[0].queries_BQSD.shape[1], self.worker.pages.head_dim, length + new
+        Q, D, T = 2 * H, self.worker.pages.head_dim, length + new
 
         def random(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=draw)
 
-        progress = None
-        if arrival is not None and arrival.kept < length // self.layout.page:
-            progress = Progress(arrival, length // self.layout.page)
+        if arrival is not None and arrival.kept == length // self.layout.page:
+            arrival = None
         tensors = random(L, H, T, D), random(L, H, T, D), random(L, Q, T, D), random(T, 5)
-        self.requests[request_id] = Served(*tensors, arrival, progress)
+        self.requests[request_id] = Served(*tensors, arrival)
 
     def finish(self, request_id: str) -> None:
         """A request ends, or is aborted; the worker hears of it in the next step."""
@@ -123,12 +126,9 @@ class Steps:
             stop = request.done + count
             while len(request.blocks) * page < stop:
                 request.blocks.append(self.pool.pop())
-            if request.arrival is None or request.progress is None:
-                continue
-            evicts = request.progress.step(request.done, stop)
-            last = request.blocks[(stop - 1) // page]
-            evicted = request.progress.evicted and not evicts
-            parts.append(Part(request.arrival, last, request.done, stop, evicted, evicts))
+            if request.arrival is not None:
+                last = request.blocks[(stop - 1) // page]
+                parts.append(Part(request.arrival, last, request.done, stop))
         worker.begin(parts, self.finished)
         self.finished = set()
         starts = [0, *accumulate(counts.values())]
@@ -136,35 +136,34 @@ class Steps:
         lengths_R = torch.tensor([self.requests[one].done + counts[one] for one in rows], dtype=torch.int32)
         if parts:
             worker.read_batch(blocks_RB, starts, lengths_R)
-        for place in range(self.layout.num_layers):
+        for place, name in enumerate(worker.layers):
             spans = [slice(self.requests[one].done, self.requests[one].done + counts[one]) for one in rows]
             self._write(place, rows, spans)
             pairs = [(self.requests[one], span) for one, span in zip(rows, spans, strict=True)]
             queries = torch.cat([request.queries_LQTD[place][:, span] for request, span in pairs], 1)
-            worker.observe_(place, queries.transpose(0, 1))
-            if worker.gates is not None and worker.reading:
+            worker.observe_(name, queries.transpose(0, 1))
+            if worker.gates is not None:
                 hidden = torch.cat([request.hidden_TE[span] for request, span in pairs])
-                worker.score_tokens_(place, hidden_NE=hidden)
+                worker.score_tokens_(name, hidden_NE=hidden)
         for name, count in worker.evict().items():
             self.counts[name] += count
-        for part in parts:
-            request = self.requests[part.asked.request_id]
-            assert request.progress is not None
-            for place in request.progress.free(part.stop):
-                self.pool.append(request.blocks[place])
-                request.blocks[place] = 0
         for one in rows:
-            self.requests[one].done += counts[one]
+            request = self.requests[one]
+            request.done += counts[one]
+            if request.evicted:
+                for place in range(request.arrival.kept, request.arrival.length // page):
+                    self.pool += [request.blocks[place]] if request.blocks[place] else []
+                    request.blocks[place] = 0
 
     def _write(self, place: int, rows: Sequence[str], spans: Sequence[slice]) -> None:
         """Write keys and values of the step's tokens, one by one."""
-        L, blocks, H, page = self.layout
+        _, blocks, H, page = self.layout
         store, D = self.worker.pages, self.worker.pages.head_dim
         for one, span in zip(rows, spans, strict=True):
             request = self.requests[one]
             for t in range(span.start, span.stop):
                 for h in range(H):
-                    number = ((L - 1 - place) * blocks + request.blocks[t // page]) * H + h
+                    number = (place * blocks + request.blocks[t // page]) * H + h
                     there = read_page(store, number)
                     given = request.keys_LHTD[place, h, t], request.values_LHTD[place, h, t]
                     for page_ED, x in zip(there, given, strict=True):
@@ -183,12 +182,11 @@ class Steps:
         """Keys and values that each head of each layer of a request reads, in order, through its table in the
         next step's attention."""
         request, page = self.requests[request_id], self.layout.page
-        full, starts_P = 0, torch.zeros(self.layout.per_block + 1, dtype=torch.int32)
-        if request.progress is not None and request.progress.evicted:
-            full = request.progress.asked.length // page
-            starts_P = self.worker.requests[request_id].starts_P
-        columns = torch.tensor([request.done]), torch.tensor([full]), starts_P[None]
-        tables = build_tables(self.layout, self.block_table([request_id]), *columns, self.worker.places_L)
+        full, starts = 0, torch.zeros(self.layout.per_block + 1, dtype=torch.int32)
+        if request.evicted:
+            full, starts = request.arrival.length // page, self.worker.starts[request_id]
+        columns = torch.tensor([request.done]), torch.tensor([full]), starts[None]
+        tables = build_tables(self.layout, self.block_table([request_id]), *columns)
         read = []
         for pages_HW, lengths_H in zip(*tables, strict=True):
             heads = []

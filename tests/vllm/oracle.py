@@ -105,8 +105,7 @@ def keep_masks(
     budget = Budget(settings.get("keep_ratio"), settings.get("tokens_per_head"))
     policy, gates = load_policy(settings["policy"], settings.get("overrides", ())), settings.get("gates")
     gates = gates and retain.load_gates(gates, model_in(case["model"]))
-    heads_L = tuple(layer.num_heads for layer in shown)
-    rules = Rules(policy, PAGE, heads_L, shape_of(shown[0]).entry_bytes)
+    rules = Rules(policy, PAGE, [shape_of(layer) for layer in shown])
     if rules.kept(T, budget) == T // PAGE:
         return whole
     draw, plan, candidates = torch.Generator().manual_seed(seed), rules.plan(T, budget), []

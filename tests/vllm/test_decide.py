@@ -9,8 +9,8 @@ from retain.budget.statement import Budget
 from retain.capability import problems
 from retain.gates import build_gates
 from retain.policy import candidates_of, load_policy, score_entries
-from retain.vllm.packing.eviction import decide
-from retain.vllm.packing.progress import Arrival
+from retain.shapes import LayerShape
+from retain.vllm.packing.eviction import Arrival, decide
 from retain.vllm.packing.whole_pages import keep_pages
 from retain.vllm.settings import SHORT_TOKENS, Rules
 from tests.evictions import PRESETS
@@ -40,7 +40,7 @@ def made(name: str, length: int, *overrides: str, num_layers: int = 3):
         for idx in range(num_layers)
     ]
     gates = build_gates("linear", {idx: {"E": 5, "H": 2} for idx in range(num_layers)})
-    return Rules(policy, PAGE, (2,) * num_layers, 24), evidence, gates if policy.learned else None
+    return Rules(policy, PAGE, [LayerShape(2, 24)] * num_layers), evidence, gates if policy.learned else None
 
 
 def decided(rules, evidence, gates, budget, seed=3):
@@ -95,9 +95,9 @@ def test_a_short_prompt_is_held_whole_and_a_long_one_refused():
 
 def test_a_prompt_that_is_shorter_than_the_window_is_held_whole():
     policy = load_policy("snapkv", ["observed_settings.window=48", "protection.recent=2"])
-    rules, budget = Rules(policy, 4, (2, 2), 24), Budget(keep_ratio=0.5)
+    rules, budget = Rules(policy, 4, [LayerShape(2, 24)] * 2), Budget(keep_ratio=0.5)
     assert rules.kept(47, budget) == 11 and rules.kept(48, budget) < 12
 
 
 def test_a_policy_that_keeps_everything_frees_nothing():
-    assert Rules(load_policy("full"), 4, (2, 2), 24).kept(400, Budget(keep_ratio=0.5)) == 100
+    assert Rules(load_policy("full"), 4, [LayerShape(2, 24)] * 2).kept(400, Budget(keep_ratio=0.5)) == 100

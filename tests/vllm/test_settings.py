@@ -33,7 +33,7 @@ def test_every_setting():
 @pytest.mark.parametrize(
     ("asked", "says"),
     [
-        ("snapkv", "holds settings, such as .*got 'snapkv'"),
+        ("snapkv", "retain: input should be an object, got 'snapkv'"),
         ({"policy": "snapkv", "keep_ratio": 0.2, "every": 32}, "'retain.every' .removed.*retain.Cache"),
         ({"polcy": "snapkv", "keep_ration": 0.2}, "(?s)polcy.*keep_ration.*did you mean 'keep_ratio'"),
         ({"policy": "snapvk", "keep_ratio": 0.2}, "snapvk.*did you mean.*snapkv"),

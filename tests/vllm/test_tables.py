@@ -17,7 +17,6 @@ def made(seed: int):
     L, H, page = draw.randint(1, 3), draw.randint(1, 4), draw.choice([1, 3, 4])
     R = draw.randint(1, 5)
     layout = Layout(L, 50, H, page)
-    places = draw.sample(range(L), L)
     blocks, lengths, full, starts = [], [], [], []
     for _ in range(R):
         count = draw.randint(1, 9)
@@ -35,10 +34,10 @@ def made(seed: int):
         lengths.append(length)
         full.append(whole)
         starts.append([sum(held[:i]) for i in range(L * H + 1)])
-    return layout, blocks, lengths, full, starts, places
+    return layout, blocks, lengths, full, starts
 
 
-def plain(layout, blocks, lengths, full, starts, places) -> dict:
+def plain(layout, blocks, lengths, full, starts) -> dict:
     """(layer, request, head) -> pages and length, one after the other."""
     L, num_blocks, H, page = layout
     tables = {}
@@ -51,16 +50,16 @@ def plain(layout, blocks, lengths, full, starts, places) -> dict:
                     block, inside = blocks[r][order // (L * H)], order % (L * H)
                     pages.append((inside // H * num_blocks + block) * H + inside % H)
                 for place in range(full[r], -(-length // page)):
-                    pages.append((places[l] * num_blocks + blocks[r][place]) * H + h)
+                    pages.append((l * num_blocks + blocks[r][place]) * H + h)
                 tables[l, r, h] = pages, (last - first) * page + length - full[r] * page
     return tables
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_tables_are_those_of_three_loops(seed):
-    given = layout, *rows, places = made(seed)
+    given = layout, *rows = made(seed)
     integers = [torch.tensor(row, dtype=torch.int32) for row in rows]
-    pages_LNW, lengths_LN = build_tables(layout, *integers, torch.tensor(places))
+    pages_LNW, lengths_LN = build_tables(layout, *integers)
     assert pages_LNW.dtype == lengths_LN.dtype == torch.int32
     for (l, r, h), (pages, length) in plain(*given).items():
         row = pages_LNW[l, r * layout.num_heads + h].tolist()
@@ -70,7 +69,6 @@ def test_tables_are_those_of_three_loops(seed):
 
 def test_a_page_reads_as_it_was_written():
     store = make_store(Layout(2, 4, 3, 5), head_dim=6)
-    assert store.places == [1, 0]
     keys, values, pages = torch.randn(2, 5, 6), torch.randn(2, 5, 6), torch.tensor([17, 3])
     store.put_(pages, keys, values)
     got = store.read(pages)

@@ -9,8 +9,8 @@ from retain.budget.statement import Budget
 from retain.evidence import Evidence
 from retain.gates import build_gates
 from retain.policy import load_policy
-from retain.vllm.packing.eviction import with_tokens
-from retain.vllm.packing.progress import Arrival
+from retain.shapes import LayerShape
+from retain.vllm.packing.eviction import Arrival, with_tokens
 from retain.vllm.packing.tables import Layout
 from retain.vllm.packing.worker import Worker
 from retain.vllm.settings import Rules
@@ -28,7 +28,6 @@ def make_steps(name: str = "snapkv", layout: Layout = LAYOUT) -> Steps:
     """An empty memory with a worker: 2 query heads a KV head, windows of 5 queries."""
     overrides = [*SMALL, "observed_settings.window=5"] if name in ("snapkv", "adakv", "learned") else SMALL
     policy = load_policy(name, overrides)
-    heads_L = (layout.num_heads,) * layout.num_layers
     layers = [
         Evidence(
             layer_idx=2 * place,
@@ -45,9 +44,9 @@ def make_steps(name: str = "snapkv", layout: Layout = LAYOUT) -> Steps:
     gates = None
     if policy.learned:
         gates = build_gates("linear", {layer.layer_idx: {"E": 5, "H": 2} for layer in layers})
-    rules = Rules(policy, layout.page, heads_L, 24)
-    names = [f"layers.{layer.layer_idx}" for layer in layers]
-    return Steps(Worker(rules, layers, names, make_store(layout, 3), gates))
+    rules = Rules(policy, layout.page, [LayerShape(layout.num_heads, 24)] * layout.num_layers)
+    named = {f"layers.{layer.layer_idx}": layer for layer in layers}
+    return Steps(Worker(rules, named, make_store(layout, 3), gates))
 
 
 def arrival(steps: Steps, request_id: str, length: int, seed: int = 0, budget: Budget = BUDGET) -> Arrival:
@@ -62,11 +61,11 @@ def wanted(steps: Steps, request_id: str) -> list[list[list[int]]]:
         with_tokens(
             layer,
             request.keys_LHTD[place][None, :, :T],
+            request.values_LHTD[place][None, :, :T],
             queries_BQSD=request.queries_LQTD[place][None, :, :T],
-            values_BHTD=request.values_LHTD[place][None, :, :T],
             hidden_BTE=request.hidden_TE[None, :T],
         )
-        for place, layer in enumerate(worker.layers)
+        for place, layer in enumerate(worker.layers.values())
     ]
     masks = expected(worker.rules, evidence, worker.gates, given.budget, given.seed)
     return places_of([mask[0] for mask in masks])
@@ -75,8 +74,7 @@ def wanted(steps: Steps, request_id: str) -> list[list[list[int]]]:
 def check(steps: Steps, request_id: str) -> None:
     """Each head reads its kept entries and then all later ones, and nothing else."""
     request = steps.requests[request_id]
-    evicted = request.progress is not None and request.progress.evicted
-    seen, kept = steps.kept[request_id] if evicted else (0, None)
+    seen, kept = steps.kept[request_id] if request.evicted else (0, None)
     for place, heads in enumerate(steps.held(request_id)):
         for h, (keys, values) in enumerate(heads):
             before = kept[place][h] if kept is not None else []
@@ -91,7 +89,7 @@ def forget(steps: Steps) -> None:
     for request_id in list(steps.requests):
         steps.finish(request_id)
     steps.worker.begin([], steps.finished)
-    assert not steps.worker.requests
+    assert not steps.worker.prompts and not steps.worker.starts
     assert len(steps.pool) == len(set(steps.pool)) == steps.layout.num_blocks - 1
 
 
@@ -114,7 +112,6 @@ def test_heads_read_what_stays_of_a_prompt_and_then_its_answer(name, length, chu
         steps.step({"a": 1})
     freed = length // PAGE - steps.worker.rules.kept(length, BUDGET)
     assert steps.requests["a"].blocks.count(0) == freed > 0
-    assert steps.counts["entries_freed"] == freed * PAGE * 4
     forget(steps)
 
 

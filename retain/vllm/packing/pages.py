@@ -11,10 +11,10 @@ import torch
 from jaxtyping import Float, Int, Int64
 from torch import Tensor
 
-from retain.vllm.packing.tables import Layout, page_numbers
+from retain.vllm.packing.tables import Layout
 
 # Digits that every floating-point type of a cache tells apart.
-BASE = 8
+BASE = 256
 
 
 class PageStore:
@@ -25,45 +25,36 @@ class PageStore:
         write: writes keys and values `[page, H, D]` into a cache of one block, as the backend does.
 
     Raises:
-        ValueError: the layers differ, do not lie in one allocation side by side, or a block's numbers are not
-            those that were written.
+        ValueError: the layers differ, do not lie in one allocation one behind the other, or a block's numbers
+            are not those that were written.
     """
 
     def __init__(self, caches: Sequence[Tensor], write: Callable[[Tensor, Tensor, Tensor], None]):
         first, offsets = caches[0], [cache.storage_offset() for cache in caches]
-        size, alike = first.numel(), {(cache.shape, cache.dtype) for cache in caches}
-        places = [(offset - min(offsets)) // size for offset in offsets]
-        if (
-            first.dim() != 4
-            or len(alike) > 1
-            or len({cache.untyped_storage().data_ptr() for cache in caches}) > 1
-            or sorted(offsets) != [min(offsets) + size * place for place in range(len(caches))]
-            or not all(cache.is_contiguous() for cache in caches)
-        ):
+        kinds = {(cache.shape, cache.dtype, cache.untyped_storage().data_ptr()) for cache in caches}
+        wanted = [offsets[0] + first.numel() * layer for layer in range(len(caches))]
+        if first.dim() != 4 or len(kinds) > 1 or offsets != wanted or not first.is_contiguous():
             raise ValueError(
-                f"the engine's caches are {sorted(tuple(shape) for shape, _ in alike)} at {offsets}, and "
+                f"the engine's caches are {sorted(tuple(shape) for shape, *_ in kinds)} at {offsets}, and "
                 "alike ones of [blocks, heads, page, 2 D], side by side in one allocation, are wanted: take "
                 "an attention backend and a cache layout that retain was tested with (docs/serving.md)."
             )
         num_blocks, num_heads, page, width = first.shape
-        self.layout = Layout(len(caches), num_blocks, num_heads, page)
-        self.head_dim, self.places = width // 2, places  # of each layer in the allocation
-        count = len(caches) * num_blocks * num_heads
-        self.pages = first.as_strided((count, page * width), (page * width, 1), min(offsets))
-        self.where_keys, self.where_values = _probe(first, write)
-        both = self.pages.view(count, 2, page, self.head_dim)
+        self.layout, self.head_dim = Layout(len(caches), num_blocks, num_heads, page), width // 2
         # As the engine's kernel takes a cache of so many blocks and one KV head.
-        self.keys, self.values = both[:, :1], both[:, 1:]
+        shape = len(caches) * num_blocks * num_heads, 1, page, width
+        self.cache = first.as_strided(shape, (page * width, page * width, width, 1))
+        self.pages = self.cache.flatten(1)
+        self.where_keys, self.where_values = _probe(first, write)
 
-    def numbers(self, place: int, blocks_B: Int[Tensor, " blocks"]) -> Int64[Tensor, "H blocks"]:
+    def numbers(self, layer: int, blocks_B: Int[Tensor, " blocks"]) -> Int64[Tensor, "H blocks"]:
         """Pages of a layer (its place among those that evict) in some blocks."""
-        layer = torch.tensor(self.places[place], device=blocks_B.device)
         heads_H1 = torch.arange(self.layout.num_heads, device=blocks_B.device)[:, None]
-        return page_numbers(self.layout, blocks_B, layer, heads_H1)
+        return self.layout.number(blocks_B, layer * self.layout.num_heads + heads_H1)
 
     def read(self, pages_N: Int[Tensor, " N"]) -> tuple[Float[Tensor, "N page D"], Float[Tensor, "N page D"]]:
         """Keys and values of pages, in order of their entries."""
-        numbers, shape = self.pages[pages_N], (len(pages_N), self.layout.page, self.head_dim)
+        numbers, shape = self.pages[pages_N], (-1, self.layout.page, self.head_dim)
         keys, values = (numbers[:, where_W].view(shape) for where_W in (self.where_keys, self.where_values))
         return keys, values
 
@@ -88,22 +79,18 @@ def _probe(
     """
     _, _, page, width = cache.shape
     number = torch.arange(page * width, device=cache.device)
-    found, step = torch.zeros_like(number), 1
-    understood = cache.is_floating_point()
-    while understood and step < len(number):
-        digits = (number // step % BASE).to(cache.dtype)
-        block = torch.full((1, 1, page, width), float("nan"), dtype=cache.dtype, device=cache.device)
-        keys, values = digits.view(2, page, 1, width // 2)
+    found = torch.zeros_like(number)
+    for step in (1, BASE, BASE**2):
+        block = cache.new_full((1, 1, page, width), float("nan"))
+        keys, values = (number // step % BASE).to(cache.dtype).view(2, page, 1, width // 2)
         write(keys, values, block)
-        seen = block.flatten()
-        understood = bool(seen.isfinite().all()) and torch.equal(seen, seen.round())
-        found += seen.nan_to_num().long() * step
-        step *= BASE
-    if not understood or not torch.equal(found.sort().values, number):
+        found += block.flatten().nan_to_num(-1).long() * step
+    seen, where = found.sort()
+    if not torch.equal(seen, number):
         raise ValueError(
             "a block of the engine's cache does not hold the keys and values that were written to it, number "
             "by number: take kv_cache_dtype 'auto', and a backend that retain was tested with "
             "(docs/serving.md)."
         )
-    keys, values = torch.empty_like(found).scatter_(0, found, number).view(2, -1)
+    keys, values = where.view(2, -1)
     return keys, values

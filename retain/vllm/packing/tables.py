@@ -1,11 +1,13 @@
 """Builds the block tables of virtual sequences: one for each request and KV head of each layer.
 
 A page is a block's part of one layer and one KV head. All layers lie in one allocation, head-major, so that a
-page has one number: `(layer * num_blocks + block) * H + head`. A request that was evicted from holds packed
-pages in the first of its blocks (`retain.vllm.packing.progress`). They are numbered `0, 1, ...` block by
-block, inside a block layer by layer, inside a layer head by head, and the heads hold them in order: head
-`(l, h)` those from `starts[l H + h]` up to `starts[l H + h + 1]`, whatever their layer and head is. Blocks
-behind the pages that were full at the eviction are at their places and hold one page of every head.
+page has one number: `(layer * num_blocks + block) * H + head`. The pages of a block go layer by layer, inside
+a layer head by head: page `i` of a block is that of layer `i // H` and head `i % H`.
+
+A request that was evicted from holds packed pages in the first of its blocks. They are numbered `0, 1, ...`
+block by block, and the heads hold them in order: head `(l, h)` those from `starts[l H + h]` up to `starts[l H
++ h + 1]`, whatever their layer and head is. Blocks behind the pages that were full at the eviction are at
+their places and hold one page of every head.
 """
 
 from typing import NamedTuple
@@ -25,23 +27,13 @@ class Layout(NamedTuple):
 
     @property
     def per_block(self) -> int:
-        """Pages of a block, over all layers and heads."""
+        """P: pages of a block, over all layers and heads."""
         return self.num_layers * self.num_heads
 
-
-def page_numbers(
-    layout: Layout, blocks: Int[Tensor, "*#axes"], layers: Int[Tensor, "*#axes"], heads: Int[Tensor, "*#axes"]
-) -> Int[Tensor, "*axes"]:
-    """Number of the page of a layer and head in a block; the three are broadcast."""
-    return (layers * layout.num_blocks + blocks) * layout.num_heads + heads
-
-
-def packed_pages(
-    layout: Layout, order: Int[Tensor, "*axes"], blocks: Int[Tensor, "*axes"]
-) -> Int[Tensor, "*axes"]:
-    """Number of a packed page: of its place among them, and of the block that it lies in."""
-    inside = order % layout.per_block
-    return page_numbers(layout, blocks, inside // layout.num_heads, inside % layout.num_heads)
+    def number(self, blocks: Int[Tensor, "*#axes"], inside: Int[Tensor, "*#axes"]) -> Int[Tensor, "*axes"]:
+        """Number of page `inside` of a block; the two are broadcast."""
+        H = self.num_heads
+        return (inside // H * self.num_blocks + blocks) * H + inside % H
 
 
 def build_tables(
@@ -49,8 +41,7 @@ def build_tables(
     blocks_RB: Int[Tensor, "R B"],
     lengths_R: Int[Tensor, " R"],
     full_R: Int[Tensor, " R"],
-    starts_RP: Int[Tensor, "R P"],
-    places_L: Int[Tensor, " L"],
+    starts_RP1: Int[Tensor, "R starts"],
 ) -> tuple[Int32[Tensor, "L N W"], Int32[Tensor, "L N"]]:
     """Build the tables of a step in a few tensor operations.
 
@@ -61,37 +52,27 @@ def build_tables(
         blocks_RB: the requests' block tables, by position.
         lengths_R: tokens of each, those of this step included.
         full_R: full pages a head at its eviction; of one that was not evicted from, 0.
-        starts_RP: `P = L H + 1` starts of each; of one that was not evicted from, zeros.
-        places_L: of the layers in the allocation.
+        starts_RP1: starts of each, and the end; of one that was not evicted from, zeros.
 
     Returns:
         of the virtual sequences, request by request and head by head: numbers of their pages, 0 behind the
         last; their entries, those of this step included.
     """
     L, _, H, page = layout
-    R, device = len(lengths_R), blocks_RB.device
-    starts_RLH = starts_RP[:, :-1].view(R, L, H).long()
-    held_RLH = starts_RP.diff(dim=-1).view(R, L, H).long()
-    later_R = lengths_R.long() - full_R * page
-    width_R = -(-later_R // page)
+    P, device = layout.per_block, blocks_RB.device
+    held_RP1 = starts_RP1.diff()[..., None].long()
+    later_R11 = (lengths_R.long() - full_R * page)[:, None, None]
+    used_RP1 = held_RP1 - later_R11 // -page
     # The widest table decides how many columns there are: the only number that is waited for.
-    width = max(1, int((held_RLH.flatten(1).amax(-1) + width_R).max()))
-    c_W = torch.arange(width, device=device)
-    packed_RLHW = c_W < held_RLH[..., None]
-    order_RLHW = starts_RLH[..., None] + c_W
-    place_RLHW = full_R.long()[:, None, None, None] + c_W - held_RLH[..., None]
-    rows_R111 = torch.arange(R, device=device)[:, None, None, None]
-    column_RLHW = torch.where(packed_RLHW, order_RLHW // layout.per_block, place_RLHW)
-    column_RLHW = column_RLHW.clamp(0, blocks_RB.shape[1] - 1)
-    block_RLHW = blocks_RB[rows_R111, column_RLHW].long()
-    here_LH1 = places_L[:, None, None], torch.arange(H, device=device)[:, None]
-    pages_RLHW = torch.where(
-        packed_RLHW,
-        packed_pages(layout, order_RLHW, block_RLHW),
-        page_numbers(layout, block_RLHW, *here_LH1),
+    c_W = torch.arange(max(1, int(used_RP1.max())), device=device)
+    packed_RPW, order_RPW = c_W < held_RP1, starts_RP1[:, :-1, None] + c_W
+    column_RPW = torch.where(packed_RPW, order_RPW // P, full_R[:, None, None] + c_W - held_RP1)
+    column_RPW = column_RPW.clamp(0, blocks_RB.shape[1] - 1).long()
+    block_RPW = blocks_RB.long()[:, None].expand(-1, P, -1).gather(-1, column_RPW)
+    inside_RPW = torch.where(packed_RPW, order_RPW % P, torch.arange(P, device=device)[:, None])
+    pages_RPW = layout.number(block_RPW, inside_RPW).where(c_W < used_RP1, 0).int()
+    lengths_RP = (held_RP1 * page + later_R11)[..., 0].int()
+    pages_LNW, lengths_LN = (
+        part.unflatten(1, (L, H)).transpose(0, 1).flatten(1, 2) for part in (pages_RPW, lengths_RP)
     )
-    used_RLHW = c_W < held_RLH[..., None] + width_R[:, None, None, None]
-    pages_RLHW = pages_RLHW.where(used_RLHW, 0).int()
-    lengths_RLH = held_RLH * page + later_R[:, None, None]
-    pages_LNW = pages_RLHW.transpose(0, 1).reshape(L, R * H, width)
-    return pages_LNW, lengths_RLH.transpose(0, 1).reshape(L, R * H).int().contiguous()
+    return pages_LNW, lengths_LN
