@@ -61,6 +61,7 @@ def test_tables_are_those_of_three_loops(seed):
     integers = [torch.tensor(row, dtype=torch.int32) for row in rows]
     pages_LNW, lengths_LN = build_tables(layout, *integers)
     assert pages_LNW.dtype == lengths_LN.dtype == torch.int32
+    assert pages_LNW.is_contiguous() and lengths_LN.is_contiguous()  # the engine's kernel looks at no strides
     for (l, r, h), (pages, length) in plain(*given).items():
         row = pages_LNW[l, r * layout.num_heads + h].tolist()
         assert row == pages + [0] * (len(row) - len(pages))

@@ -73,6 +73,7 @@ def build_tables(
     pages_RPW = layout.number(block_RPW, inside_RPW).where(c_W < used_RP1, 0).int()
     lengths_RP = (held_RP1 * page + later_R11)[..., 0].int()
     pages_LNW, lengths_LN = (
-        part.unflatten(1, (L, H)).transpose(0, 1).flatten(1, 2) for part in (pages_RPW, lengths_RP)
+        part.unflatten(1, (L, H)).transpose(0, 1).flatten(1, 2).contiguous()
+        for part in (pages_RPW, lengths_RP)
     )
     return pages_LNW, lengths_LN
