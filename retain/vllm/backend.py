@@ -130,7 +130,7 @@ class EvictingCPUBackend(CPUAttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
-        return EvictingSpec.of(spec) if cls.evicts and type(spec) is FullAttentionSpec else spec
+        return EvictingSpec(**vars(spec)) if cls.evicts and type(spec) is FullAttentionSpec else spec
 
     @staticmethod
     def get_impl_cls() -> type[CPUAttentionBackendImpl]:

@@ -21,9 +21,6 @@ from retain.vllm.backend import worker_here
 from retain.vllm.check import MODULES
 from retain.vllm.settings import settings_from
 
-# Names of output projections.
-OUTPUTS = ("o_proj", "out_proj", "dense", "wo", "c_proj")
-
 
 def __getattr__(name: str) -> Any:
     """The class of an architecture, made when vLLM first asks for it."""
@@ -75,15 +72,13 @@ def _attention_of(model: Any) -> list[tuple[str, Any, nn.Module]]:
 def _output_of(name: str, module: Any, parent: Any) -> Float[Tensor, "Q D E"]:
     """The output projection of an attention layer; a copy, since a CPU repacks it once it is loaded."""
     wide = module.num_heads * module.head_size
-    found = [getattr(getattr(parent, output, None), "weight", None) for output in OUTPUTS]
-    weights = [weight for weight in found if weight is not None and weight.shape[1:] == (wide,)]
-    if len(weights) != 1 or not weights[0].is_floating_point():
+    weight = getattr(getattr(parent, "o_proj", None), "weight", None)
+    if weight is None or weight.shape[1:] != (wide,) or not weight.is_floating_point():
         raise ValueError(
-            f"the output projection of {name} is not found as a plain matrix [E, {wide}] next to it (it may "
-            "be quantised), and the policy's score reads it: take a score that does not, such as 'snapkv', "
-            "or an unquantised checkpoint."
+            f"no matrix o_proj [E, {wide}] stands beside {name} (it may be quantised), and the policy's "
+            "score reads it: take one that does not, such as 'snapkv', or an unquantised checkpoint."
         )
-    return weights[0].detach().clone().T.unflatten(0, (module.num_heads, module.head_size))
+    return weight.detach().clone().T.unflatten(0, (module.num_heads, module.head_size))
 
 
 def _hook(layer_name: str, width: int) -> Any:

@@ -4,8 +4,7 @@ They are freed once the scheduler has processed the step that evicted: by then e
 kept entries into the first of the blocks.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
@@ -18,16 +17,6 @@ from retain.vllm.packing.eviction import Arrival
 @dataclass(frozen=True, kw_only=True)
 class EvictingSpec(FullAttentionSpec):
     """Spec of the layers that evict; a full one in all else."""
-
-    @classmethod
-    def of(cls, spec: FullAttentionSpec) -> "EvictingSpec":
-        """The same spec, for layers that evict."""
-        return cls(**{field.name: getattr(spec, field.name) for field in fields(FullAttentionSpec)})
-
-    @classmethod
-    def merge(cls, specs: Sequence[Any]) -> "EvictingSpec":
-        """The spec for all layers of a group."""
-        return cls.of(FullAttentionSpec.merge(list(specs)))
 
 
 class EvictingManager(FullAttentionManager):

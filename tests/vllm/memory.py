@@ -13,11 +13,22 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from retain.capability import problems
+from retain.policy import load_policy
 from retain.vllm.packing.eviction import Arrival
 from retain.vllm.packing.pages import PageStore
 from retain.vllm.packing.tables import Layout, build_tables
 from retain.vllm.packing.worker import Part, Worker
+from tests.evictions import EVICTING
 from tests.vllm.engine import places_of
+
+# Presets that need nothing but a prompt, and those with gates.
+SERVED = tuple(
+    name
+    for name in EVICTING
+    if not (policy := load_policy(name)).weights and not policy.learned and not problems(policy, ("vllm",))
+)
+SERVED += ("gate", "learned")
 
 
 def make_store(layout: Layout, head_dim: int) -> PageStore:

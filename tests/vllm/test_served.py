@@ -14,8 +14,8 @@ from retain.reference.documents import Writer
 from retain.reference.items import write_item
 from tests.refused import refused
 from tests.vllm.engine import PAGE, Run
+from tests.vllm.memory import SERVED
 from tests.vllm.oracle import Oracle
-from tests.vllm.test_decide import SERVED
 
 NEW = 24
 CLOSE = 1e-4

@@ -10,7 +10,8 @@ from retain.budget.statement import Budget
 from retain.capability import problems
 from retain.gates import GATES
 from retain.policy import load_policy
-from retain.vllm.settings import Options, Settings, budget_of, settings_from
+from retain.shapes import LayerShape
+from retain.vllm.settings import SHORT_TOKENS, Options, Rules, Settings, budget_of, settings_from
 from tests.launch import ROOT
 from tests.refused import refused
 
@@ -84,6 +85,20 @@ def test_a_request_has_a_budget_or_takes_that_of_its_engine():
 )
 def test_options_that_do_not_fit_are_refused(extra, says):
     refused(f"(?s)options of the request do not fit: .*{says}", budget_of, SETTINGS, extra)
+
+
+def rules(name: str, page: int, *overrides: str) -> Rules:
+    return Rules(load_policy(name, overrides), page, [LayerShape(2, 24)] * 2)
+
+
+def test_short_prompts_are_held_whole_and_long_ones_that_cannot_hold_what_is_protected_refused():
+    snapkv, budget = rules("snapkv", 16), Budget(tokens_per_head=16)
+    assert snapkv.kept(SHORT_TOKENS, budget) == SHORT_TOKENS // 16
+    refused("protect", snapkv.kept, SHORT_TOKENS + 1, budget)
+    # Shorter than the window of queries.
+    snapkv = rules("snapkv", 4, "observed_settings.window=48", "protection.recent=2")
+    assert snapkv.kept(47, Budget(keep_ratio=0.5)) == 11 and snapkv.kept(48, Budget(keep_ratio=0.5)) < 12
+    assert rules("full", 4).kept(400, Budget(keep_ratio=0.5)) == 100
 
 
 def test_a_policy_of_the_page_is_served_or_refused_as_it_says() -> None:

@@ -1,74 +1,64 @@
 """A worker's requests, without an engine: what heads read through their tables after any order of steps."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
 from retain.budget.statement import Budget
-from retain.evidence import Evidence
 from retain.gates import build_gates
-from retain.policy import load_policy
+from retain.policy import candidates_of, score_entries
 from retain.shapes import LayerShape
 from retain.vllm.packing.eviction import Arrival, with_tokens
 from retain.vllm.packing.tables import Layout
+from retain.vllm.packing.whole_pages import keep_pages
 from retain.vllm.packing.worker import Worker
 from retain.vllm.settings import Rules
+from tests.evictions import small
+from tests.naive import random_evidence
 from tests.vllm.engine import places_of
-from tests.vllm.memory import Steps, make_store
-from tests.vllm.test_decide import expected
+from tests.vllm.memory import SERVED, Steps, make_store
 
 PAGE = 4
 LAYOUT = Layout(2, 60, 2, PAGE)
-SMALL = ("protection.sinks=1", "protection.minimum=1", "protection.recent=2")
-BUDGET = Budget(keep_ratio=0.3)
+BUDGET = Budget(keep_ratio=0.4)
+CHUNKS = ((50,), (7,) * 10, (36, 3, 1), (38, 1, 1, 1), (1,) * 45)
 
 
-def make_steps(name: str = "snapkv", layout: Layout = LAYOUT) -> Steps:
-    """An empty memory with a worker: 2 query heads a KV head, windows of 5 queries."""
-    overrides = [*SMALL, "observed_settings.window=5"] if name in ("snapkv", "adakv", "learned") else SMALL
-    policy = load_policy(name, overrides)
-    layers = [
-        Evidence(
-            layer_idx=2 * place,
-            queries_BQSD=torch.zeros(1, 2 * layout.num_heads, 0, 3),
-            keys_BHTD=torch.zeros(1, layout.num_heads, 0, 3),
-            values_BHTD=torch.zeros(1, layout.num_heads, 0, 3),
-            output_weight_QDE=torch.randn(4, 3, 5),
-            scaling=0.5,
-            positions_BT=torch.zeros(1, 0, dtype=torch.int64),
-            valid_BT=torch.ones(1, 0, dtype=torch.bool),
-        )
-        for place in range(layout.num_layers)
-    ]
-    gates = None
-    if policy.learned:
-        gates = build_gates("linear", {layer.layer_idx: {"E": 5, "H": 2} for layer in layers})
-    rules = Rules(policy, layout.page, [LayerShape(layout.num_heads, 24)] * layout.num_layers)
-    named = {f"layers.{layer.layer_idx}": layer for layer in layers}
-    return Steps(Worker(rules, named, make_store(layout, 3), gates))
+def make_steps(name: str) -> Steps:
+    """An empty memory with a worker: 2 query heads a KV head, windows of 4 queries."""
+    policy = small(name, "")
+    layers = {
+        f"layers.{idx}": replace(random_evidence((0,), num_tokens=0, seed=idx), layer_idx=idx)
+        for idx in (0, 2)
+    }
+    gates = build_gates("linear", {idx: {"E": 5, "H": 2} for idx in (0, 2)}) if policy.learned else None
+    rules = Rules(policy, PAGE, [LayerShape(2, 24)] * 2)
+    return Steps(Worker(rules, layers, make_store(LAYOUT, 3), gates))
 
 
-def arrival(steps: Steps, request_id: str, length: int, seed: int = 0, budget: Budget = BUDGET) -> Arrival:
-    return Arrival(request_id, length, steps.worker.rules.kept(length, budget), budget, seed)
+def arrival(steps: Steps, request_id: str, length: int, seed: int = 0) -> Arrival:
+    return Arrival(request_id, length, steps.worker.rules.kept(length, BUDGET), BUDGET, seed)
 
 
 def wanted(steps: Steps, request_id: str) -> list[list[list[int]]]:
     """Places that each head of each layer keeps of a prompt, decided from all its tensors."""
     request, worker, given = steps.requests[request_id], steps.worker, steps.requests[request_id].arrival
-    T = given.length
-    evidence = [
-        with_tokens(
+    T, rules = given.length, worker.rules
+    plan, candidates = rules.plan(T, given.budget), []
+    for place, layer in enumerate(worker.layers.values()):
+        shown = with_tokens(
             layer,
             request.keys_LHTD[place][None, :, :T],
             request.values_LHTD[place][None, :, :T],
             queries_BQSD=request.queries_LQTD[place][None, :, :T],
             hidden_BTE=request.hidden_TE[None, :T],
         )
-        for place, layer in enumerate(worker.layers.values())
-    ]
-    masks = expected(worker.rules, evidence, worker.gates, given.budget, given.seed)
-    return places_of([mask[0] for mask in masks])
+        learned = worker.gates.score(shown) if worker.gates else None
+        score = score_entries(rules.policy, shown, learned=learned, seeds_B=[given.seed])
+        candidates.append(candidates_of(plan, score))
+    return places_of([mask[0] for mask in keep_pages(plan, candidates, PAGE)])
 
 
 def check(steps: Steps, request_id: str) -> None:
@@ -93,11 +83,12 @@ def forget(steps: Steps) -> None:
     assert len(steps.pool) == len(set(steps.pool)) == steps.layout.num_blocks - 1
 
 
-@pytest.mark.parametrize("name", ["snapkv", "adakv", "random", "learned"])
-@pytest.mark.parametrize("length", [39, 40, 41])
-@pytest.mark.parametrize("chunks", [(50,), (7,) * 10, (36, 3, 1), (38, 1, 1, 1), (1,) * 45])
+@pytest.mark.parametrize(
+    ("name", "length", "chunks"),
+    [(name, 39 + (i + j) % 3, CHUNKS[(2 * i + j) % 5]) for i, name in enumerate(SERVED) for j in range(2)],
+)
 def test_heads_read_what_stays_of_a_prompt_and_then_its_answer(name, length, chunks):
-    """Windows of 5 queries begin in one chunk and end in a later one."""
+    """Windows of 4 queries begin in one chunk and end in a later one."""
     steps = make_steps(name)
     steps.add("a", length, arrival(steps, "a", length, seed=3), seed=length)
     for chunk in chunks:
