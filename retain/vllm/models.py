@@ -40,7 +40,7 @@ class _Evicting:
         self._policy = None if settings is None else settings.load_policy()
         if self._policy is not None and self._policy.learned:
             width = vllm_config.model_config.get_hidden_size()
-            for _, module, parent in _attention_of(self):
+            for module, parent in _attention_of(self):
                 parent.register_forward_pre_hook(_hook(module.layer_name, width), with_kwargs=True)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
@@ -56,27 +56,27 @@ class _Evicting:
 
         loaded = super().load_weights(seen())  # type: ignore[misc]
         score = self._policy.observed
-        for name, module, parent in _attention_of(self):
+        for module, parent in _attention_of(self):
             if score and "output_weight" in entries_read(score, self._policy.observed_settings):
-                module.retain_output_QDE = _output_of(name, module, parent)
+                module.retain_output_QDE = _output_of(module, parent)
             module.retain_samples = samples
         return loaded
 
 
-def _attention_of(model: Any) -> list[tuple[str, Any, nn.Module]]:
-    """Attention layers of a model: name, layer, the module around it."""
+def _attention_of(model: Any) -> list[tuple[Any, nn.Module]]:
+    """Attention layers of a model, each with the module around it."""
     found = [(name, module) for name, module in model.named_modules() if isinstance(module, Attention)]
-    return [(name, module, model.get_submodule(name.rpartition(".")[0])) for name, module in found]
+    return [(module, model.get_submodule(name.rpartition(".")[0])) for name, module in found]
 
 
-def _output_of(name: str, module: Any, parent: Any) -> Float[Tensor, "Q D E"]:
+def _output_of(module: Any, parent: Any) -> Float[Tensor, "Q D E"]:
     """The output projection of an attention layer; a copy, since a CPU repacks it once it is loaded."""
     wide = module.num_heads * module.head_size
     weight = getattr(getattr(parent, "o_proj", None), "weight", None)
     if weight is None or weight.shape[1:] != (wide,) or not weight.is_floating_point():
         raise ValueError(
-            f"no matrix o_proj [E, {wide}] stands beside {name} (it may be quantised), and the policy's "
-            "score reads it: take one that does not, such as 'snapkv', or an unquantised checkpoint."
+            f"no matrix o_proj [E, {wide}] stands beside {module.layer_name} (it may be quantised), and the "
+            "policy's score reads it: take 'snapkv', which does not, or an unquantised checkpoint."
         )
     return weight.detach().clone().T.unflatten(0, (module.num_heads, module.head_size))
 
@@ -87,7 +87,7 @@ def _hook(layer_name: str, width: int) -> Any:
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         hidden = [value for value in given if value.is_floating_point() and value.shape[-1] == width]
-        torch.ops.retain.score_tokens(kwargs.get("hidden_states", hidden[0]), layer_name)
+        torch.ops.retain.score_tokens(hidden[0], layer_name)
 
     return hook
 

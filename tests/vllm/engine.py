@@ -87,7 +87,7 @@ class Run:
     Attributes:
         answers: request id -> tokens.
         outputs: request id -> its last output.
-        kept: request id -> tokens seen at an eviction -> places that each head of each layer keeps.
+        kept: request id -> places that each head of each layer keeps.
         steps, most_running, most_held: steps, and the most requests at once and blocks held in any.
         preempted: ids of requests that lost their blocks while they answered.
     """
@@ -101,7 +101,7 @@ class Run:
         self.free = self.pool.get_num_free_blocks()
         self.answers: dict[str, list[int]] = {}
         self.outputs: dict[str, Any] = {}
-        self.kept: dict[str, dict[int, list[list[list[int]]]]] = {}
+        self.kept: dict[str, list[list[list[int]]]] = {}
         self.preempted: set[str] = set()
         self.steps = self.most_running = self.most_held = 0
         self.worker = getattr(get_kv_transfer_group(), "worker", None) if has_kv_transfer_group() else None
@@ -109,7 +109,7 @@ class Run:
             self.worker.watch = self._watch
 
     def _watch(self, request_id: str, keeps: Any) -> None:
-        self.kept.setdefault(_asked(request_id), {})[keeps[0].shape[1]] = places_of(keeps)
+        self.kept[request_id.rpartition("-")[0]] = places_of(keeps)  # the engine appends to ids
 
     @property
     def held(self) -> int:
@@ -156,8 +156,3 @@ class Run:
         assert self.worker is not None
         assert (self.held, self.scheduler.connector.manager.asked) == (0, {})
         assert not self.worker.prompts and not self.worker.starts
-
-
-def _asked(request_id: str) -> str:
-    """The id that a request was sent with: the engine appends to it."""
-    return request_id.rpartition("-")[0] or request_id

@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
+from tests.vllm.engine import PAGE, places_of
+
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = 32
 
 
 @cache
@@ -56,9 +57,10 @@ def answer(case: dict[str, Any]) -> dict[str, Any]:
     whole, logits = read(case["model"], tuple(prompt))
     fragile = fragile_entries(case, whole.evidence) if "entries" in case else []
     held = whole.fork()
-    held.evict_with(keep_masks(case, held.evidence))
+    masks = keep_masks(case, held.evidence)
+    held.evict_with(masks)
     found: dict[str, Any] = {"length": len(prompt), "tokens": [], "margins": []}
-    found |= {"kept": kept_positions(held, len(prompt)), "fragile": fragile}
+    found |= {"kept": places_of([mask[0] for mask in masks]), "fragile": fragile}
     for _ in range(case["new"]):
         logits = logits.float()
         top = logits.topk(2)
@@ -119,18 +121,6 @@ def keep_masks(
         fields = {name: shaken(getattr(score, name)) for name in ("values_BHT", "draw_BHT")}
         candidates.append(candidates_of(plan, replace(score, **fields)))
     return keep_pages(plan, candidates, PAGE)
-
-
-def kept_positions(held: Any, length: int) -> list[list[list[int]]]:
-    """Positions below `length` that each head of each layer holds, ascending."""
-    kept = []
-    for store in held.state.stores:
-        if store is None:
-            kept.append([list(range(length))])
-            continue
-        rows = [store.row(0, head)[2] for head in range(store.num_heads)]
-        kept.append([sorted(row[row < length].tolist()) for row in rows])
-    return kept
 
 
 def make(task: dict[str, Any]) -> dict[str, Any]:

@@ -1,11 +1,10 @@
-"""Evicts from one prompt: shows its entries to the policy, decides, and packs the kept ones.
+"""Shows the entries of one prompt to a policy, and packs those that it keeps.
 
 Until then an entry lies where the engine wrote it: that of token `t` in the page of its head in the request's
-block `t // page`. The stages of the decision are those of `retain.policy`; layers are shown one by one, so
-that one layer's copy of its keys and values exists at a time.
+block `t // page`.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,11 +14,7 @@ from torch import Tensor
 
 from retain.budget.statement import Budget
 from retain.evidence import Evidence
-from retain.gates.base import GateSet
-from retain.policy import candidates_of, score_entries
 from retain.vllm.packing.pages import PageStore
-from retain.vllm.packing.whole_pages import keep_pages
-from retain.vllm.settings import Rules
 
 
 @dataclass(frozen=True)
@@ -58,24 +53,6 @@ def with_tokens(
     positions_BT = torch.arange(T, device=device)[None]
     seen |= {"positions_BT": positions_BT, "valid_BT": torch.ones_like(positions_BT, dtype=torch.bool)}
     return replace(layer, keys_BHTD=keys_BHTD, values_BHTD=values_BHTD, **seen)
-
-
-@torch.no_grad()
-def decide(
-    rules: Rules, shown: Iterable[Evidence], asked: Arrival, gates: GateSet | None = None
-) -> list[Bool[Tensor, "H T"]]:
-    """Keep masks of a prompt, of all layers, from what each of them shows.
-
-    Raises:
-        ValueError: the budget cannot hold what is protected, or a score is NaN.
-    """
-    scores = []
-    for evidence in shown:
-        learned = gates.score(evidence) if gates is not None else None
-        scores.append(score_entries(rules.policy, evidence, learned=learned, seeds_B=[asked.seed]))
-    plan = rules.plan(asked.length, asked.budget)
-    keeps = keep_pages(plan, [candidates_of(plan, score) for score in scores], rules.page)
-    return [keep_BHT[0] for keep_BHT in keeps]
 
 
 @torch.no_grad()

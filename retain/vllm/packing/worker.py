@@ -16,8 +16,10 @@ from torch import Tensor
 
 from retain.evidence import Evidence
 from retain.gates.base import GateSet
-from retain.vllm.packing.eviction import Arrival, decide, pack_, with_tokens
+from retain.policy import candidates_of, score_entries
+from retain.vllm.packing.eviction import Arrival, pack_, with_tokens
 from retain.vllm.packing.pages import PageStore
+from retain.vllm.packing.whole_pages import keep_pages
 from retain.vllm.settings import Rules
 
 # Below vLLM's logger, so that its log settings apply.
@@ -172,29 +174,41 @@ class Worker:
         Where it could not (a score is not finite) the last pages of every head stay: the scheduler frees the
         others all the same, and one request may not stop an engine.
         """
-        asked, blocks_B, page = prompt.asked, prompt.blocks_B, self.layout.page
-
-        def shown(place: int, layer: Evidence) -> Evidence:
-            numbers_HB = self.pages.numbers(place, blocks_B)
-            keys, values = (
-                part.view(1, len(numbers_HB), -1, self.pages.head_dim)[:, :, : asked.length]
-                for part in self.pages.read(numbers_HB.flatten())
-            )
-            learned_BHT = None if self.gates is None else prompt.learned_LHT[place][None]
-            queries_BQSD = prompt.window_LSQD[place].transpose(0, 1)[None]
-            return with_tokens(layer, keys, values, queries_BQSD=queries_BQSD, learned_BHT=learned_BHT)
-
-        decided, layers = True, self.layers.values()
+        asked, page, decided = prompt.asked, self.layout.page, True
         try:
-            keeps = decide(self.rules, map(shown, range(len(layers)), layers), asked, self.gates)
+            keeps = self._decide(prompt)
         except ValueError as error:
             message = "The policy could not decide what to keep of request %s; its last entries were kept: %s"
             logger.error(message, asked.request_id, error)
             last_T = torch.arange(asked.length) >= (asked.length // page - asked.kept) * page
-            keeps, decided = [last_T.expand(self.layout.num_heads, -1)] * len(layers), False
-        self.starts[asked.request_id] = pack_(self.pages, blocks_B, asked.kept, keeps)
+            keeps, decided = [last_T.expand(self.layout.num_heads, -1)] * len(self.layers), False
+        self.starts[asked.request_id] = pack_(self.pages, prompt.blocks_B, asked.kept, keeps)
         # If it is preempted, its prompt is read again.
         del self.prompts[asked.request_id]
         if self.watch is not None:
             self.watch(asked.request_id, keeps)
         return decided
+
+    @torch.no_grad()
+    def _decide(self, prompt: Prompt) -> list[Bool[Tensor, "H T"]]:
+        """Keep masks of all layers, which are shown one by one: one layer's copy of its keys and values
+        exists at a time."""
+        asked, policy = prompt.asked, self.rules.policy
+        plan, candidates = self.rules.plan(asked.length, asked.budget), []
+        for place, layer in enumerate(self.layers.values()):
+            numbers_HB = self.pages.numbers(place, prompt.blocks_B)
+            keys, values = (
+                part.view(1, len(numbers_HB), -1, self.pages.head_dim)[:, :, : asked.length]
+                for part in self.pages.read(numbers_HB.flatten())
+            )
+            shown = with_tokens(
+                layer,
+                keys,
+                values,
+                queries_BQSD=prompt.window_LSQD[place].transpose(0, 1)[None],
+                learned_BHT=prompt.learned_LHT[place][None] if self.gates else None,
+            )
+            learned = self.gates.score(shown) if self.gates else None
+            score = score_entries(policy, shown, learned=learned, seeds_B=[asked.seed])
+            candidates.append(candidates_of(plan, score))
+        return [keep_BHT[0] for keep_BHT in keep_pages(plan, candidates, self.rules.page)]
