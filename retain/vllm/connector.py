@@ -33,9 +33,8 @@ from retain.gates.hub import fetch
 from retain.process.fingerprint import fingerprint_of
 from retain.shapes import LayerShape
 from retain.vllm.metrics import EvictionMetrics, EvictionStats
-from retain.vllm.packing.eviction import Arrival
 from retain.vllm.packing.pages import PageStore
-from retain.vllm.packing.worker import Part, Worker
+from retain.vllm.packing.worker import Arrival, Part, Worker
 from retain.vllm.scheduler import EvictingManager, EvictingSpec
 from retain.vllm.settings import Rules, budget_of, settings_from
 

@@ -11,7 +11,7 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import Request
 
-from retain.vllm.packing.eviction import Arrival
+from retain.vllm.packing.worker import Arrival
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,10 +15,9 @@ from torch import Tensor
 
 from retain.capability import problems
 from retain.policy import load_policy
-from retain.vllm.packing.eviction import Arrival
 from retain.vllm.packing.pages import PageStore
 from retain.vllm.packing.tables import Layout, build_tables
-from retain.vllm.packing.worker import Part, Worker
+from retain.vllm.packing.worker import Arrival, Part, Worker
 from tests.evictions import EVICTING
 from tests.vllm.engine import places_of
 

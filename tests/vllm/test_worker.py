@@ -10,10 +10,9 @@ from retain.budget.statement import Budget
 from retain.gates import build_gates
 from retain.policy import candidates_of, score_entries
 from retain.shapes import LayerShape
-from retain.vllm.packing.eviction import Arrival, with_tokens
 from retain.vllm.packing.tables import Layout
 from retain.vllm.packing.whole_pages import keep_pages
-from retain.vllm.packing.worker import Worker
+from retain.vllm.packing.worker import Arrival, Worker, with_tokens
 from retain.vllm.settings import Rules
 from tests.evictions import small
 from tests.naive import random_evidence

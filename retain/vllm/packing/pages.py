@@ -8,7 +8,7 @@ itself. A memory that is not understood is refused.
 from collections.abc import Callable, Sequence
 
 import torch
-from jaxtyping import Float, Int, Int64
+from jaxtyping import Bool, Float, Int, Int32, Int64
 from torch import Tensor
 
 from retain.vllm.packing.tables import Layout
@@ -58,16 +58,35 @@ class PageStore:
         keys, values = (numbers[:, where_W].view(shape) for where_W in (self.where_keys, self.where_values))
         return keys, values
 
-    def put_(
-        self,
-        pages_N: Int[Tensor, " N"],
-        keys: Float[Tensor, "N page D"],
-        values: Float[Tensor, "N page D"],
-    ) -> None:
-        """Write what `read` gave."""
-        numbers = self.pages.new_empty(len(pages_N), self.pages.shape[1])
-        numbers[:, self.where_keys], numbers[:, self.where_values] = keys.flatten(1), values.flatten(1)
-        self.pages[pages_N] = numbers
+    def pack_(
+        self, blocks_B: Int64[Tensor, " blocks"], kept: int, keeps: Sequence[Bool[Tensor, "H T"]]
+    ) -> Int32[Tensor, " starts"]:
+        """Pack what stays of a prompt's full pages into the first of its blocks.
+
+        Args:
+            blocks_B: of the prompt, in order.
+            kept: pages a head, in the mean, that stay.
+            keeps: which entries of the prompt each layer keeps.
+
+        Returns:
+            starts of the heads among the packed pages (`retain.vllm.packing.tables`).
+        """
+        layout, page, full = self.layout, self.layout.page, keeps[0].shape[1] // self.layout.page
+        counts, entries = [], []
+        for layer, keep_HT in enumerate(keeps):
+            full_HT = keep_HT[:, : full * page].to(blocks_B.device)
+            counts.append(full_HT.sum(-1))
+            numbers_N = self.numbers(layer, blocks_B[:full]).flatten()
+            entries.append([part.flatten(0, 1)[full_HT.flatten()] for part in self.read(numbers_N)])
+        counts_P, P = torch.cat(counts), layout.per_block
+        assert not (counts_P % page).any(), "heads keep whole pages"
+        assert int(counts_P.sum()) == kept * P * page, "as many entries as the scheduler expects"
+        order_N = torch.arange(kept * P, device=blocks_B.device)
+        numbers = self.pages.new_empty(kept * P, self.pages.shape[1])
+        keys, values = (torch.cat(parts).view(kept * P, -1) for parts in zip(*entries, strict=True))
+        numbers[:, self.where_keys], numbers[:, self.where_values] = keys, values
+        self.pages[layout.number(blocks_B[order_N // P], order_N % P)] = numbers
+        return torch.nn.functional.pad((counts_P // page).cumsum(0), (1, 0)).int()
 
 
 def _probe(

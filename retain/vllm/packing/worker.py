@@ -2,28 +2,52 @@
 
 The scheduler says of each step which of its requests may be evicted from, how far they have come, and which
 block each of them writes last: a block that no other request has, by which rows of the batch are told apart.
-After the forward pass prompts that were computed to their end are evicted from
-(`retain.vllm.packing.eviction`). A request that begins anew was preempted, and is evicted from as before.
+After the forward pass prompts that were computed to their end are evicted from: a policy is shown their
+entries, and those that it keeps are packed. A request that begins anew was preempted, and is evicted from as
+before.
 """
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int, Int32, Int64
 from torch import Tensor
 
+from retain.budget.statement import Budget
 from retain.evidence import Evidence
 from retain.gates.base import GateSet
 from retain.policy import candidates_of, score_entries
-from retain.vllm.packing.eviction import Arrival, pack_, with_tokens
 from retain.vllm.packing.pages import PageStore
 from retain.vllm.packing.whole_pages import keep_pages
 from retain.vllm.settings import Rules
 
 # Below vLLM's logger, so that its log settings apply.
 logger = logging.getLogger("vllm.retain")
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request that is evicted from when the last token of its prompt has been computed.
+
+    All of it follows from the request's length and budget, so that scheduler and workers agree: what stays of
+    its `length // page` full pages a head is packed into its first `kept` blocks, and the others are free.
+
+    Args:
+        request_id: its id.
+        length: tokens of its prompt.
+        kept: pages a head, in the mean, that stay of its full ones.
+        budget: what it may keep.
+        seed: of the draw.
+    """
+
+    request_id: str
+    length: int
+    kept: int
+    budget: Budget
+    seed: int
 
 
 @dataclass(frozen=True)
@@ -56,6 +80,21 @@ class Prompt:
     stop: int = 0
     shift: int = 0
     blocks_B: Int64[Tensor, " blocks"] = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+
+
+def with_tokens(
+    layer: Evidence, keys_BHTD: Float[Tensor, "B H T D"], values_BHTD: Float[Tensor, "B H T D"], **seen: Any
+) -> Evidence:
+    """Evidence of a layer's tokens, B = 1; fields that no method reads stay empty.
+
+    Args:
+        layer: the same without tokens.
+        keys_BHTD, values_BHTD: of the tokens.
+        **seen: further fields.
+    """
+    positions_BT = torch.arange(keys_BHTD.shape[2], device=keys_BHTD.device)[None]
+    seen |= {"positions_BT": positions_BT, "valid_BT": torch.ones_like(positions_BT, dtype=torch.bool)}
+    return replace(layer, keys_BHTD=keys_BHTD, values_BHTD=values_BHTD, **seen)
 
 
 @dataclass
@@ -168,6 +207,7 @@ class Worker:
         failed = sum([not self._evict(prompt) for prompt in due])
         return {"evictions": len(due), "evictions_failed": failed} if due else {}
 
+    @torch.no_grad()
     def _evict(self, prompt: Prompt) -> bool:
         """Evict from one request; whether the policy could decide.
 
@@ -182,7 +222,7 @@ class Worker:
             logger.error(message, asked.request_id, error)
             last_T = torch.arange(asked.length) >= (asked.length // page - asked.kept) * page
             keeps, decided = [last_T.expand(self.layout.num_heads, -1)] * len(self.layers), False
-        self.starts[asked.request_id] = pack_(self.pages, prompt.blocks_B, asked.kept, keeps)
+        self.starts[asked.request_id] = self.pages.pack_(prompt.blocks_B, asked.kept, keeps)
         # If it is preempted, its prompt is read again.
         del self.prompts[asked.request_id]
         if self.watch is not None:
