@@ -94,23 +94,19 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
 
     def on_new_request(self, request: Request) -> None:
         """Decide whether a request is evicted from; one whose options do not fit is served in full."""
-        params = request.sampling_params
-        if params is None or request.prompt_token_ids is None:
-            self.stats.count(requests_in_full=1)
-            return
-        length = request.num_prompt_tokens
+        params, length = request.sampling_params, request.num_prompt_tokens
         try:
-            budget = budget_of(self.settings, params.extra_args)
+            budget = budget_of(self.settings, params and params.extra_args)
             kept = self.rules.kept(length, budget)
         except ValueError as error:
             self.stats.count(requests_refused=1)
             logger.warning_once("A request is served in full, without eviction: %s", error)
             return
-        if kept == length // self.rules.page:
+        if params is None or request.prompt_token_ids is None or kept == length // self.rules.page:
             self.stats.count(requests_in_full=1)
             return
-        asked = Arrival(request.request_id, length, kept, budget, params.seed or 0)
-        self.manager.asked[request.request_id] = asked
+        asked = self.manager.asked
+        asked[request.request_id] = Arrival(request.request_id, length, kept, budget, params.seed or 0)
         # Blocks that other requests read are never rewritten.
         request.skip_reading_prefix_cache = True
 
@@ -128,9 +124,8 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
             start, stop = computed[request_id], computed[request_id] + count
             last = self.manager.req_to_blocks[request_id][(stop - 1) // self.rules.page]
             step.parts.append(Part(asked, last.block_id, start, stop))
-        if self.manager.num_freed:
-            self.stats.count(blocks_freed=self.manager.num_freed)
-            self.manager.num_freed = 0
+        self.stats.count(blocks_freed=self.manager.num_freed)
+        self.manager.num_freed = 0
         return step
 
     def request_finished_all_groups(
@@ -207,9 +202,8 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
             logger.warning(caution)
         return gates
 
-    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """The first call of a step: before its tables are built."""
-        assert isinstance(kv_connector_metadata, Step)
         if self.worker is not None:
             self.worker.begin(kv_connector_metadata.parts, kv_connector_metadata.finished)
 
@@ -220,12 +214,10 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         """The last call of a step: after its forward pass."""
-        if self.worker is not None and (counts := self.worker.evict()):
-            self.stats.count(**counts)
+        if self.worker is not None:
+            self.stats.count(**self.worker.evict())
 
-    def get_kv_connector_stats(self) -> EvictionStats | None:
-        if self.stats.is_empty():
-            return None
+    def get_kv_connector_stats(self) -> EvictionStats:
         stats, self.stats = self.stats, EvictionStats()
         return stats
 

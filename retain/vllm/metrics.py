@@ -1,5 +1,6 @@
 """Counts evictions, in the engine's metrics (`/metrics` of its server)."""
 
+from collections import Counter
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
@@ -19,8 +20,7 @@ class EvictionStats(KVConnectorStats):
 
     def count(self, **counts: int) -> None:
         """Add to counters."""
-        for name, count in counts.items():
-            self.data[name] = self.data.get(name, 0) + count
+        self.data = dict(Counter(self.data) + Counter(counts))
 
     def aggregate(self, other: KVConnectorStats) -> "EvictionStats":
         self.count(**other.data)

@@ -205,7 +205,7 @@ class Worker:
         due = [prompt for prompt in self.reading if prompt.stop == prompt.asked.length]
         self.parts, self.reading = [], []
         failed = sum([not self._evict(prompt) for prompt in due])
-        return {"evictions": len(due), "evictions_failed": failed} if due else {}
+        return {"evictions": len(due), "evictions_failed": failed}
 
     @torch.no_grad()
     def _evict(self, prompt: Prompt) -> bool:
