@@ -1,6 +1,6 @@
 """Attends over the pages of evicted prompts, on a CPU: the engine's backend, on tables of `retain`.
 
-A (request, KV head) is shown to it as a sequence with one KV head (`retain.vllm.packing.tables`). A step
+A (request, KV head) is shown to it as a sequence with one KV head (`retain.vllm.packing.pages`). A step
 without an evicted request runs as the engine runs it.
 """
 
@@ -23,7 +23,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from retain.vllm.check import CONNECTOR, MODULES
-from retain.vllm.packing.tables import build_tables
+from retain.vllm.packing.pages import build_tables
 from retain.vllm.packing.worker import Worker
 from retain.vllm.scheduler import EvictingSpec
 from retain.vllm.settings import settings_from

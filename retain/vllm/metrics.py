@@ -20,7 +20,7 @@ class EvictionStats(KVConnectorStats):
 
     def count(self, **counts: int) -> None:
         """Add to counters."""
-        self.data = dict(Counter(self.data) + Counter(counts))
+        self.data.update(Counter(self.data) + Counter(counts))
 
     def aggregate(self, other: KVConnectorStats) -> "EvictionStats":
         self.count(**other.data)

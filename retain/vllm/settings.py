@@ -82,7 +82,7 @@ def settings_from(additional_config: Any) -> Settings | None:
     found = problems(policy, ["vllm"])
     if policy.learned and settings.gates is None:
         found.append("it takes gates: add 'gates', a folder or a hub id")
-    if settings.gates is not None and not policy.learned:
+    elif settings.gates is not None and not policy.learned:
         found.append("it takes no gates: leave 'gates' out, or name a policy such as 'learned'")
     if found:
         raise ValueError(f"policy {settings.policy!r} cannot be served: {'; '.join(found)}.")
@@ -99,12 +99,12 @@ def budget_of(settings: Settings, extra_args: Mapping[str, Any] | None) -> Budge
     Raises:
         ValueError: an unknown option, or one that does not fit; with all problems.
     """
-    items = {str(name): value for name, value in (extra_args or {}).items()}
-    stated = {name.removeprefix(PREFIX): value for name, value in items.items() if name.startswith(PREFIX)}
+    given = extra_args or {}
+    stated = {str(name)[len(PREFIX) :]: given[name] for name in given if str(name).startswith(PREFIX)}
     if not stated:
         return settings.budget
     try:
-        return build(stated, Options, PREFIX.rstrip(".")).budget
+        return build(stated, Options, "retain").budget
     except ValueError as error:
         raise ValueError(f"options of the request do not fit: {' '.join(str(error).split())}") from None
 

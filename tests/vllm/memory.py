@@ -17,8 +17,7 @@ from torch import Tensor
 from retain.budget.statement import Budget
 from retain.capability import problems
 from retain.policy import load_policy
-from retain.vllm.packing.pages import PageStore
-from retain.vllm.packing.tables import Layout, build_tables
+from retain.vllm.packing.pages import Layout, PageStore, build_tables
 from retain.vllm.packing.worker import Arrival, Part, Worker
 from tests.evictions import EVICTING
 from tests.vllm.engine import places_of

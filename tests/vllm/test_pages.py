@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from retain.vllm.packing.pages import PageStore
-from retain.vllm.packing.tables import Layout
+from retain.vllm.packing.pages import Layout, PageStore
 from tests.refused import refused
 from tests.vllm.memory import make_store, read_page, write
 

@@ -46,7 +46,7 @@ def client(reference: str, log: Path, tmp_path_factory: pytest.TempPathFactory) 
     environ = {"OMP_NUM_THREADS": "1", **os.environ, **fixed, "VLLM_LOGGING_LEVEL": "INFO"}
     environ.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
     url = f"http://127.0.0.1:{port}"
-    with running(words, url, log, env=environ), httpx.Client(base_url=url, timeout=120) as client:
+    with running(words, url, log, environ), httpx.Client(base_url=url, timeout=120) as client:
         yield client
 
 

@@ -37,10 +37,8 @@ def test_every_setting():
         ("snapkv", "retain: input should be an object, got 'snapkv'"),
         ({"policy": "snapkv", "keep_ratio": 0.2, "every": 32}, "'retain.every' .removed.*retain.Cache"),
         ({"polcy": "snapkv", "keep_ration": 0.2}, "(?s)polcy.*keep_ration.*did you mean 'keep_ratio'"),
-        ({"policy": "snapvk", "keep_ratio": 0.2}, "snapvk.*did you mean.*snapkv"),
         ({"policy": "snapkv"}, "keep_ratio"),
         ({"policy": "snapkv", "keep_ratio": 0.2, "tokens_per_head": 9}, "keep_ratio|one"),
-        ({"policy": "snapkv", "keep_ratio": 0.2, "overrides": ["observed_settings.windo=3"]}, "windo"),
         ({"policy": "learned", "keep_ratio": 0.2}, "'learned' cannot be served.*takes gates: add 'gates'"),
         ({"policy": "snapkv", "gates": "g", "keep_ratio": 0.2}, "takes no gates: leave 'gates' out"),
         (
@@ -51,7 +49,6 @@ def test_every_setting():
             {"policy": "h2o", "keep_ratio": 0.2},
             "score 'h2o' and vLLM's engine: it reads the queries of all tokens.*take 'snapkv'",
         ),
-        ({"policy": "expected_attention", "keep_ratio": 0.2}, "score 'expected_attention' .*take "),
         (
             {"policy": "h2o", "keep_ratio": 0.2, "gates": "g", "overrides": ["precision={bits: 4}"]},
             "(?s)take 'snapkv'.*set precision=null.*takes no gates",

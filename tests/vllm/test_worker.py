@@ -9,7 +9,7 @@ from retain.budget.statement import Budget
 from retain.gates import build_gates
 from retain.policy import candidates_of, score_entries
 from retain.shapes import LayerShape
-from retain.vllm.packing.tables import Layout
+from retain.vllm.packing.pages import Layout
 from retain.vllm.packing.whole_pages import keep_pages
 from retain.vllm.packing.worker import Worker, with_tokens
 from retain.vllm.settings import Rules

@@ -119,7 +119,7 @@ class Worker:
         self.order = {name: place for place, name in enumerate(self.layers)}
         self.layout = self.pages.layout
         self.prompts: dict[str, Prompt] = {}
-        # Request -> its starts among packed pages (`retain.vllm.packing.tables`), once it was evicted from.
+        # Request -> its starts among packed pages (`retain.vllm.packing.pages`), once it was evicted from.
         self.starts: dict[str, Int32[Tensor, " starts"]] = {}
         # The step: what it computes, the prompts that it reads, and its tokens.
         self.parts: list[Part] = []
