@@ -40,10 +40,6 @@ from retain.vllm.settings import Rules, budget_of, settings_from
 
 # Below vLLM's logger, whose messages a server prints.
 logger = init_logger("vllm.retain")
-# A decoder's embeddings, whose name in a checkpoint shows the prefix of the decoder's weights.
-EMBEDDINGS = "embed_tokens.weight"
-# Weights that transformers does not read from checkpoints.
-UNREAD = "inv_freq"
 
 
 @dataclass
@@ -188,12 +184,14 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
             "vocab_size": model.hf_text_config.vocab_size,
         }
         dims |= {} if self.alone else {"layers": ",".join(map(str, indices))}
-        prefixes = [name.removesuffix(EMBEDDINGS) for name in samples if name.endswith(EMBEDDINGS)]
+        # The name of its embeddings shows a decoder's prefix; transformers reads no inv_freq of a checkpoint.
+        embeddings = "embed_tokens.weight"
+        prefixes = [name.removesuffix(embeddings) for name in samples if name.endswith(embeddings)]
         decoder = {
             name.removeprefix(prefix): sample
             for prefix in prefixes
             for name, sample in samples.items()
-            if name.startswith(prefix) and not name.endswith(UNREAD)
+            if name.startswith(prefix) and not name.endswith("inv_freq")
         }
         known, allowed = fingerprint_of(dims, decoder), self.settings.allow_other_weights
         check_fingerprint(gates.metadata, known, self.settings.gates, allow_other_weights=allowed)

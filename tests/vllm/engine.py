@@ -38,8 +38,8 @@ class Engines:
         self.llm: Any = None
 
     def get(self, model: str, retain: dict[str, Any] | None, **settings: Any) -> Any:
-        """The last engine if it is alike, else one of a model in a folder, with settings of the plug-in and of
-        vLLM."""
+        """The last engine if it is alike, else one of a model in a folder, with settings of the plug-in and
+        of vLLM."""
         if self.asked != (model, retain, settings):
             from vllm import LLM
 
