@@ -8,8 +8,8 @@ weights that all scores share. Nothing here imports transformers.
 
 Causality goes by *entry index*, not by position id: query `s` of `S` sits at entry index `T - S + s`, so
 padding and gaps in the positions do not change what a query sees. After an eviction the entries are the
-columns of `retain.attention.dense_view`, and `held_BHT` says which head holds which; only the distance of
-sliding windows is then counted in tokens of the sequence (`place_BT`).
+columns of `retain.attention.dense_view`, and `held_BHT` says which head holds which. Layers with a sliding
+window never evict, so a query here sees all entries up to its own.
 """
 
 from dataclasses import dataclass, replace
@@ -42,8 +42,8 @@ class RunningStatistics:
 
     def select_batch(self, idx: Int[Tensor, " N"] | slice) -> "RunningStatistics":
         """Select some of the sequences."""
-        gap_BHT = None if self.longest_gap_BHT is None else self.longest_gap_BHT[idx]
-        return RunningStatistics(self.mass_BHT[idx], self.last_access_BHT[idx], gap_BHT)
+        chosen: Any = (None if each is None else each[idx] for each in vars(self).values())
+        return RunningStatistics(*chosen)
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,7 @@ class Evidence:
         positions_BT: int64 RoPE position of each entry.
         valid_BT: False on padding. Only left padding exists here.
         hidden_BTE: attention input, after the input layer norm; None when the caller had none.
-        token_ids_BT: int64 token ids; None when the caller passed embeddings.
         soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`; None for no cap.
-        window: a query sees only the last `window` entries, itself included; None for all.
         sinks_Q: one extra logit per query head that takes part in the softmax and belongs to no entry
             (gpt-oss).
         rotary: the rotary embedding of queries and keys; None if unknown.
@@ -94,9 +92,7 @@ class Evidence:
     positions_BT: Int[Tensor, "B T"]
     valid_BT: Bool[Tensor, "B T"]
     hidden_BTE: Float[Tensor, "B T E"] | None = None
-    token_ids_BT: Int[Tensor, "B T"] | None = None
     soft_cap: float | None = None
-    window: int | None = None
     sinks_Q: Float[Tensor, " Q"] | None = None
     rotary: Rotary | None = None
     running: RunningStatistics | None = None
@@ -159,7 +155,7 @@ class Evidence:
 
 
 def visible(evidence: Evidence, start: int, stop: int) -> Bool[Tensor, "B heads s T"]:
-    """Mask of the entries that queries `start..stop` see: not later, inside the window, held by the head.
+    """Mask of the entries that queries `start..stop` see: not later, held by the head.
 
     Padded queries see nothing. `heads` is 1 if all heads see the same.
 
@@ -170,10 +166,6 @@ def visible(evidence: Evidence, start: int, stop: int) -> Bool[Tensor, "B heads 
     entry_T = torch.arange(T, device=evidence.valid_BT.device)
     here = slice(T - S + start, T - S + stop)
     seen_BsT = (entry_T <= entry_T[here, None]) & evidence.asks_BS[:, start:stop, None]
-    if evidence.window is not None:
-        # Without gaps, index and place differ by the padding, which is the same for all.
-        place_T = entry_T if evidence.place_BT is None else evidence.place_BT
-        seen_BsT = seen_BsT & (place_T[..., None, :] > place_T[..., here, None] - evidence.window)
     held_BHT = evidence.valid_BT[:, None] if evidence.held_BHT is None else evidence.exists_BHT
     return seen_BsT[:, None] & held_BHT[:, :, None]
 

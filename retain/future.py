@@ -241,6 +241,4 @@ def _count(part: Evidence, distance: int, T: int) -> Int[Tensor, "B T"]:
     counted_BT = torch.zeros((len(part.valid_BT), seen + 1), dtype=torch.int64, device=part.valid_BT.device)
     counted_BT[:, first + 1 :] = part.asks_BS.cumsum(-1)
     entry = torch.arange(T, device=part.valid_BT.device)
-    earliest = (entry + distance).clamp_max(seen)
-    latest = torch.full_like(entry, seen) if part.window is None else (entry + part.window).clamp_max(seen)
-    return counted_BT[:, torch.maximum(latest, earliest)] - counted_BT[:, earliest]
+    return counted_BT[:, -1:] - counted_BT[:, (entry + distance).clamp_max(seen)]

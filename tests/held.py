@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from retain.attention.rotary import Rotary
+from retain.cache.store import RaggedStore
 from retain.evidence import Evidence, RunningStatistics
 from retain.scores.value_norm import value_norms
 from tests.naive import random_evidence
@@ -72,6 +73,13 @@ def filled(evidence: Evidence, fill: float) -> Evidence:
     )
 
 
+def row_of(store: RaggedStore, sequence: int, head: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys, values and positions of one row of a store, in order of time."""
+    keys_ND, values_NV, positions_N, rows_N = store.flat()
+    chosen_N = rows_N == sequence * store.num_heads + head
+    return keys_ND[chosen_N], values_NV[chosen_N], positions_N[chosen_N]
+
+
 def single(evidence: Evidence) -> Evidence:
     """The same in float32, which kernels take."""
     each = {
@@ -117,7 +125,6 @@ def naive_held_attention(evidence: Evidence) -> Tensor:
     the heads that hold something."""
     B, Q, S, _ = evidence.queries_BQSD.shape
     T, G = evidence.num_seen, evidence.group
-    places = evidence.places_BT
     out = torch.zeros(B, Q, S, T, dtype=torch.float64)
     for b in range(B):
         for q in range(Q):
@@ -125,9 +132,7 @@ def naive_held_attention(evidence: Evidence) -> Tensor:
                 if evidence.queried_BS is not None and not evidence.queried_BS[b, s]:
                     continue
                 each = T - S + s
-                reach = 10**9 if evidence.window is None else evidence.window
                 seen = [i for i in range(each + 1) if evidence.exists_BHT[b, q // G, i]]
-                seen = [i for i in seen if int(places[b, each] - places[b, i]) < reach]
                 if not seen:
                     continue
                 keys = evidence.keys_BHTD[b, q // G, seen].double()

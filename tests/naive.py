@@ -3,7 +3,7 @@ checked."""
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -61,8 +61,7 @@ def naive_attention(evidence: Evidence) -> Tensor:
         for q in range(Q):
             for s in range(S):
                 each = T - S + s
-                reach = each + 1 if evidence.window is None else evidence.window
-                seen = [i for i in range(each + 1) if evidence.valid_BT[b, i] and each - i < reach]
+                seen = [i for i in range(each + 1) if evidence.valid_BT[b, i]]
                 logits = [float(queries[b, q, s] @ keys[b, q // G, i]) * evidence.scaling for i in seen]
                 if evidence.soft_cap is not None:
                     logits = [evidence.soft_cap * math.tanh(x / evidence.soft_cap) for x in logits]
@@ -74,18 +73,9 @@ def naive_attention(evidence: Evidence) -> Tensor:
     return attention
 
 
-def query_heads(evidence: Evidence, h: int) -> range:
-    return range(h * evidence.group, (h + 1) * evidence.group)
-
-
 def existing(evidence: Evidence, b: int) -> list[int]:
     """Entries of a sequence that are no padding."""
     return [i for i in range(evidence.num_seen) if evidence.valid_BT[b, i]]
-
-
-def reach_of(evidence: Evidence) -> int:
-    """Entries that a query sees, itself among them."""
-    return evidence.num_seen if evidence.window is None else evidence.window
 
 
 def naive_norm(evidence: Evidence, b: int, q: int, i: int, p: int = 1) -> float:
@@ -111,7 +101,6 @@ def alone(evidence: Evidence, b: int) -> Evidence:
         positions_BT=one.positions_BT[:, pad:],
         valid_BT=one.valid_BT[:, pad:],
         soft_cap=one.soft_cap,
-        window=one.window,
         sinks_Q=one.sinks_Q,
         rotary=one.rotary,
     )
@@ -127,9 +116,8 @@ SHAPES = {
 }
 
 
-# Layers whose softmax is not the plain one. The sliding window is smaller than any observation window of
-# `SHAPES` but one, so that there are queries that see nothing before it.
-LAYERS = ("soft_cap", "window", "sinks")
+# Layers whose softmax is not the plain one.
+LAYERS = ("soft_cap", "sinks")
 
 # Every shape in a plain layer, and one in each other layer.
 SHAPED = (*((shape, None) for shape in sorted(SHAPES)), *(("group4", layer) for layer in LAYERS))
@@ -144,12 +132,11 @@ def shaped_evidence(name: str, layer: str | None = None, **settings) -> tuple[Ev
 
 
 def special_layer(evidence: Evidence, layer: str | None) -> Evidence:
-    """The same evidence in a layer of `LAYERS`: a cap that bites, a window of 4, or sink logits."""
+    """The same evidence in a layer of `LAYERS`: a cap that bites, or sink logits."""
     Q = evidence.queries_BQSD.shape[1]
     settings: dict[str | None, dict] = {
         None: {},
         "soft_cap": {"soft_cap": 1.5},
-        "window": {"window": 4},
         "sinks": {"sinks_Q": torch.linspace(-1.0, 2.0, Q)},
     }
     return replace(evidence, **settings[layer])
@@ -180,19 +167,9 @@ def naive_pool(row: Tensor, kind: str | None, size: int, split: int) -> Tensor:
     return pooled
 
 
-def naive_value(evidence: Evidence, b: int, h: int, i: int) -> float:
-    """`||v_i||_1` by a loop in float64."""
-    return sum(abs(float(x)) for x in evidence.values_BHTD[b, h, i].double())
-
-
-def naive_running_mass(attention: Tensor, b: int, h: int, i: int, group: int) -> float:
-    """Attention that every query paid to entry `i`, averaged over the group of KV head `h`, by loops."""
-    heads = range(h * group, h * group + group)
-    return sum(float(attention[b, q, j, i]) for q in heads for j in range(attention.shape[2])) / group
-
-
-def mean(numbers: Sequence[float]) -> float:
-    return sum(numbers) / len(numbers)
+def masked(values_BHT: Tensor, evidence: Evidence) -> Tensor:
+    """-inf on what does not exist."""
+    return values_BHT.double().masked_fill(~evidence.exists_BHT, float("-inf"))
 
 
 def naive_scores(evidence: Evidence, number: Callable[[int, int, int], float]) -> Tensor:
@@ -202,22 +179,6 @@ def naive_scores(evidence: Evidence, number: Callable[[int, int, int], float]) -
         if evidence.valid_BT[b, i]:
             naive[b, h, i] = number(b, h, i)
     return naive
-
-
-def naive_pooled(evidence, window: int, pool, pool_size: int, of=mean, group=mean) -> Tensor:
-    """`[B, H, T]` in float64: `of` the numbers that the window's queries paid to an entry, pooled and reduced
-    by `group` over the query heads; -inf on padding."""
-    attention, G = naive_attention(evidence)[:, :, -window:].transpose(2, 3).tolist(), evidence.group
-    B, H, T = evidence.keys_BHTD.shape[:3]
-    rows = torch.zeros(B, H, T, dtype=torch.float64)
-    for b, h in itertools.product(range(B), range(H)):
-        heads = [[of(paid) for paid in attention[b][q]] for q in range(h * G, h * G + G)]
-        pooled = [
-            naive_pool(torch.tensor(row, dtype=torch.float64), pool, pool_size, T - window) for row in heads
-        ]
-        paid_T = [group(paid) for paid in torch.stack(pooled, -1).tolist()]
-        rows[b, h] = torch.tensor(paid_T, dtype=torch.float64)
-    return naive_scores(evidence, lambda b, h, i: float(rows[b, h, i]))
 
 
 def naive_overlap(score_HT: Tensor, target_HT: Tensor, reached_HT: Tensor) -> list[float]:

@@ -22,7 +22,7 @@ def naive(evidence, start, stop):
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"soft_cap": 0.7}, {"window": 3}, {"sinks_Q": torch.tensor([0.1, -1.0, 2.0, 0.0])}],
+    [{}, {"soft_cap": 0.7}, {"sinks_Q": torch.tensor([0.1, -1.0, 2.0, 0.0])}],
     ids=str,
 )
 @pytest.mark.parametrize(("start", "stop"), [(0, 6), (2, 4), (5, 6)])
@@ -55,7 +55,7 @@ def test_queries_that_learn_get_a_gradient_and_are_left_alone():
 @pytest.mark.parametrize("latest", [True, False])
 @pytest.mark.parametrize(("start", "stop"), [(0, ASKED), (2, 5), (ASKED - 1, ASKED)])
 def test_a_query_pays_only_what_its_head_holds(layer, latest, start, stop):
-    """Windows reach as many places back as before; a query whose own entry is gone still pays."""
+    """A query whose own entry is gone still pays."""
     evidence = special_layer(held_evidence(latest=latest), layer)
     want = naive_held_attention(evidence)[:, :, start:stop]
     for poison in (0.0, float("nan"), float("inf")):
@@ -83,7 +83,6 @@ def _with_all_fields():
     return replace(
         evidence,
         hidden_BTE=torch.randn(B, T, 5),
-        token_ids_BT=torch.arange(B * T).view(B, T),
         queried_BS=torch.rand(B, ASKED) < 0.5,
         log_weight_BHT=torch.rand(B, evidence.num_heads, T),
         stream_BTE=torch.randn(B, T, 5),

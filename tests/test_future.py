@@ -46,10 +46,10 @@ def _naive_use(document, branches, sources, aggregate, weight, horizon):
         for source, factor in sources.items():
             paid, count = [], 0
             for number, (name, evidence, distance) in enumerate(parts):
-                S, T, reach = evidence.num_queries, evidence.num_seen, evidence.window or evidence.num_seen
+                S, T = evidence.num_queries, evidence.num_seen
                 for s in range(S if name == source else 0):
                     j = T - S + s
-                    if not evidence.valid_BT[b, j] or not max(0, distance) <= j - i < reach:
+                    if not evidence.valid_BT[b, j] or j - i < max(0, distance):
                         continue
                     count += 1
                     for q in range(h * G, h * G + G):
@@ -68,7 +68,7 @@ def _naive_use(document, branches, sources, aggregate, weight, horizon):
     return use, reached
 
 
-SPECIAL = [*({"group": 3}, {"window": 6}, {"soft_cap": 2.0}, {"mid_pad": True}), {"dtype": torch.bfloat16}]
+SPECIAL = [*({"group": 3}, {"soft_cap": 2.0}, {"mid_pad": True}), {"dtype": torch.bfloat16}]
 
 
 @pytest.mark.parametrize("sources", [("own",), ("appendix",), ("own", "appendix")])
@@ -117,7 +117,7 @@ SINKS = {"sinks_Q": torch.tensor([0.5, -1.0, 2.0, 0.0])}
     ("sources", "chunk", "settings"),
     [
         *((sources, chunk, {}) for sources in sorted(SOURCE_SETS) for chunk in (None, 3)),
-        *(("all", None, settings) for settings in ({"group": 1}, {"window": 6}, {"soft_cap": 2.0}, SINKS)),
+        *(("all", None, settings) for settings in ({"group": 1}, {"soft_cap": 2.0}, SINKS)),
     ],
     ids=str,
 )

@@ -20,8 +20,6 @@ from retain.kernels.attention_stats.reference import WANTED, Call, Pool
 __all__ = ["WANTED", "Pool", "Stats", "attention_stats"]
 
 
-# More places than any sequence has, and few enough to be added in 32 bits.
-_MANY_PLACES = 2**30
 # Bounds of a head width and of strides: offsets within a tile are 32 bits wide.
 _WIDEST, _LARGEST_STRIDE = 256, 2**31 // 512
 
@@ -59,7 +57,6 @@ def attention_stats(
     first_query: int | None = None,
     keys: tuple[int, int] | None = None,
     distance: int = 0,
-    window: int | None = None,
     exists_BHT: Bool[Tensor, "B heads T"] | None = None,
     asks_BS: Bool[Tensor, "B S"] | None = None,
     place_BT: Int[Tensor, "B T"] | None = None,
@@ -75,7 +72,7 @@ def attention_stats(
     """For every key, statistics over queries of the probability that they pay it.
 
     `a_qj[i] = exp(cap(scaling * q_j . k_i) + log_weight_i - lse_qj)` over the keys `i` that query `j` sees:
-    not after its own entry `first_query + j`, inside the window, held by the head of q; `lse_qj` is over all
+    not after its own entry `first_query + j`, held by the head of q; `lse_qj` is over all
     of those, and the sink. With `pool`, `a_qj` is then `pool(a_qj)`. Over the queries `j` that are there, and
     at least `distance` entries behind the key:
 
@@ -96,11 +93,10 @@ def attention_stats(
         first_query: entry index of query 0; None: the queries are the last S of the T entries.
         keys: first key that is asked about and one past the last; None: all.
         distance: entries that a query must lie behind a key for the pair to be counted.
-        window: a query sees only the last `window` places (entries, without `place_BT`), itself included.
         exists_BHT: which head holds which entry; one head stands for all; None: all hold all.
         asks_BS: False where there is no such query (what lies there may be anything); None: all are there.
         place_BT: number of the sequence's own tokens before each entry, ascending where entries exist;
-            windows and pools are counted in it. None: no place is missing.
+            pools are counted in it. None: no place is missing.
         soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
         sinks_Q: one extra logit per query head, which takes part in the softmax.
         log_weight_BHT: added to the logits of each entry that exists; None: nothing is. By the reference
@@ -124,7 +120,7 @@ def attention_stats(
     call = Call(
         queries_BQSD, keys_BHTD, exists_BHT, asks_BS, place_BT, sinks_Q, log_weight_BHT,
         lse_BQS, least_BQS,
-        scaling, wanted, 0, (0, 0), distance, window, soft_cap, pool, group, chunk,
+        scaling, wanted, 0, (0, 0), distance, soft_cap, pool, group, chunk,
     )  # fmt: skip
     return Stats(**_run(_checked(call, first_query, keys)))
 
@@ -193,8 +189,6 @@ def _checked(call: Call, first_query: int | None, keys: tuple[int, int] | None) 
         raise ValueError(f"chunk is 1 query or more; got {call.chunk}.")
     if distance < 0:
         raise ValueError(f"distance is 0 or more entries behind a query; got {distance}.")
-    if call.window is not None and call.window < 1:
-        raise ValueError(f"window is 1 entry or more, or None for all; got {call.window}.")
     k0, k1 = (0, T) if keys is None else keys
     if not 0 <= k0 < k1 <= T:
         raise ValueError(f"keys {k0}..{k1} are not inside 0..{T}: pass 0 <= start < stop <= {T}.")
@@ -213,17 +207,12 @@ def _checked(call: Call, first_query: int | None, keys: tuple[int, int] | None) 
     _check_pool(call.pool, T, wanted, distance)
     # Not left to `path_for`, which is not given all of them: float64 beside half precision is fine here.
     backend.check_devices("attention_stats", *call.tensors)
-    window = call.window
-    if window is not None:
-        # No further than there is anything, so that sums with it fit 32 bits.
-        window = min(window, T if call.place_BT is None else _MANY_PLACES)
     return replace(
         call,
         wanted=tuple(name for name in WANTED if name in wanted),
         first=first,
         keys=(k0, k1),
         distance=min(distance, T),
-        window=window,
     )
 
 

@@ -34,7 +34,7 @@ class Case:
         gaps: whether places are missing between entries.
         sinks: whether there are any.
         given_lse: whether the rows' log-sum-exps are known.
-        wanted, window, soft_cap, distance, keys, pool, group: as the op's.
+        wanted, soft_cap, distance, keys, pool, group: as the op's.
     """
 
     batch: int = 1
@@ -49,7 +49,6 @@ class Case:
     sinks: bool = False
     given_lse: bool = False
     wanted: tuple[str, ...] = ALL
-    window: int | None = None
     soft_cap: float | None = None
     distance: int = 0
     keys: tuple[int, int] | None = None
@@ -76,9 +75,6 @@ CASES = {
     "D = 256": Case(kv_heads=1, entries=35, width=256),
     "held per head": Case(batch=2, entries=60, padding=9, held=0.5, width=32),
     "hardly held": Case(entries=40, held=0.05, width=16),
-    "window": Case(entries=150, window=19, width=32),
-    "window, few queries": Case(entries=150, num_queries=20, window=31, width=32),
-    "window in places": Case(batch=2, entries=50, padding=6, held=0.7, gaps=True, window=24, width=32),
     "soft cap and sinks": Case(entries=45, soft_cap=2.0, sinks=True, width=32),
     "a range of keys": Case(entries=150, distance=3, keys=(17, 90), width=32, group=True),
     "known lse": Case(batch=2, entries=60, padding=9, given_lse=True, keys=(10, 50), width=32),
@@ -88,7 +84,7 @@ CASES = {
         batch=2, entries=45, num_queries=16, padding=9, pool=Pool("max", 3, 29, True), wanted=POOLED, width=16
     ),
     "pool with gaps": Case(
-        entries=45, num_queries=8, held=0.7, gaps=True, window=60, pool=Pool("avg", 5, 37), wanted=POOLED,
+        entries=45, num_queries=8, held=0.7, gaps=True, pool=Pool("avg", 5, 37), wanted=POOLED,
         width=16, sinks=True,
     ),
 }  # fmt: skip
@@ -117,8 +113,6 @@ _MANY = replace(_LAYER, entries=128, kv_heads=1)
 _ALL: dict[str, Any] = {
     "held": 0.5,
     "padding": 3,
-    "gaps": True,
-    "window": 40,
     "soft_cap": 2.0,
     "sinks": True,
     "wanted": ALL,
@@ -130,7 +124,7 @@ BUILDS: list[tuple[torch.dtype, Case]] = [
     *((_BF16, replace(_MANY, width=D, **how)) for D in (64, 128, 256) for how in _HOW),
     *((_FP32, replace(_MANY, width=D, **how)) for D in (128, 256) for how in _HOW[:2]),
     *((_BF16, replace(_MANY, width=D, **_ALL)) for D in (128, 256)),
-    (_BF16, replace(_MANY, held=0.5, padding=3, window=40)),
+    (_BF16, replace(_MANY, held=0.5, padding=3)),
     (_BF16, replace(_MANY, wanted=("max", "sum"), group=True)),
     (torch.float16, replace(_MANY, width=80)),
 ]
@@ -151,7 +145,7 @@ def inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed: int
         "queries_BQSD": normal(B, S, Q, D).to(dtype).transpose(1, 2),
         "keys_BHTD": normal(B, H, T, D).to(dtype),
         "scaling": D**-0.5,
-        **{name: getattr(case, name) for name in ("wanted", "keys", "distance", "window", "soft_cap")},
+        **{name: getattr(case, name) for name in ("wanted", "keys", "distance", "soft_cap")},
         **{name: getattr(case, name) for name in ("pool", "group")},
     }
     if case.padding or case.held is not None:

@@ -16,8 +16,6 @@ _LOW = tl.constexpr(-1e30)
 EPS = tl.constexpr(1e-10)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-# Of `WINDOW`, 0 being none: it is counted in entries, or in places.
-BY_ENTRY, BY_PLACE = tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
@@ -50,14 +48,13 @@ def _capped(products, scale, soft_cap, HAS_CAP: tl.constexpr):
         return products, scale
 
 
-@triton.jit(do_not_specialize=["S", "T", "first", "window"])
-def lse_kernel(Q, K, EXISTS, ASKS, PLACE, SINKS, SHIFT,
+@triton.jit(do_not_specialize=["S", "T", "first"])
+def lse_kernel(Q, K, EXISTS, ASKS, SINKS, SHIFT,
                stride_qb, stride_qq, stride_qs, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
-               stride_eb, stride_eh, stride_ab, stride_as, stride_pb, stride_pt, stride_sinks,
-               BH, H, G, S, stride_row, T, first, scale, soft_cap, window,
+               stride_eb, stride_eh, stride_ab, stride_as, stride_sinks,
+               BH, H, G, S, stride_row, T, first, scale, soft_cap,
                D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-               WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
-               PRECISION: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
+               HAS_CAP: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
     """Minus the log-sum-exp of rows, sinks included, in units of log 2: what makes a probability of a logit;
     -inf, which makes 0 of any, where there is no query or it sees nothing.
 
@@ -78,31 +75,20 @@ def lse_kernel(Q, K, EXISTS, ASKS, PLACE, SINKS, SHIFT,
     queries = tl.load(at, mask=inside[:, None] & (column[None, :] < D), other=0.0)
     if UPCAST:
         queries = queries.to(tl.float32)
-    query_place = query_entry
-    if WINDOW == BY_PLACE:
-        query_place = tl.load(
-            PLACE + b * stride_pb + query_entry.to(tl.int64) * stride_pt, mask=inside, other=0
-        )
-        PLACE += b * stride_pb
     if EXISTS is not None:
         EXISTS += b * stride_eb + h * stride_eh
     K += b * stride_kb + h * stride_kh
 
     first_entry = first + (block * BLOCK_M) // G
     last_entry = first + tl.minimum(S - 1, (block * BLOCK_M + BLOCK_M - 1) // G)
-    start, stop = 0, tl.minimum(T, last_entry + 1)
-    if WINDOW == BY_ENTRY:
-        start = tl.maximum(0, first_entry - window + 1) // BLOCK_N * BLOCK_N
-    # What a row sees lies between these, exclusive.
-    lower, upper = query_entry - window, tl.minimum(stop, query_entry + 1)
-    # Between `whole` and `ragged`, neither causality nor the window hides a key from any row of the block.
-    whole, ragged = start, tl.minimum(stop, first_entry + 1) // BLOCK_N * BLOCK_N
-    if WINDOW == BY_ENTRY:
-        whole = tl.cdiv(tl.maximum(0, last_entry - window + 1), BLOCK_N) * BLOCK_N
+    stop = tl.minimum(T, last_entry + 1)
+    # What a row sees lies before `upper`; causality hides nothing before `ragged` from any row of the block.
+    upper = tl.minimum(stop, query_entry + 1)
+    ragged = tl.minimum(stop, first_entry + 1) // BLOCK_N * BLOCK_N
 
     most = tl.full([BLOCK_M], _LOW, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    for n in range(start, stop, BLOCK_N):
+    for n in range(0, stop, BLOCK_N):
         n = tl.multiple_of(n, BLOCK_N)
         entry = n + tl.arange(0, BLOCK_N)
         keys = _rows_of(
@@ -110,13 +96,8 @@ def lse_kernel(Q, K, EXISTS, ASKS, PLACE, SINKS, SHIFT,
         )
         products = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
         logits, factor = _capped(products, scale, soft_cap, HAS_CAP)
-        if (n < whole) | (n >= ragged):
+        if n >= ragged:
             logits = tl.where(entry[None, :] < upper[:, None], logits, float("-inf"))
-            if WINDOW == BY_ENTRY:
-                logits = tl.where(entry[None, :] > lower[:, None], logits, float("-inf"))
-        if WINDOW == BY_PLACE:
-            place = tl.load(PLACE + entry.to(tl.int64) * stride_pt, mask=entry < stop, other=0)
-            logits = tl.where(place[None, :] > query_place[:, None] - window, logits, float("-inf"))
         if EXISTS is not None:
             logits = tl.where(tl.load(EXISTS + entry)[None, :] != 0, logits, float("-inf"))
         higher = tl.maximum(most, tl.max(logits, 1))
@@ -152,13 +133,13 @@ def _store_stats(MAX, SUM, ENTROPY, LAST, worst, mass, spread, when, row, at, in
         tl.store(LAST + row + at, tl.where(exists, when, -1).to(tl.int64), mask=inside)
 
 
-@triton.jit(do_not_specialize=["S", "T", "first", "k0", "k1", "window", "distance"])
-def stats_kernel(Q, K, SHIFT, EXISTS, PLACE, LEAST, MAX, SUM, SCATTER, ENTROPY, LAST,
+@triton.jit(do_not_specialize=["S", "T", "first", "k0", "k1", "distance"])
+def stats_kernel(Q, K, SHIFT, EXISTS, LEAST, MAX, SUM, SCATTER, ENTROPY, LAST,
                  stride_qb, stride_qq, stride_qs, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
-                 stride_eb, stride_eh, stride_pb, stride_pt,
-                 BH, H, G, S, stride_row, T, first, k0, k1, scale, soft_cap, window, distance,
+                 stride_eb, stride_eh,
+                 BH, H, G, S, stride_row, T, first, k0, k1, scale, soft_cap, distance,
                  D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                 WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, GROUP: tl.constexpr,
+                 HAS_CAP: tl.constexpr, GROUP: tl.constexpr,
                  HEADS: tl.constexpr, BLANKS: tl.constexpr, PRECISION: tl.constexpr,
                  UPCAST: tl.constexpr):  # fmt: skip
     """Statistics of `BLOCK_N` keys of a KV head over the queries of `HEADS` of its query heads.
@@ -187,20 +168,13 @@ def stats_kernel(Q, K, SHIFT, EXISTS, PLACE, LEAST, MAX, SUM, SCATTER, ENTROPY, 
     keys = tl.load(at, mask=exists[:, None] & (column[None, :] < D), other=0.0)
     if UPCAST:
         keys = keys.to(tl.float32)
-    key_place = entry
-    if WINDOW == BY_PLACE:
-        PLACE += b * stride_pb
-        key_place = tl.load(PLACE + entry.to(tl.int64) * stride_pt, mask=inside, other=0)
 
-    # Queries that count a key: from the first on that is far enough behind it, as far as its window reaches.
-    earliest, latest = entry + (distance - first), entry + (window - first)
+    # Queries that count a key: from the first on that is far enough behind it.
+    earliest = entry + (distance - first)
     last_key = tl.minimum(n0 + BLOCK_N, k1) - 1
-    start, stop = tl.maximum(0, n0 + distance - first) // BLOCK_M * BLOCK_M, S
-    # Between `whole` and `ragged`, every pair of real queries is counted.
-    whole, ragged = tl.cdiv(tl.maximum(0, last_key + distance - first), BLOCK_M) * BLOCK_M, S
-    if WINDOW == BY_ENTRY:
-        stop = tl.minimum(S, last_key + window - first)
-        ragged = tl.maximum(0, n0 + window - first) // BLOCK_M * BLOCK_M
+    start = tl.maximum(0, n0 + distance - first) // BLOCK_M * BLOCK_M
+    # From `whole` on, every pair of real queries is counted.
+    whole = tl.cdiv(tl.maximum(0, last_key + distance - first), BLOCK_M) * BLOCK_M
 
     all_worst = tl.zeros([BLOCK_N], tl.float32)
     all_mass = tl.zeros([BLOCK_N], tl.float32)
@@ -216,7 +190,7 @@ def stats_kernel(Q, K, SHIFT, EXISTS, PLACE, LEAST, MAX, SUM, SCATTER, ENTROPY, 
         spread = tl.zeros([BLOCK_N], tl.float32)
         when = tl.full([BLOCK_N], -1, tl.int32)
         row = (b * H * G + head) * stride_row
-        for j in range(start, stop, BLOCK_M):
+        for j in range(start, S, BLOCK_M):
             j = tl.multiple_of(j, BLOCK_M)
             s = j + tl.arange(0, BLOCK_M)
             block_of_q = Q + b * stride_qb + head * stride_qq + tl.cast(j, tl.int64) * stride_qs
@@ -230,13 +204,8 @@ def stats_kernel(Q, K, SHIFT, EXISTS, PLACE, LEAST, MAX, SUM, SCATTER, ENTROPY, 
                 # What lies where no query is may be NaN. It is read all the same: loads that wait for no
                 # other load are under way early, and a query spoils its column alone.
                 logits = tl.where(shift[None, :] > float("-inf"), logits, float("-inf"))
-            if (j < whole) | (j >= ragged):
+            if j < whole:
                 logits = tl.where(s[None, :] >= earliest[:, None], logits, float("-inf"))
-                if WINDOW == BY_ENTRY:
-                    logits = tl.where(s[None, :] < latest[:, None], logits, float("-inf"))
-            if WINDOW == BY_PLACE:
-                query_place = tl.load(PLACE + (first + s).to(tl.int64) * stride_pt, mask=s < S, other=0)
-                logits = tl.where(key_place[:, None] > query_place[None, :] - window, logits, float("-inf"))
             if MAX is not None:
                 worst = tl.maximum(worst, tl.max(logits, 1))
             if SUM is not None or SCATTER is not None or ENTROPY is not None or LAST is not None:
@@ -261,11 +230,6 @@ def stats_kernel(Q, K, SHIFT, EXISTS, PLACE, LEAST, MAX, SUM, SCATTER, ENTROPY, 
                     accessed = (probs >= least[None, :]) & (logits > float("-inf"))
                     when = tl.maximum(when, tl.max(tl.where(accessed, first + s[None, :], -1), 1))
         worst = tl.exp2(tl.minimum(worst, 0.0))
-        if SCATTER is not None:
-            # Queries behind the last block pay nothing.
-            seen = tl.minimum(S, start + tl.cdiv(tl.maximum(stop - start, 0), BLOCK_M) * BLOCK_M)
-            behind = tl.cast(S - seen, tl.float32) * (tl.cast(seen, tl.float32) / S)
-            scatter += mean * mean * behind
         if GROUP:
             all_worst = tl.maximum(all_worst, worst)
             all_mass += mass

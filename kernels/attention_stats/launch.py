@@ -109,15 +109,11 @@ def _shared(call: Call) -> dict[str, Any]:
     queries, keys = call.queries_BQSD, call.keys_BHTD
     B, Q, S, D = queries.shape
     H, T = keys.shape[1:3]
-    windowed = 0
-    if call.window is not None:
-        windowed = int(kernel.BY_ENTRY if call.place_BT is None else kernel.BY_PLACE)
     capped = call.soft_cap is not None
     return {
         "Q": queries,
         "K": keys,
         **_exists(call),
-        **_field("PLACE", "p", call.place_BT if windowed else None, (B, T)),
         **_strides("q", "bqsd", queries.stride()),
         **_strides("k", "bhtd", keys.stride()),
         "BH": B * H,
@@ -129,23 +125,12 @@ def _shared(call: Call) -> dict[str, Any]:
         "first": call.first,
         "scale": call.scaling * LOG2E,
         "soft_cap": (call.soft_cap or 0.0) * LOG2E,
-        "window": call.window or 0,
         "D": D,
         "BLOCK_D": backend.block_of(D),
-        "WINDOW": windowed,
         "HAS_CAP": capped,
         "PRECISION": backend.dot_precision(keys.dtype),
         "UPCAST": backend.upcast(keys.dtype),
     }
-
-
-def _field(name: str, letter: str, tensor: Tensor | None, shape: tuple[int, ...]) -> dict[str, Any]:
-    """A tensor and its strides, by the names that kernels have for them; an axis of one stands for all."""
-    axes = {"a": "bs", "p": "bt"}[letter]
-    if tensor is None:
-        return {name: None, **_strides(letter, axes, [0] * len(axes))}
-    tensor = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
-    return {name: tensor, **_strides(letter, axes, tensor.expand(shape).stride())}
 
 
 def _strides(letter: str, axes: str, strides: Sequence[int]) -> dict[str, int]:
@@ -166,8 +151,7 @@ def _exists(call: Call) -> dict[str, Any]:
 
 def _tile_of(name: str, call: Call, num_queries: int, heads: int = 1) -> Tile:
     keys = call.keys_BHTD
-    places = call.window is not None and call.place_BT is not None
-    busy = places or call.soft_cap is not None
+    busy = call.soft_cap is not None
     if name != "lse":
         busy = busy or "entropy" in call.wanted or "last" in call.wanted
     block = backend.block_of(keys.shape[3])
@@ -185,7 +169,8 @@ def _first_pass(call: Call, shift_BQS: Tensor) -> None:
     H = keys.shape[1]
     rows = Q // H * S
     cut = _tile_of("lse", call, rows)
-    asks = _field("ASKS", "a", call.asks_BS, (B, S))
+    asks_BS = None if call.asks_BS is None else call.asks_BS.view(torch.uint8)
+    asks = {"ASKS": asks_BS, **_strides("a", "bs", (0, 0) if asks_BS is None else asks_BS.stride())}
     sinks = {"SINKS": call.sinks_Q, "stride_sinks": 0 if call.sinks_Q is None else call.sinks_Q.stride(0)}
     grid = (-(-rows // cut.m) * B * H,)
     kernel.lse_kernel[grid](**_shared(call), **sinks, **asks, SHIFT=shift_BQS, **_options(cut))

@@ -67,7 +67,6 @@ class Call:
     first: int
     keys: tuple[int, int]
     distance: int
-    window: int | None
     soft_cap: float | None
     pool: Pool | None
     group: bool
@@ -173,11 +172,7 @@ class _Walk:
     def _plan(self) -> None:
         """Sets how many queries, heads and sequences a block takes, and allocates it."""
         call, B, H, S = self.call, self.B, self.H, self.S
-        columns, most = self.T, S
-        if call.window is not None and call.place_BT is None and call.pool is None:
-            # More queries at once would make more products outside the window than inside.
-            most = min(S, max(_ROWS, call.window))
-            columns = min(self.T, call.window + (call.chunk or most))
+        columns = self.T
         threads = torch.get_num_threads() if self.on_cpu else 1
         apiece = min(_BLOCK, _LARGEST_BLOCK // threads)
         # Heads are given to workers, if there are enough of them, and if a block that is a worker's own is
@@ -190,7 +185,7 @@ class _Walk:
             # Threads share a block: for many it is larger.
             shared = _BLOCK * (threads // 2 if self.on_cpu else 4)
             budget = min(_LARGEST_BLOCK, max(_BLOCK, shared, _ROWS * columns))
-        self.chunk = min(S, call.chunk or max(1, min(most, budget // (self.G * columns))))
+        self.chunk = min(S, call.chunk or max(1, budget // (self.G * columns)))
         a_head = columns * max(self.G * self.chunk, self.D)
         whole = self.chunk >= S
         self.heads = max(1, min(H, budget // a_head, B * H // self.workers)) if whole else 1
@@ -227,9 +222,8 @@ class _Walk:
         elif call.exists_BHT is not None:
             whole_T = call.exists_BHT.flatten(0, 1).all(0)
             self.holes = self.T - int(whole_T.flip(0).cumprod(0).sum())
-            if call.window is None:
-                any_BH, first_BH = call.exists_BHT.int().max(-1)
-                self.sure = int(torch.where(any_BH > 0, first_BH, self.T).max())
+            any_BH, first_BH = call.exists_BHT.int().max(-1)
+            self.sure = int(torch.where(any_BH > 0, first_BH, self.T).max())
         if call.asks_BS is not None and bool(call.asks_BS.all()):
             self.asks_BS = None
 
@@ -278,8 +272,6 @@ class _Walk:
             return 0, self.T
         end = call.first + stop
         low, high = 0, min(self.T, end)
-        if call.window is not None and call.place_BT is None:
-            low = max(low, call.first + start - call.window + 1)
         if call.lse_BQS is not None:
             low = max(low, call.keys[0])
             high = min(high, call.keys[1], end - call.distance)
@@ -361,27 +353,9 @@ class _Walk:
         after = max(low, call.first + start + 1)
         if after < high:
             logits[..., after - low :].masked_fill_(self.entry_T[after:high] > query_s1, never)
-        if call.window is not None and call.place_BT is None:
-            # From the last query's reach on, the window hides nothing.
-            until = min(high, call.first + stop - call.window)
-            if low < until:
-                logits[..., : until - low].masked_fill_(
-                    self.entry_T[low:until] <= query_s1 - call.window, never
-                )
-        elif call.window is not None:
-            near_BsK = self._near(rows, start, stop, low, high)
-            logits.masked_fill_(~near_BsK[:, None, None], never)
         if call.exists_BHT is not None and low < min(high, self.holes):
             exists_BHK = rows.of(call.exists_BHT)[..., low : min(high, self.holes)]
             logits[..., : self.holes - low].masked_fill_(~exists_BHK[:, :, None, None], never)
-
-    def _near(self, rows: _Rows, start: int, stop: int, low: int, high: int) -> Tensor:
-        """Which entries a window counted in places reaches back to (later ones too), `[B, s, K]`."""
-        call = self.call
-        assert call.place_BT is not None and call.window is not None
-        place_BT = call.place_BT[rows.batch]
-        query_Bs = place_BT[:, call.first + start : call.first + stop]
-        return place_BT[:, None, low:high] > query_Bs[..., None] - call.window
 
     def _pooled(self, rows: _Rows, probs: Tensor) -> Tensor:
         """Rows smoothed along the entries, on both sides of the split apart, in the other buffer."""
@@ -492,10 +466,6 @@ class _Walk:
         # Where nothing is asked for, zeros are enough: only of what is seen.
         query_s1, entry_K = self.query_S[start:stop, None], self.entry_T[bottom:top]
         accessed &= entry_K <= query_s1 - call.distance
-        if call.window is not None and call.place_BT is None:
-            accessed &= entry_K > query_s1 - call.window
-        elif call.window is not None:
-            accessed &= self._near(rows, start, stop, bottom, top)[:, None, None]
         if call.exists_BHT is not None:
             accessed &= rows.of(call.exists_BHT)[:, :, None, None, bottom:top]
         if self.asks_BS is not None:

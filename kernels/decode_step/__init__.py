@@ -102,7 +102,7 @@ def decode_step(
         sinks_Q: one more logit a query head, which takes its share and gives no value.
         scaling: factor on the logits.
         soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`; None: they stay.
-        window: a query at position p sees positions above `p - window` only; None: all.
+        window: a query at position p sees positions above `p - window` only; None: all. Not with `packed`.
         work: on a GPU, the tensors of the layer's `launch.Table`.
 
     Raises:

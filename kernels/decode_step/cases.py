@@ -4,7 +4,7 @@ The place of that token is free before the step: its key there is NaN, as in eve
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,13 +13,22 @@ from torch import Tensor
 from retain.kernels.decode_step import decode_step, path_of
 from retain.kernels.measure import Claim, Cost
 from retain.kernels.ragged_attention import cases as ragged
-from retain.kernels.ragged_attention.cases import ALL, KIVI_4, Case, unequal
+from retain.kernels.ragged_attention.cases import ALL, KIVI_4, unequal
 
 ROUNDING, GRAPHED = (2, None), True
+
+
+@dataclass(frozen=True)
+class Case(ragged.Case):
+    """A step; `window` as the op has it."""
+
+    window: int | None = None
+
+
 CASES = {
     "plain": Case(2, 2, 3, 1, 64, (150, 130, 8, 64)),
     "one entry": Case(2, 1, 2, 1, 64, (1, 1)),
-    "all options": Case(2, 2, 2, 1, 64, (70, 130, 8, 64), **ALL),
+    "all options": Case(2, 2, 2, 1, 64, (70, 130, 8, 64), window=40, **ALL),
     "G = 1": Case(1, 2, 1, 1, 128, (100, 33)),
     "G = 8": Case(1, 1, 8, 1, 128, (65,), sinks=True),
     "D = 24, another width of values": Case(2, 2, 3, 1, 24, (150, 1, 8, 64), value_width=16, soft_cap=5.0),
@@ -48,7 +57,7 @@ BUILDS: list[tuple[torch.dtype, Case]] = [
     *((_HALF, Case(1, 1, 4, 1, D, (100,))) for D in (16, 32, 64, 128, 256)),
     *((torch.float32, Case(1, 1, 4, 1, D, (100,))) for D in (64, 128)),
     (torch.float16, Case(1, 1, 8, 1, 128, (100,))),
-    *((_HALF, Case(1, 1, 1, 1, 128, (100,), **{name: how})) for name, how in ALL.items()),
+    *((_HALF, Case(1, 1, 1, 1, 128, (100,), **{name: how})) for name, how in {**ALL, "window": 40}.items()),
     *((_HALF, Case(1, 1, 4, 1, 128, (100,), keys=bits, values=bits)) for bits in (8, 4, 2)),
     (_HALF, Case(1, 1, 4, 1, 128, (100,), **ALL, **KIVI_4)),
 ]
@@ -58,6 +67,12 @@ def inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed: int
     """Keyword arguments of `decode_step`: the clock stands at 1, so that a call repeated writes the same
     places. Codes stand for half as many entries before those of each row."""
     given = ragged.inputs(replace(case, keys=0, values=0), dtype, device, seed)
+    draw, tokens = torch.Generator(device).manual_seed(seed), max(case.lengths) + 3
+    # Free places hold positions of the far future.
+    positions_P = torch.full_like(given["keys_CD"][:, 0], 2**31 - 1, dtype=torch.int32)
+    for start, length in zip(given["offsets_R1"].tolist(), case.lengths, strict=False):
+        held = torch.randperm(tokens, generator=draw, device=device)[:length].sort().values
+        positions_P[start : start + length] = held.int()
     at_R = given["offsets_R1"][:-1] + given["lengths_R"] - 1
     new_BH1D, new_BH1V = (
         given[name][at_R].view(case.batch, 1, case.kv_heads, -1).transpose(1, 2)
@@ -69,10 +84,10 @@ def inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed: int
         weight_C[at_R] = 0.0
     step: dict[str, Any] = {
         **{"queries_BQ1D": given["queries_BQSD"], "keys_BH1D": new_BH1D, "values_BH1V": new_BH1V},
-        **{"keys_PD": given["keys_CD"], "values_PV": given["values_CD"], "positions_P": given["positions_C"]},
+        **{"keys_PD": given["keys_CD"], "values_PV": given["values_CD"], "positions_P": positions_P},
         **{"offsets_R1": given["offsets_R1"], "base_R": given["lengths_R"] - 1},
         "clock_1": torch.ones(1, dtype=torch.int64, device=device),
-        "last_B": given["query_positions_BS"][:, 0] - 1,
+        "last_B": torch.full((case.batch,), tokens - 2, device=device),
         **{"log_weight_P": weight_C, "sinks_Q": given["sinks_Q"]},
         **{"scaling": given["scaling"], "soft_cap": case.soft_cap, "window": case.window},
     }
@@ -82,7 +97,7 @@ def inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed: int
             replace(case, lengths=tuple(n // 2 for n in case.lengths)), dtype, device, seed + 1
         )
         keys, values = coded["keys_CD"], coded["values_CD"]
-        columns = [keys.codes_CW, values.codes_CW, coded["positions_C"], values.scales_G2N, keys.groups_C]
+        columns = [keys.codes_CW, values.codes_CW, values.scales_G2N, keys.groups_C]
         columns += [keys.scales_G2N, coded["offsets_R1"], coded["lengths_R"]]
         step["packed"] = [*columns, coded["log_weight_C"]] if case.weighted else columns
         step |= {"bits": case.keys, "span": case.span}

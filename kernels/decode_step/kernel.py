@@ -60,8 +60,8 @@ def _attended(
 def step(
     q_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, positions_ptr, offsets_ptr, base_ptr, clock_ptr, last_ptr,
     weight_ptr, sinks_ptr, items_ptr, count_ptr, parts_ptr, arrived_ptr, out_ptr,
-    coded_keys_ptr, coded_values_ptr, coded_positions_ptr, value_scales_ptr, groups_ptr, key_scales_ptr,
-    coded_offsets_ptr, coded_held_ptr, coded_weight_ptr, num_rows,
+    coded_keys_ptr, coded_values_ptr, value_scales_ptr, groups_ptr, key_scales_ptr, coded_offsets_ptr,
+    coded_held_ptr, coded_weight_ptr, num_rows,
     scale, cap, window, max_items, num_slots, H, q_b, q_h, k_b, k_h, v_b, v_h,
     G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, WEIGHTED: tl.constexpr, SUNK: tl.constexpr,
@@ -113,9 +113,6 @@ def step(
                     n = first + tl.arange(0, BLOCK_N)
                     at_n = coded_start + n
                     seen_n = n < stop
-                    if WINDOWED:
-                        at = tl.load(coded_positions_ptr + at_n, mask=seen_n, other=-2147483647)
-                        seen_n = seen_n & (at > position - window)
                     weight_n = tl.zeros([BLOCK_N], tl.float32)
                     if WEIGHTED:
                         weight_n = tl.load(coded_weight_ptr + at_n, mask=seen_n, other=0.0)

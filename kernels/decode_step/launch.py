@@ -107,8 +107,8 @@ def decode_step(
     if soft_cap:
         scale, cap = scaling / soft_cap, soft_cap * kernel.LOG2E.value
     programs = PROGRAMS * backend.multiprocessors(keys.device, INTERPRETED)
-    keys_P, values_P, *coded = packed or (None,) * 8
-    weight = coded.pop() if len(coded) > 6 else None
+    keys_P, values_P, *coded = packed or (None,) * 7
+    weight = coded.pop() if len(coded) > 5 else None
     with torch.cuda.device_of(keys):
         kernel.step[(programs,)](
             *(queries, new_keys, new_values, keys, values, positions, offsets, base, clock, last),

@@ -31,34 +31,37 @@ def decode_step(
     queries = queries_BQ1D.to(torch.promote_types(queries_BQ1D.dtype, torch.float32))
 
     def attend(
-        keys: Any, values: Any, positions: Tensor, offsets: Tensor, held: Tensor, weight: Tensor | None,
-        sinks: Tensor | None,
+        keys: Any, values: Any, offsets: Tensor, held: Tensor, weight: Tensor | None, sinks: Tensor | None,
+        positions: Tensor | None = None,
     ) -> tuple[Tensor, Any]:  # fmt: skip
         """Output and log-sum-exp over the rows of a store, whose rooms are made to begin at 0."""
         first, last = int(offsets[0]), int(offsets[-1])
         part = slice(first, last)
         keys, values = (one.part(part) if isinstance(one, Codes) else one[part] for one in (keys, values))
+        weight = None if weight is None else weight[part]
+        if positions is not None:  # entries outside of the window weigh nothing
+            oldest_R1 = (now_B1 - window).expand(-1, keys_BH1D.shape[1]).flatten()
+            hidden_C = positions[part] <= oldest_R1.repeat_interleave(offsets.diff())
+            weight = torch.where(hidden_C, float("-inf"), 0.0 if weight is None else weight)
         call = Call(
             *(queries, keys, values, offsets - first, held.to(torch.int64)[:, None], sinks),
-            positions_C=positions[part] if window else None,
-            query_positions_BS=now_B1 if window else None,
-            log_weight_C=None if weight is None else weight[part],
+            log_weight_C=weight,
             pages=None,
             scaling=scaling,
             soft_cap=soft_cap or None,
-            window=window or None,
             with_lse=True,
         )
         return ragged_attention(call)
 
-    pool = (keys_PD, values_PV, positions_P, offsets_R1, lengths_R, log_weight_P)
+    pool = (keys_PD, values_PV, offsets_R1, lengths_R, log_weight_P)
     if not packed:
-        out_BQ1V, _ = attend(*pool, sinks_Q)
+        out_BQ1V, _ = attend(*pool, sinks_Q, positions_P if window else None)
     else:
-        key_codes, value_codes, positions, value_scales, groups, key_scales, offsets, held, *weight = packed
+        assert not window, "no layer has both"
+        key_codes, value_codes, value_scales, groups, key_scales, offsets, held, *weight = packed
         keys = Codes(key_codes, key_scales, groups, bits, 1, keys_PD.shape[1])
         values = Codes(value_codes, value_scales, None, bits, span, values_PV.shape[1])
-        coded = (keys, values, positions, offsets, held, weight[0] if weight else None)
+        coded = (keys, values, offsets, held, weight[0] if weight else None)
         outs, lses = zip(attend(*coded, None), attend(*pool, None), strict=True)
         out_BQ1V = merged(outs, lses, sinks_Q)
     return out_BQ1V.transpose(1, 2).to(queries_BQ1D.dtype)

@@ -42,7 +42,7 @@ A softmax_(A* logits, int64_t count, bool has_sink, A sink) {
 // Entries of a layer as codes: see retain/kernels/codes.py.
 struct Packed {
   const uint8_t *keys = nullptr, *values = nullptr;
-  const int32_t *positions = nullptr, *groups = nullptr, *held = nullptr;
+  const int32_t *groups = nullptr, *held = nullptr;
   const at::Half *value_scales = nullptr, *key_scales = nullptr;
   const int64_t* offsets = nullptr;
   const float* log_weight = nullptr;
@@ -86,14 +86,8 @@ struct Step {
       length = last + 1 - start;
     }
     // Entries held as codes come first; they are decoded once for all heads of the row.
-    int64_t coded = packed.held ? packed.offsets[row] : 0;
-    int64_t before = packed.held ? packed.held[row] : 0;
-    if (window > 0 && before > 0) {
-      const int32_t* first = packed.positions + coded;
-      const int64_t hidden = std::upper_bound(first, first + before, int32_t(position - window)) - first;
-      coded += hidden, before -= hidden;
-    }
-    const int64_t all = before + length;
+    const int64_t coded = packed.held ? packed.offsets[row] : 0;
+    const int64_t before = packed.held ? packed.held[row] : 0, all = before + length;
     std::vector<A> numbers(before > 0 ? std::max(D, V) : 0), query(G * D);
     for (int64_t g = 0; g < G; ++g)
       for (int64_t d = 0; d < D; ++d)
@@ -163,11 +157,10 @@ Tensor decode_step(const Tensor& queries, const Tensor& new_keys, const Tensor& 
   if (!packed.empty()) {
     for (const Tensor& column : packed) TORCH_CHECK(column.is_contiguous(), "decode_step: codes are contiguous");
     codes = {packed[0].const_data_ptr<uint8_t>(), packed[1].const_data_ptr<uint8_t>(),
-             packed[2].const_data_ptr<int32_t>(), packed[4].const_data_ptr<int32_t>(),
-             packed[7].const_data_ptr<int32_t>(), packed[3].const_data_ptr<at::Half>(),
-             packed[5].const_data_ptr<at::Half>(), packed[6].const_data_ptr<int64_t>(),
-             packed.size() > 8 ? packed[8].const_data_ptr<float>() : nullptr, bits, span, packed[0].size(1),
-             packed[1].size(1)};
+             packed[3].const_data_ptr<int32_t>(), packed[6].const_data_ptr<int32_t>(),
+             packed[2].const_data_ptr<at::Half>(), packed[4].const_data_ptr<at::Half>(),
+             packed[5].const_data_ptr<int64_t>(), packed.size() > 7 ? packed[7].const_data_ptr<float>() : nullptr,
+             bits, span, packed[0].size(1), packed[1].size(1)};
   }
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, queries.scalar_type(), "decode_step", [&] {
     using A = std::conditional_t<std::is_same_v<scalar_t, double>, double, float>;

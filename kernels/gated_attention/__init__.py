@@ -32,14 +32,13 @@ def gated_attention(
     *,
     scaling: float,
     protected: int = 0,
-    window: int | None = None,
     exists_BT: Bool[Tensor, "B T"] | None = None,
     soft_cap: float | None = None,
     sinks_Q: Float[Tensor, " Q"] | None = None,
 ) -> Float[Tensor, "B Q S D"]:
     """Causal attention with a log-gate on every key outside of a query's protected recent window.
 
-    Query `s` sits at entry `j = T - S + s` and sees the entries `i <= j` that exist (and lie in its window).
+    Query `s` sits at entry `j = T - S + s` and sees the entries `i <= j` that exist.
     Their logits are
 
         l_ji = cap(scaling q_j . k_i) + [j - i >= protected] (log_gate_i + (j - i) log_decay_i)
@@ -67,7 +66,6 @@ def gated_attention(
         scaling: factor on the products, usually `D ** -0.5`.
         protected: queries nearer than this are not gated: an entry's own query and the `protected - 1` after
             it see it as it is. 0: all are gated.
-        window: a query sees the last `window` entries, itself included; None: all.
         exists_BT: False on padding; None: there is none.
         soft_cap: bound on the logits before gate and decay; None: no bound.
         sinks_Q: one extra logit per query head (gpt-oss); None: none.
@@ -86,10 +84,10 @@ def gated_attention(
         [[1.0, 0.0, 0.0], [0.5, 0.5, 0.0], [0.5, 0.0, 0.5]]
     """
     bias = Bias(log_gate_BHT, log_decay_BHT, exists_BT, sinks_Q)
-    _check(queries_BQSD, keys_BHTD, values_BHTD, bias, Settings(scaling, protected, window, soft_cap))
+    _check(queries_BQSD, keys_BHTD, values_BHTD, bias, Settings(scaling, protected, soft_cap))
     cap = None if soft_cap is None else float(soft_cap)
     tensors = (queries_BQSD, keys_BHTD, values_BHTD, *bias)
-    out_BQSD, _ = _gated_attention(*tensors, float(scaling), protected, window, cap)
+    out_BQSD, _ = _gated_attention(*tensors, float(scaling), protected, cap)
     return cast(Tensor, out_BQSD)
 
 
@@ -104,11 +102,10 @@ def _gated_attention(
     sinks: Tensor | None,
     scaling: float,
     protected: int,
-    window: int | None,
     soft_cap: float | None,
 ) -> tuple[Tensor, Tensor]:
     """The output and every row's log-sum-exp, which the backward takes and has no gradient."""
-    bias, settings = Bias(log_gate, log_decay, exists, sinks), Settings(scaling, protected, window, soft_cap)
+    bias, settings = Bias(log_gate, log_decay, exists, sinks), Settings(scaling, protected, soft_cap)
     found: tuple[Tensor, Tensor] = _run("forward", queries, keys, values, bias=bias, settings=settings)
     return found
 
@@ -133,12 +130,11 @@ def _gated_attention_backward(
     sinks: Tensor | None,
     scaling: float,
     protected: int,
-    window: int | None,
     soft_cap: float | None,
     inner: bool,
 ) -> list[Tensor]:
     """Gradients of queries, keys and values (`inner`), gate, decay and sinks: of those that are there."""
-    bias, settings = Bias(log_gate, log_decay, exists, sinks), Settings(scaling, protected, window, soft_cap)
+    bias, settings = Bias(log_gate, log_decay, exists, sinks), Settings(scaling, protected, soft_cap)
     tensors = (queries, keys, values, out, lse, d_out)
     found = _run("backward", *tensors, bias=bias, settings=settings, inner=inner)
     return [gradient for gradient in found if gradient is not None]
@@ -171,7 +167,7 @@ def _backward(ctx: Any, d_out: Tensor, _: Tensor | None) -> tuple[Tensor | None,
     log_gate, log_decay, _, sinks = tensors[3:]
     there = [inner] * 3 + [log_gate is not None, log_decay is not None, False, sinks is not None]
     each = iter(found)
-    return *(next(each) if here else None for here in there), None, None, None, None
+    return *(next(each) if here else None for here in there), None, None, None
 
 
 _gated_attention.register_autograd(_backward, setup_context=_setup)
@@ -255,7 +251,5 @@ def _check(queries: Tensor, keys: Tensor, values: Tensor, bias: Bias, settings: 
         refuse(f"its tensors lie on {', '.join(sorted(devices))}: move gates to the layer's device")
     if settings.protected < 0:
         refuse(f"protected={settings.protected} must be at least 0 entries (0 = none)")
-    if settings.window is not None and settings.window < 1:
-        refuse(f"window={settings.window} must be at least 1 entry, or None for all")
     if settings.soft_cap is not None and not settings.soft_cap > 0:
         refuse(f"soft_cap={settings.soft_cap} must be positive, or None for no cap")

@@ -36,7 +36,7 @@ class Case:
         hidden: share of entries whose log-gate is -inf.
         silent: query heads, from the first on, whose sink is -inf.
         heads_last: tensors are views of `[B, T, heads, D]`, and gates of `[B, T, H]`.
-        protected, window, soft_cap: as the op's.
+        protected, soft_cap: as the op's.
     """
 
     batch: int = 1
@@ -54,7 +54,6 @@ class Case:
     silent: int = 0
     heads_last: bool = False
     protected: int = 8
-    window: int | None = None
     soft_cap: float | None = None
 
     @property
@@ -63,7 +62,7 @@ class Case:
         return self.entries if self.queries is None else self.queries
 
 
-ALL: dict[str, Any] = {"decay": True, "window": 31, "pads": (5,), "soft_cap": 3.0, "sinks": True}
+ALL: dict[str, Any] = {"decay": True, "pads": (5,), "soft_cap": 3.0, "sinks": True}
 CASES = {
     "one entry": Case(entries=1, sinks=True),
     "one entry, gated": Case(entries=1, protected=0, decay=True, sinks=True),
@@ -79,12 +78,9 @@ CASES = {
     "one query": Case(entries=49, queries=1),
     "left padding": Case(batch=3, heads=1, pads=(11, 45), entries=50),
     "a sequence of padding": Case(batch=2, heads=1, pads=(20,), entries=20, sinks=True),
-    # Longer than a block of keys and one of queries in the interpreter, and ending on a block's first query.
-    "long window": Case(heads=1, group=1, entries=90, window=50, width=16),
-    "window inside of the protected": Case(entries=60, window=7, protected=9),
     "soft cap": Case(soft_cap=2.0, entries=40),
     "a sink of nothing": Case(sinks=True, silent=2, hidden=1.0, protected=0, entries=40),
-    "holes": Case(batch=2, heads=1, entries=70, holes=0.3, window=40),
+    "holes": Case(batch=2, heads=1, entries=70, holes=0.3),
     "hidden entries": Case(hidden=0.4, protected=0, entries=45),
     "everything": Case(batch=2, heads=1, entries=45, heads_last=True, **ALL),
     "D = 33": Case(heads=1, width=33, pads=(3,)),
@@ -160,7 +156,6 @@ def inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed: int
         "exists_BT": exists,
         "scaling": D**-0.5,
         "protected": case.protected,
-        "window": case.window,
         "soft_cap": case.soft_cap,
     }
 
@@ -190,8 +185,7 @@ def cost(case: Case, dtype: torch.dtype) -> Cost:
     """Seven matrix products: two of the forward, five of the backward."""
     B, H, T, D = case.batch, case.heads, case.entries, case.width
     Q, S = H * case.group, case.asked
-    seen = sum(min(last + 1, case.window or T) for last in range(T - S, T))
-    flops = 14.0 * B * Q * D * seen
+    flops = 14.0 * B * Q * D * (S * T - S * (S - 1) // 2)
     # Queries, output and its gradient, and the queries' gradient; keys and values and theirs.
     numbers = 4.0 * B * Q * S * D + 4.0 * B * H * T * D
     gates = 2.0 * (case.gate + case.decay) * B * H * T

@@ -7,7 +7,7 @@
 - `d_queries_`: a program per block of queries.
 
 One loop over blocks asks of each block once, as a scalar, whether a boundary runs through it (the diagonal,
-the window's edge, the protected window's edge). Only then single elements are tested; else the whole block
+the protected window's edge). Only then single elements are tested; else the whole block
 is gated, or none of it is. One loop for each of these stretches would say the same, and is what Triton 3.7
 compiles badly: where the products of a loop are still under way when the next begins, ptxas waits after
 every single one (its note C7515), and pointers of all loops fill the registers.
@@ -25,7 +25,7 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 # Options of a call, as bits.
-GATE, DECAY, EXISTS, WINDOW, CAP, SINKS = (tl.constexpr(1 << bit) for bit in range(6))
+GATE, DECAY, EXISTS, CAP, SINKS = (tl.constexpr(1 << bit) for bit in range(5))
 
 
 @triton.constexpr_function
@@ -106,7 +106,7 @@ def _key_bias(
 
 @triton.jit
 def _logits(
-    product, query_j, keys_i, local, gate, decay, tested, gated, scale, cap, protected, window,
+    product, query_j, keys_i, local, gate, decay, tested, gated, scale, cap, protected,
     HAS: tl.constexpr,
 ):  # fmt: skip
     """Logits in units of log 2 of a tile, whichever way it lies, and the tanh of the soft cap.
@@ -133,8 +133,6 @@ def _logits(
                 bias = tl.fma(local.to(tl.float32), decay, gate)
             logits += tl.where(query_j - protected >= keys_i, bias, 0.0)
         seen = query_j >= keys_i
-        if _has(HAS, WINDOW):
-            seen &= query_j - window < keys_i
         if _has(HAS, EXISTS):
             seen &= gate != float("inf")
         logits = tl.where(seen, logits, float("-inf"))
@@ -153,22 +151,14 @@ def _place(pid, num_blocks, H, G, LAST_FIRST: tl.constexpr):
 
 
 @triton.jit
-def _key_bounds(
-    j0, num_keys, protected, window, HAS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_T: tl.constexpr
-):
-    """Where blocks of keys begin for queries `j0 .. j0 + BLOCK_S`: the first; the first that is in all of
-    their windows; the first that is not gated for all, and the first that is gated for none; the first that
-    is not seen by all, and where they end."""
+def _key_bounds(j0, num_keys, protected, BLOCK_S: tl.constexpr, BLOCK_T: tl.constexpr):
+    """Where blocks of keys begin for queries `j0 .. j0 + BLOCK_S`: the first that is not gated for all, and
+    the first that is gated for none; the first that is not seen by all, and where they end."""
     end = tl.minimum(j0 + BLOCK_S, num_keys)
-    low = 0
-    inside = 0
-    if _has(HAS, WINDOW):
-        low = tl.maximum(j0 - window + 1, 0) // BLOCK_T * BLOCK_T
-        inside = tl.maximum(end - window, 0)
     near = tl.maximum(j0 - protected + 1, 0) // BLOCK_T * BLOCK_T
     open = tl.maximum(end - protected, 0)
     diagonal = (j0 + 1) // BLOCK_T * BLOCK_T
-    return low, inside, near, open, diagonal, end
+    return near, open, diagonal, end
 
 
 @triton.jit
@@ -177,7 +167,7 @@ def forward_(
     query_b, query_h, query_s, query_d, key_b, key_h, key_t, key_d, value_b, value_h, value_t, value_d,
     gate_b, gate_h, gate_t, decay_b, decay_h, decay_t, exists_b, exists_t, sinks_q,
     out_b, out_h, out_s, out_d,
-    H, G, num_queries, num_keys, num_blocks, scale, cap, protected, window,
+    H, G, num_queries, num_keys, num_blocks, scale, cap, protected,
     HAS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_T: tl.constexpr,
     WHOLE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
@@ -210,14 +200,10 @@ def forward_(
     out = tl.zeros([BLOCK_S, BLOCK_D], tl.float32)
     total = tl.zeros([BLOCK_S], tl.float32)
     top = tl.full([BLOCK_S], float("-inf"), tl.float32)
-    low, inside, near, open, diagonal, end = _key_bounds(
-        j0, num_keys, protected, window, HAS, BLOCK_S, BLOCK_T
-    )
-    keys_at = _row(keys_at, low, key_t)
-    values_at = _row(values_at, low, value_t)
+    near, open, diagonal, end = _key_bounds(j0, num_keys, protected, BLOCK_S, BLOCK_T)
     local = tl.arange(0, BLOCK_S)
-    for i0 in range(low, end, BLOCK_T):
-        tested = (i0 < inside) | (i0 >= diagonal)
+    for i0 in range(0, end, BLOCK_T):
+        tested = i0 >= diagonal
         if _has(HAS, GATE | DECAY):
             tested |= (i0 >= near) & (i0 < open)
         if _has(HAS, EXISTS):
@@ -229,7 +215,7 @@ def forward_(
         gate, decay = _key_bias(gate_at, decay_at, gate_t, decay_t, keys_i, j0, num_keys, HAS)
         logits, _ = _logits(
             product, (j0 + local)[:, None], keys_i[None, :], local[:, None],
-            gate[None, :], decay[None, :], tested, i0 < near, scale, cap, protected, window, HAS,
+            gate[None, :], decay[None, :], tested, i0 < near, scale, cap, protected, HAS,
         )  # fmt: skip
         above = tl.maximum(top, tl.max(logits, 1))
         finite = tl.where(above == float("-inf"), 0.0, above)
@@ -298,7 +284,7 @@ def d_queries_(
     query_b, query_h, query_s, query_d, key_b, key_h, key_t, key_d, value_b, value_h, value_t, value_d,
     gate_b, gate_h, gate_t, decay_b, decay_h, decay_t, exists_b, exists_t,
     d_out_b, d_out_h, d_out_s, d_out_d, d_query_b, d_query_h, d_query_s, d_query_d,
-    H, G, num_queries, num_keys, padded, num_blocks, scaling, scale, cap, protected, window,
+    H, G, num_queries, num_keys, padded, num_blocks, scaling, scale, cap, protected,
     HAS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_T: tl.constexpr,
     WHOLE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
@@ -331,14 +317,10 @@ def d_queries_(
     key_offsets = _offsets(key_t, key_d, BLOCK_T, BLOCK_D)
     value_offsets = _offsets(value_t, value_d, BLOCK_T, BLOCK_D)
     d_queries = tl.zeros([BLOCK_S, BLOCK_D], tl.float32)
-    low, inside, near, open, diagonal, end = _key_bounds(
-        j0, num_keys, protected, window, HAS, BLOCK_S, BLOCK_T
-    )
-    keys_at = _row(keys_at, low, key_t)
-    values_at = _row(values_at, low, value_t)
+    near, open, diagonal, end = _key_bounds(j0, num_keys, protected, BLOCK_S, BLOCK_T)
     local = tl.arange(0, BLOCK_S)
-    for i0 in range(low, end, BLOCK_T):
-        tested = (i0 < inside) | (i0 >= diagonal)
+    for i0 in range(0, end, BLOCK_T):
+        tested = i0 >= diagonal
         if _has(HAS, GATE | DECAY):
             tested |= (i0 >= near) & (i0 < open)
         if _has(HAS, EXISTS):
@@ -350,7 +332,7 @@ def d_queries_(
         gate, decay = _key_bias(gate_at, decay_at, gate_t, decay_t, keys_i, j0, num_keys, HAS)
         logits, tanh = _logits(
             product, (j0 + local)[:, None], keys_i[None, :], local[:, None],
-            gate[None, :], decay[None, :], tested, i0 < near, scale, cap, protected, window, HAS,
+            gate[None, :], decay[None, :], tested, i0 < near, scale, cap, protected, HAS,
         )  # fmt: skip
         weights = tl.exp2(logits - lse2[:, None])
         values = _load(values_at, value_offsets, num_keys - i0, D, BLOCK_T, BLOCK_D, WHOLE, UPCAST)
@@ -375,7 +357,7 @@ def d_keys_(
     gate_b, gate_h, gate_t, decay_b, decay_h, decay_t, exists_b, exists_t,
     d_out_b, d_out_h, d_out_s, d_out_d,
     d_key_b, d_key_h, d_key_t, d_key_d, d_value_b, d_value_h, d_value_t, d_value_d,
-    H, G, num_queries, num_keys, padded, num_blocks, scaling, scale, cap, protected, window,
+    H, G, num_queries, num_keys, padded, num_blocks, scaling, scale, cap, protected,
     HAS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_T: tl.constexpr,
     WHOLE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
@@ -401,14 +383,9 @@ def d_keys_(
         exists_at += b * exists_b
         clear = tl.load(clear_at + b)
     # Blocks of queries that see one of these keys, nearest first: from where all see all, from where one is
-    # gated and from where all are, and from where one lies outside of a window.
+    # gated and from where all are.
     low = tl.maximum(i0 - before, 0) // BLOCK_S * BLOCK_S
     last = tl.minimum(i0 + BLOCK_T, num_keys) - 1
-    end = num_queries
-    edge = num_queries
-    if _has(HAS, WINDOW):
-        end = tl.minimum(end, tl.maximum(last + window - before, 0))
-        edge = tl.maximum(i0 + window - before, 0) // BLOCK_S * BLOCK_S
     diagonal = last - before
     open = tl.maximum(i0 + protected - before, 0) // BLOCK_S * BLOCK_S
     far = last + protected - before
@@ -426,10 +403,8 @@ def d_keys_(
         head_queries_at = _row(queries_at + b * query_b + q * query_h, low, query_s)
         head_d_out_at = _row(d_out_at + b * d_out_b + q * d_out_h, low, d_out_s)
         row = (b * (H * G) + q) * padded
-        for s0 in range(low, end, BLOCK_S):
+        for s0 in range(low, num_queries, BLOCK_S):
             tested = s0 < diagonal
-            if _has(HAS, WINDOW):
-                tested |= s0 >= edge
             gated = s0 >= far
             if _has(HAS, GATE | DECAY):
                 tested |= (s0 >= open) & (s0 < far)
@@ -446,7 +421,7 @@ def d_keys_(
             local = rows - low
             logits, tanh = _logits(
                 product, (before + rows)[None, :], keys_i[:, None], local[None, :],
-                gate[:, None], decay[:, None], tested, gated, scale, cap, protected, window, HAS,
+                gate[:, None], decay[:, None], tested, gated, scale, cap, protected, HAS,
             )  # fmt: skip
             weights = tl.exp2(logits - lse2[None, :])
             d_out = _load(head_d_out_at, d_out_offsets, num_queries - s0, D, BLOCK_S, BLOCK_D, WHOLE, UPCAST)

@@ -169,13 +169,12 @@ def backward(
     )
 
 
-def numbers(settings: Settings, num_keys: int) -> tuple[float, float, int, int]:
-    """Factor on a product, the soft cap (both make units of log 2), the protected window and the window: no
-    longer than there are keys, so that an entry plus a window is a 32-bit number."""
+def numbers(settings: Settings, num_keys: int) -> tuple[float, float, int]:
+    """Factor on a product, the soft cap (both make units of log 2) and the protected window: no longer than
+    there are keys, so that an entry plus a window is a 32-bit number."""
     cap = settings.soft_cap
     scale = settings.scaling * LOG2E if cap is None else settings.scaling / cap
-    protected, window = min(settings.protected, num_keys), min(settings.window or 0, num_keys)
-    return scale, (cap or 0.0) * LOG2E, protected, window
+    return scale, (cap or 0.0) * LOG2E, min(settings.protected, num_keys)
 
 
 def _marked(bias: Bias) -> tuple[Bias, Tensor | None]:
@@ -215,11 +214,9 @@ def _bias_strides(bias: Bias) -> list[int]:
 
 def _constants(queries: Tensor, num_keys: int, bias: Bias, settings: Settings, cut: Tile) -> dict[str, Any]:
     """Constants that the kernels are compiled for."""
-    there = (*(part is not None for part in bias[:3]), settings.window is not None)
-    there += (settings.soft_cap is not None, bias.sinks_Q is not None)
-    D = queries.shape[-1]
+    there, D = (*bias[:3], settings.soft_cap, bias.sinks_Q), queries.shape[-1]
     return {
-        "HAS": sum(1 << bit for bit, has in enumerate(there) if has),
+        "HAS": sum(1 << bit for bit, one in enumerate(there) if one is not None),
         "D": D,
         "BLOCK_D": block_of(D),
         "BLOCK_S": cut.m,

@@ -27,7 +27,6 @@ class Settings:
 
     scaling: float
     protected: int = 0
-    window: int | None = None
     soft_cap: float | None = None
 
 
@@ -162,7 +161,7 @@ def backward(
 
 
 class _Block(NamedTuple):
-    """Some queries of some rows, and the keys between the first that one of them sees and the last."""
+    """Some queries of some rows, and the keys up to the last that one of them sees."""
 
     rows: slice
     queries: slice
@@ -201,16 +200,14 @@ class _Call:
 
     def blocks(self) -> Iterator[_Block]:
         """Queries in order, and rows in order for each."""
-        S, T, G, window = self.num_queries, self.num_keys, self.group, self.settings.window
-        width = max(1, min(T, T if window is None else window + MOST))
-        step = max(1, min(S, MOST, max(LEAST, CELLS // (width * G))))
+        S, T, G = self.num_queries, self.num_keys, self.group
+        step = max(1, min(S, MOST, max(LEAST, CELLS // (max(1, T) * G))))
         for start in range(0, S, step):
             stop = min(S, start + step)
             last = T - S + stop
-            first = 0 if window is None else max(0, T - S + start - window + 1)
-            rows = max(1, CELLS // ((last - first) * (stop - start) * G))
+            rows = max(1, CELLS // (last * (stop - start) * G))
             for row in range(0, self.num_rows, rows):
-                yield _Block(slice(row, row + rows), slice(start, stop), slice(first, last))
+                yield _Block(slice(row, row + rows), slice(start, stop), slice(0, last))
 
     def blank(self, block: _Block) -> Tensor | None:
         """`[r, 1, s]`, which of a block's queries are padding; None where none is."""
@@ -232,13 +229,10 @@ class _Call:
             factor = 1 - logits.square() if slope else None
             logits.mul_(cap)
         self._add_bias_(block, logits)
-        j0, j1 = self._entries(block)
+        j0 = self._entries(block)[0]
         if j0 + 1 < seen.stop:
             later = self._distance(block, j0 + 1, seen.stop) < 0
-            logits[..., j0 + 1 - seen.start :].masked_fill_(later, float("-inf"))
-        if self.settings.window is not None and (reach := j1 - self.settings.window + 1) > seen.start:
-            far = self._distance(block, seen.start, reach) >= self.settings.window
-            logits[..., : reach - seen.start].masked_fill_(far, float("-inf"))
+            logits[..., j0 + 1 :].masked_fill_(later, float("-inf"))
         if self.absent_RT is not None:
             absent = self.absent_RT[rows, None, None, seen]
             logits[..., : absent.shape[-1]].masked_fill_(absent, float("-inf"))
@@ -259,22 +253,20 @@ class _Call:
     def _gated(self, block: _Block) -> tuple[int, int]:
         """Up to where keys are gated for all queries of a block, and up to where for some of them."""
         j0, j1 = self._entries(block)
-        low, high = block.keys.start, block.keys.stop
-        every = min(max(j0 - self.settings.protected + 1, low), high)
-        return every, min(max(j1 - self.settings.protected + 1, every), high)
+        every = min(max(j0 - self.settings.protected + 1, 0), block.keys.stop)
+        return every, min(max(j1 - self.settings.protected + 1, every), block.keys.stop)
 
     def _add_bias_(self, block: _Block, logits: Tensor) -> None:
         """Gate and decay, where they act."""
         if self.gate_RT is None and self.decay_RT is None:
             return
-        every, some = self._gated(block)
-        low, rows = block.keys.start, block.rows
-        all_of_them = logits[..., : every - low]
+        (every, some), rows = self._gated(block), block.rows
+        all_of_them = logits[..., :every]
         if self.gate_RT is not None:
-            all_of_them += self.gate_RT[rows, None, None, low:every]
+            all_of_them += self.gate_RT[rows, None, None, :every]
         if self.decay_RT is not None:
-            distance = self._distance(block, low, every).to(self.dtype)
-            all_of_them.addcmul_(distance, self.decay_RT[rows, None, None, low:every])
+            distance = self._distance(block, 0, every).to(self.dtype)
+            all_of_them.addcmul_(distance, self.decay_RT[rows, None, None, :every])
         if some > every:
             distance = self._distance(block, every, some)
             bias = torch.zeros((), dtype=self.dtype, device=logits.device)
@@ -282,20 +274,17 @@ class _Call:
                 bias = distance * self.decay_RT[rows, None, None, every:some]
             if self.gate_RT is not None:
                 bias = bias + self.gate_RT[rows, None, None, every:some]
-            logits[..., every - low : some - low] += torch.where(
-                distance >= self.settings.protected, bias, 0.0
-            )
+            logits[..., every:some] += torch.where(distance >= self.settings.protected, bias, 0.0)
 
     def add_bias_gradients_(
         self, block: _Block, d_logits: Tensor, d_gate: Tensor | None, d_decay: Tensor | None
     ) -> None:
         """Sums over a block's queries and group of `ds`, and of `ds` times the distance."""
-        every, some = self._gated(block)
-        low, rows = block.keys.start, block.rows
-        for first, last in ((low, every), (every, some)):
+        (every, some), rows = self._gated(block), block.rows
+        for first, last in ((0, every), (every, some)):
             if last <= first:
                 continue
-            part = d_logits[..., first - low : last - low].sum(1)
+            part = d_logits[..., first:last].sum(1)
             distance = self._distance(block, first, last)
             if first == every:
                 part = part.masked_fill(distance < self.settings.protected, 0.0)

@@ -3,7 +3,7 @@
 One layer's entries are a flat `[C, D]` store in which row `r = b * H + h` (one sequence and KV head) owns
 the room `offsets[r] .. offsets[r + 1]`. Decoding is S = 1; chunks of a prompt and later turns are S many;
 empty rows and very long ones go in one call. The entries that a query sees are a count, `seen_RS`, which
-covers padding, gaps in the positions and causality at a row's end; only a sliding window looks at positions.
+covers padding, gaps in the positions and causality at a row's end.
 
 Keys and values may be held as codes of 8, 4 or 2 bits (`retain.kernels.codes`). A row whose entries lie in
 several stores, each of its own precision, is attended store by store; `merged` puts the results together.
@@ -55,9 +55,6 @@ def ragged_attention(
     scaling: float,
     soft_cap: float | None = None,
     sinks_Q: Float[Tensor, " Q"] | None = None,
-    window: int | None = None,
-    positions_C: Int[Tensor, " C"] | None = None,
-    query_positions_BS: Int[Tensor, "B S"] | None = None,
     pages: Pages | None = None,
     log_weight_C: Float[Tensor, " C"] | None = None,
     with_lse: bool = False,
@@ -86,9 +83,6 @@ def ragged_attention(
         soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
         sinks_Q: one more logit per query head, which takes its share of the softmax and gives no value; -inf
             is no sink.
-        window: a query at position p sees positions above `p - window` only; needs both positions.
-        positions_C: RoPE positions of the store's entries.
-        query_positions_BS: RoPE positions of the queries.
         pages: the layout, if the caller knows it; else it is read from the offsets, which waits for the
             device. Rooms that are no whole pages are attended row by row by the reference.
         log_weight_C: float32, added to the logits of each entry: the logarithm of what it counts, where it
@@ -101,16 +95,13 @@ def ragged_attention(
         is no sink.
 
     Raises:
-        ValueError: shapes, codes or a layout that do not fit, a window without positions, or a cap or window
-            that is no positive number.
+        ValueError: shapes, codes or a layout that do not fit, or a cap that is no positive number.
     """
     call = Call(
-        queries_BQSD, keys_CD, values_CD, offsets_R1, seen_RS, sinks_Q, positions_C, query_positions_BS,
-        log_weight_C, pages, float(scaling), None if soft_cap is None else float(soft_cap), window, with_lse,
+        queries_BQSD, keys_CD, values_CD, offsets_R1, seen_RS, sinks_Q, log_weight_C, pages, float(scaling),
+        None if soft_cap is None else float(soft_cap), with_lse,
     )  # fmt: skip
     _check(call, lengths_R.shape[0])
-    if window is None:
-        call = call._replace(positions_C=None, query_positions_BS=None)
     out_BQSV, lse_BQS = _without_gradient(call)
     return out_BQSV if lse_BQS is None else (out_BQSV, lse_BQS)
 
@@ -154,8 +145,6 @@ def _check(call: Call, R: int) -> None:
     # Kernels do not check these lengths.
     for name, one, shape in (
         ("sinks", call.sinks_Q, (Q,)),
-        ("positions", call.positions_C, (C,)),
-        ("query positions", call.query_positions_BS, (B, S)),
         ("log weights", call.log_weight_C, (C,)),
     ):
         if one is not None and one.shape != shape:
@@ -169,18 +158,11 @@ def _check(call: Call, R: int) -> None:
         raise ValueError(
             f"ragged attention of queries {tuple(call.queries_BQSD.shape)} [B, Q, S, D] got "
             f"{'; '.join(problems)}: pass keys and values [C, D], offsets [R + 1], lengths [R] and seen "
-            "[R, S], with R = B x H rows; where given, sinks [Q], positions and log weights [C], query "
-            "positions [B, S] and the pages of this very store."
+            "[R, S], with R = B x H rows; where given, sinks [Q], log weights [C] and the pages of this very "
+            "store."
         )
     if call.soft_cap is not None and not call.soft_cap > 0:
         raise ValueError(f"soft_cap is {call.soft_cap}: pass a positive number, or None for no cap.")
-    if call.window is not None and call.window < 1:
-        raise ValueError(f"window is {call.window}: pass at least 1 position, or None for no window.")
-    if call.window is not None and (call.positions_C is None or call.query_positions_BS is None):
-        raise ValueError(
-            f"attention within a window of {call.window} got no positions: pass positions_C and "
-            "query_positions_BS, or no window."
-        )
 
 
 def _unsupported(*given: Tensor | Codes) -> str | None:

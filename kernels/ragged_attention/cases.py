@@ -1,7 +1,7 @@
 """Cases of ragged attention: named shapes, inputs and rivals.
 
-Inputs are hostile wherever they may be: free slots hold NaN keys, large values and positions of the far
-future (of codes: scales that make them so), so that a kernel that reads them fails in every case.
+Inputs are hostile wherever they may be: free slots hold NaN keys, and large values
+(of codes: scales that make them so), so that a kernel that reads them fails in every case.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,7 +34,7 @@ class Case:
             its row.
         lengths: entries held in each of the B * H rows, the queries' among them.
         value_width: of the values, if it is another.
-        soft_cap, window: as the op has them.
+        soft_cap: as the op has it.
         sinks, weighted, lse: whether there are sinks and log weights, and the log-sum-exp is asked for.
         padded: sequence b has b * padded fewer queries than S: the first ones are padding.
         paged: rooms are whole pages, and the call knows them; else only offsets are known, of odd rooms.
@@ -51,7 +51,6 @@ class Case:
     lengths: tuple[int, ...]
     value_width: int | None = None
     soft_cap: float | None = None
-    window: int | None = None
     sinks: bool = False
     padded: int = 0
     paged: bool = True
@@ -70,7 +69,7 @@ class Case:
 # As KIVI (arXiv 2402.02750) holds keys and values.
 KIVI_4: dict[str, Any] = {"keys": 4, "values": 4}
 KIVI_2: dict[str, Any] = {"keys": 2, "values": 2}
-ALL: dict[str, Any] = {"soft_cap": 4.0, "window": 40, "sinks": True, "weighted": True}
+ALL: dict[str, Any] = {"soft_cap": 4.0, "sinks": True, "weighted": True}
 CASES: dict[str, Case] = {
     "decode": Case(2, 2, 2, 1, 64, (7, 130, 8, 64)),
     "decode, all options": Case(2, 2, 4, 1, 64, (70, 130, 8, 64), **ALL),
@@ -82,11 +81,11 @@ CASES: dict[str, Case] = {
     "G = 8, a turn of 5": Case(1, 2, 8, 5, 128, (13, 100), weighted=True),
     "padded turn": Case(2, 2, 2, 5, 64, (70, 8, 129, 9), padded=3, lse=True),
     "chunk of 40": Case(1, 2, 2, 40, 64, (40, 150)),
-    "chunk of 40, all options": Case(2, 1, 4, 40, 33, (60, 130), padded=11, **{**ALL, "window": 30}),
+    "chunk of 40, all options": Case(2, 1, 4, 40, 33, (60, 130), padded=11, **ALL),
     "wide heads": Case(1, 2, 2, 1, 256, (6, 100)),
     "values of another width": Case(1, 2, 2, 2, 64, (30, 70), value_width=40),
-    "strided": Case(2, 2, 2, 3, 64, (70, 5, 66, 3), strided=True, window=50),
-    "rooms that are no pages": Case(2, 2, 2, 3, 64, (70, 5, 0, 131), paged=False, window=60, weighted=True),
+    "strided": Case(2, 2, 2, 3, 64, (70, 5, 66, 3), strided=True),
+    "rooms that are no pages": Case(2, 2, 2, 3, 64, (70, 5, 0, 131), paged=False, weighted=True),
     "decode, 4 bits": Case(2, 2, 2, 1, 64, (7, 130, 8, 64), **KIVI_4),
     "4 bits, all options": Case(2, 2, 4, 1, 64, (70, 130, 8, 64), lse=True, **ALL, **KIVI_4),
     "8 bits and 2": Case(1, 2, 2, 2, 128, (70, 0), keys=8, values=2, lse=True),
@@ -154,13 +153,10 @@ def inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed: int
     starts = list(accumulate((PAGE * count for count in counts) if case.paged else rooms, initial=0))
     C = starts[-1] + 5 * (not case.paged)  # a store may end behind its last room
     keys_CD, values_CD, free_C = random(C, case.width), random(C, case.values_wide), torch.ones(C).bool()
-    positions_C = torch.full((C,), 2**31 - 1 - PAGE, dtype=torch.int32, device=device)
     weights_C = torch.full((C,), float("nan"), device=device)
-    tokens = max(case.lengths) + 3
     for start, length in zip(starts, case.lengths, strict=False):
         held = slice(start, start + length)
         free_C[held] = False
-        positions_C[held] = torch.randperm(tokens, generator=draw, device=device)[:length].sort()[0].int()
         weights_C[held] = torch.randint(1, 50, (length,), generator=draw, device=device).log()
     free_C = free_C.to(device)
     # Behind the pads of its sequence, each query sees one entry more than the one before, up to all.
@@ -179,9 +175,6 @@ def inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed: int
         "scaling": case.width**-0.5,
         "soft_cap": case.soft_cap,
         "sinks_Q": torch.linspace(-3, 3, H * case.group, device=device).to(dtype) if case.sinks else None,
-        "window": case.window,
-        "positions_C": positions_C,
-        "query_positions_BS": torch.arange(tokens - S, tokens, device=device).expand(B, S),
         "pages": Pages.of(counts, device) if case.paged else None,
         "log_weight_C": weights_C if case.weighted else None,
         "with_lse": case.lse,

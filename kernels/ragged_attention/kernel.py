@@ -20,7 +20,7 @@ from retain.kernels.ragged_attention.codes_tile import coded_tile
 LOG2E = tl.constexpr(1.4426950408889634)
 LOG_2 = tl.constexpr(0.6931471805599453)
 # Arguments that follow the number of queries; kernels are not compiled anew for them.
-OF_A_CALL = ("num_queries", "seen_r", "places_b")
+OF_A_CALL = ("num_queries", "seen_r")
 
 
 @triton.jit
@@ -39,10 +39,9 @@ def _tile(at, row_n, stride_row, column_d, stride_column, stop, WIDTH: tl.conste
 @triton.jit
 def _over(
     top_m, sum_m, out_mv, q_md, keys_at, values_at, key_scales, key_groups, value_scales,
-    positions_at, weights_at, seen_m, oldest_m, start, stop,
-    scale, cap, k_c, k_d, v_c, v_d, positions_c, weights_c,
+    weights_at, seen_m, start, stop, scale, cap, k_c, k_d, v_c, v_d, weights_c,
     D: tl.constexpr, DV: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr, CAPPED: tl.constexpr,
-    WINDOWED: tl.constexpr, WEIGHTED: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    WEIGHTED: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
     KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, VALUE_SPAN: tl.constexpr,
 ):  # fmt: skip
     """The online softmax over entries `start .. stop` of a row; without MASKED all are seen, by all."""
@@ -68,14 +67,9 @@ def _over(
             logit_mn += weight_n[None, :] * LOG2E
         if MASKED:
             logit_mn = tl.where(entry_n[None, :] < seen_m[:, None], logit_mn, float("-inf"))
-        if WINDOWED:
-            where = positions_at + entry_n.to(tl.int64) * positions_c
-            position_n = tl.load(where, mask=(entry_n < stop) if MASKED else None)
-            near_mn = position_n.to(tl.int64)[None, :] > oldest_m[:, None]
-            logit_mn = tl.where(near_mn, logit_mn, float("-inf"))
         higher_m = tl.maximum(top_m, tl.max(logit_mn, 1))
         from_m = higher_m
-        if MASKED or WINDOWED:  # a query may see nothing of it, and -inf less -inf is nothing to go on with
+        if MASKED:  # a query may see nothing of it, and -inf less -inf is nothing to go on with
             from_m = tl.where(higher_m == float("-inf"), 0.0, higher_m)
         prob_mn = tl.exp2(logit_mn - from_m[:, None])
         scale_m = tl.exp2(top_m - from_m)
@@ -104,11 +98,11 @@ def _with_sink(top_m, sum_m, sink_m):
     return higher_m, sum_m * scale_m + tl.exp2(sink_m - from_m), scale_m
 
 
-@triton.jit(do_not_specialize=["window", "num_items", "num_parts", "item_entries", "blocks", *OF_A_CALL])
+@triton.jit(do_not_specialize=["num_items", "num_parts", "item_entries", "blocks", *OF_A_CALL])
 def attend(
-    queries, keys, values, offsets, seen, sinks, positions, query_positions, weights, items, out, parts,
-    scale, cap, window, num_items, num_parts, item_entries, blocks, heads, group, num_queries,
-    q_b, q_q, q_s, q_d, k_c, k_d, v_c, v_d, seen_r, seen_s, positions_c, places_b, places_s,
+    queries, keys, values, offsets, seen, sinks, weights, items, out, parts,
+    scale, cap, num_items, num_parts, item_entries, blocks, heads, group, num_queries,
+    q_b, q_q, q_s, q_d, k_c, k_d, v_c, v_d, seen_r, seen_s,
     weights_c, o_b, o_q, o_s, key_scales, key_groups, value_scales, lse,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
@@ -139,12 +133,6 @@ def attend(
     if UPCAST:
         q_md = q_md.to(tl.float32)
     offset = tl.load(offsets + row).to(tl.int64)
-    oldest_m = seen_m.to(tl.int64)
-    positions_at = keys
-    if positions is not None:
-        places_at = query_positions + b * places_b + s.to(tl.int64) * places_s
-        oldest_m = tl.load(places_at, mask=real_m, other=0).to(tl.int64) - window
-        positions_at = positions + offset * positions_c
     weights_at = keys
     if weights is not None:
         weights_at = weights + offset * weights_c
@@ -161,15 +149,13 @@ def attend(
     whole = begin + tl.maximum(all_see - begin, 0) // N * N
     top_m, sum_m, out_mv = _over(
         top_m, sum_m, out_mv, q_md, keys_at, values_at, key_scales, key_groups, value_scales,
-        positions_at, weights_at, seen_m, oldest_m, begin, whole, scale, cap, k_c, k_d, v_c, v_d, positions_c,
-        weights_c, D, DV, N, False, CAPPED, positions is not None, weights is not None, PRECISION, UPCAST,
-        KEY_BITS, VALUE_BITS, VALUE_SPAN,
+        weights_at, seen_m, begin, whole, scale, cap, k_c, k_d, v_c, v_d, weights_c, D, DV, N, False, CAPPED,
+        weights is not None, PRECISION, UPCAST, KEY_BITS, VALUE_BITS, VALUE_SPAN,
     )  # fmt: skip
     top_m, sum_m, out_mv = _over(
         top_m, sum_m, out_mv, q_md, keys_at, values_at, key_scales, key_groups, value_scales,
-        positions_at, weights_at, seen_m, oldest_m, whole, stop, scale, cap, k_c, k_d, v_c, v_d, positions_c,
-        weights_c, D, DV, N, True, CAPPED, positions is not None, weights is not None, PRECISION, UPCAST,
-        KEY_BITS, VALUE_BITS, VALUE_SPAN,
+        weights_at, seen_m, whole, stop, scale, cap, k_c, k_d, v_c, v_d, weights_c, D, DV, N, True, CAPPED,
+        weights is not None, PRECISION, UPCAST, KEY_BITS, VALUE_BITS, VALUE_SPAN,
     )  # fmt: skip
     if slot >= 0:
         part_m = slot.to(tl.int64) * (group * num_queries) + m
@@ -192,7 +178,7 @@ def attend(
         tl.store(to_at, final_mv, mask=real_m[:, None] & (v < DV)[None, :])
 
 
-@triton.jit(do_not_specialize=["num_cut", "num_parts", "item_entries", *OF_A_CALL[:2]])
+@triton.jit(do_not_specialize=["num_cut", "num_parts", "item_entries", *OF_A_CALL])
 def combine(
     parts, seen, sinks, cut, out, num_cut, num_parts, item_entries, heads, group, num_queries,
     seen_r, seen_s, o_b, o_q, o_s, lse, DV: tl.constexpr, BLOCK_V: tl.constexpr, I: tl.constexpr,

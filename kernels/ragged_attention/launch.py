@@ -87,24 +87,21 @@ def ragged_attention(call: Call) -> Result:
     if call.soft_cap is not None:
         scale, cap = call.scaling / call.soft_cap, call.soft_cap * backend.LOG2E
     sinks_Q = None if call.sinks_Q is None else call.sinks_Q.contiguous()
-    places = (0, 0) if call.query_positions_BS is None else call.query_positions_BS.stride()
-    position, weight = (
-        0 if column_C is None else column_C.stride(0) for column_C in (call.positions_C, call.log_weight_C)
-    )
+    weight = 0 if call.log_weight_C is None else call.log_weight_C.stride(0)
     shape = (R // B, group, S)
     held_keys, held_values = _held(keys, block_d), _held(values, block_v)
     with torch.cuda.device_of(queries):
         attend[(work.num_items * blocks,)](
             *(queries, held_keys.numbers, held_values.numbers, call.offsets_R1, seen_RS, sinks_Q),
-            *(call.positions_C, call.query_positions_BS, call.log_weight_C, work.items_3I, out_BQSV, parts),
-            *(scale, cap, call.window or 0, work.num_items, num_parts, entries, blocks, *shape),
+            *(call.log_weight_C, work.items_3I, out_BQSV, parts),
+            *(scale, cap, work.num_items, num_parts, entries, blocks, *shape),
             *(
                 *queries.stride(),
                 *held_keys.numbers.stride(),
                 *held_values.numbers.stride(),
                 *seen_RS.stride(),
             ),
-            *(position, *places, weight, *out_BQSV.stride()[:3]),
+            *(weight, *out_BQSV.stride()[:3]),
             *(held_keys.scales, held_keys.groups, held_values.scales, lse_BQS),
             **{"D": D, "DV": DV, "BLOCK_D": block_d, "BLOCK_V": block_v, "M": cut.m, "N": cut.n},
             **{"PRECISION": backend.dot_precision(dtype), "UPCAST": backend.upcast(dtype)},

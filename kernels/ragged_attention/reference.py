@@ -29,10 +29,6 @@ MAX_LOGITS = 1 << 22
 # two ways are equal at 8; elsewhere each row's launches weigh more. One query position always counts as few.
 FEW, FEW_ELSEWHERE = 16, 256
 
-# Who sees what: counts `[R, S]`, and under a window the last position hidden `[R, S]` and positions `[C]`;
-# and what each entry adds to its logits, `[C]`.
-Sight = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
-
 
 class Call(NamedTuple):
     """Checked arguments of `ragged_attention`, which explains them."""
@@ -43,18 +39,15 @@ class Call(NamedTuple):
     offsets_R1: Tensor
     seen_RS: Tensor
     sinks_Q: Tensor | None
-    positions_C: Tensor | None
-    query_positions_BS: Tensor | None
     log_weight_C: Tensor | None
     pages: Pages | None
     scaling: float
     soft_cap: float | None
-    window: int | None
     with_lse: bool
 
     @property
     def tensors(self) -> tuple[Any, ...]:
-        return self[:9]
+        return self[:7]
 
     @property
     def coded(self) -> bool:
@@ -79,14 +72,11 @@ def ragged_attention(call: Call) -> Result:
     if sinks_Q is not None:
         sinks_Q = sinks_Q.to(dtype).clamp(min=torch.finfo(dtype).min)
         sinks_RM = sinks_Q.view(1, heads, group, 1).expand(B, -1, -1, S).reshape(R, group * S)
-    oldest_RS = None  # the first position that a query does not see any more
-    if call.window is not None and call.query_positions_BS is not None:
-        oldest_RS = (call.query_positions_BS - call.window)[:, None].expand(-1, heads, -1).reshape(R, S)
     offsets: list[int] | None = None
     if pages is None:
         offsets = call.offsets_R1.tolist()
         pages = read_pages(offsets, keys_CD.device)
-    sight = (seen_RS, oldest_RS, call.positions_C, call.log_weight_C)
+    sight = seen_RS, call.log_weight_C
     few = FEW if keys_CD.device.type == "cpu" else FEW_ELSEWHERE
     if pages is not None and (S == 1 or group * S <= few):
         out_RMD, lse_RM = _by_pages(queries_RMD, keys_CD, values_CD, pages, sight, soft_cap, sinks_RM)
@@ -115,13 +105,13 @@ def _by_pages(
     keys_CD: Tensor | Codes,
     values_CD: Tensor | Codes,
     pages: Pages,
-    sight: Sight,
+    sight: tuple[Tensor, Tensor | None],
     soft_cap: float | None,
     sinks_RM: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """A few queries, `M = G * S` a row: all pages in one batch, or in as few as `MAX_LOGITS` allows."""
     R, M, D = queries_RMD.shape
-    seen_RS, oldest_RS, positions_C, log_weight_C = sight
+    seen_RS, log_weight_C = sight
     S, dtype = seen_RS.shape[1], queries_RMD.dtype
     same = all(isinstance(one, Tensor) and one.dtype == dtype for one in (keys_CD, values_CD))
     widest = max(D, values_CD.shape[-1])
@@ -151,8 +141,6 @@ def _by_pages(
         if log_weight_C is not None:
             logits += paged(log_weight_C)[some, None].to(dtype)
         hidden = slot_P >= (seen_RS.index_select(0, row) - pages.first_pages[some, None])[..., None]
-        if oldest_RS is not None and positions_C is not None:
-            hidden |= paged(positions_C)[some, None] <= oldest_RS.index_select(0, row)[..., None]
         logits.unflatten(1, (-1, S)).masked_fill_(hidden[:, None], float("-inf"))
         index = row[:, None].expand(-1, M)
         higher_RM = top_RM.scatter_reduce(0, index, logits.amax(-1), "amax")
@@ -172,13 +160,13 @@ def _by_rows(
     keys_CD: Tensor | Codes,
     values_CD: Tensor | Codes,
     offsets: list[int],
-    sight: Sight,
+    sight: tuple[Tensor, Tensor | None],
     soft_cap: float | None,
     sinks_RM: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Many queries, or rooms that are no whole pages: one row after another, some queries at a time."""
     R, M, D = queries_RMD.shape
-    seen_RS, oldest_RS, positions_C, log_weight_C = sight
+    seen_RS, log_weight_C = sight
     S, dtype, device = seen_RS.shape[1], queries_RMD.dtype, keys_CD.device
     group = M // S
     widest = max(D, values_CD.shape[-1], *(stop - start for start, stop in pairwise(offsets)))
@@ -205,8 +193,6 @@ def _by_rows(
             if log_weight_C is not None:
                 logits_GST = logits_GST + log_weight_C[held][:T].to(dtype)
             hidden_ST = torch.arange(T, device=device) >= seen_RS[row, some, None]
-            if oldest_RS is not None and positions_C is not None:
-                hidden_ST |= positions_C[held][:T] <= oldest_RS[row, some, None]
             logits_GST = logits_GST.masked_fill_(hidden_ST, float("-inf"))
             top_GS1 = logits_GST.amax(-1, keepdim=True).clamp_(min=torch.finfo(dtype).min)
             if sinks_RM is not None:

@@ -5,6 +5,8 @@ at a time, under a mask of bounded size; caps and sinks go through `gated_attent
 gradient is meant to pass, and nothing here knows transformers.
 """
 
+from typing import Any
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -36,39 +38,44 @@ def causal_attention(
         sinks_Q: one extra logit per query head; None: none.
     """
     S, T = queries_BQSD.shape[2], keys_BHTD.shape[2]
-    first = T - S
     if window is not None and window >= T:
         window = None
-    if soft_cap is not None or sinks_Q is not None:
-        return gated_attention(
-            queries_BQSD, keys_BHTD, values_BHTV, scaling=scaling, window=window, soft_cap=soft_cap,
-            sinks_Q=None if sinks_Q is None else sinks_Q.detach(),
-        )  # fmt: skip
-    grouped = queries_BQSD.shape[1] != keys_BHTD.shape[1]
+    special = soft_cap is not None or sinks_Q is not None
+    how: dict[str, Any] = {"scaling": scaling, "soft_cap": soft_cap}
+    how["sinks_Q"] = None if sinks_Q is None else sinks_Q.detach()
+    if special and window is None:
+        return gated_attention(queries_BQSD, keys_BHTD, values_BHTV, **how)
     if window is None and S == T:
+        grouped = queries_BQSD.shape[1] != keys_BHTD.shape[1]
         return scaled_dot_product_attention(
             queries_BQSD, keys_BHTD, values_BHTV, is_causal=True, scale=scaling, enable_gqa=grouped
         )
-    on_cuda = keys_BHTD.device.type == "cuda"
     # Of a window, as many queries at once as it is long: half of what is multiplied is seen.
     at_once = MASK // T if window is None else min(window, MASK // (2 * window))
-    pieces = []
+    first, pieces = T - S, []
     for queries in queries_BQSD.split(max(ROWS[window is not None], at_once), 2):
         stop = first + queries.shape[2]
         low = 0 if window is None else max(0, first - window + 1)
-        place_s1 = torch.arange(first, stop, device=keys_BHTD.device)[:, None]
-        entry_T = torch.arange(low, stop, device=keys_BHTD.device)
-        mask_sT = entry_T <= place_s1
-        if window is not None:
-            mask_sT &= entry_T > place_s1 - window
         keys, values = (x[:, :, low:stop] for x in (keys_BHTD, values_BHTV))
-        if grouped and on_cuda:  # no fast kernel there takes a mask and fewer KV heads
-            groups = queries.shape[1] // keys.shape[1]
-            keys, values = (x.repeat_interleave(groups, 1) for x in (keys, values))
-        pieces.append(
-            scaled_dot_product_attention(
-                queries, keys, values, attn_mask=mask_sT, scale=scaling, enable_gqa=grouped and not on_cuda
-            )
-        )
+        if special and window is not None:  # gates hide all that the window does not protect from them
+            shut_BHT = keys.new_full(keys.shape[:3], float("-inf"), dtype=torch.float32)
+            pieces.append(gated_attention(queries, keys, values, shut_BHT, protected=window, **how))
+        else:
+            pieces.append(_masked(queries, keys, values, scaling, window))
         first = stop
     return torch.cat(pieces, 2)
+
+
+def _masked(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, window: int | None) -> Tensor:
+    """Attention of the last queries of these entries under a mask."""
+    entry_T = torch.arange(keys.shape[2], device=keys.device)
+    place_S1 = entry_T[-queries.shape[2] :, None]
+    mask_ST = entry_T <= place_S1
+    if window is not None:
+        mask_ST &= entry_T > place_S1 - window
+    groups = queries.shape[1] // keys.shape[1]
+    if groups > 1 and keys.is_cuda:  # no fast kernel there takes a mask and fewer KV heads
+        keys, values, groups = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1), 1
+    return scaled_dot_product_attention(
+        queries, keys, values, attn_mask=mask_ST, scale=scaling, enable_gqa=groups > 1
+    )

@@ -15,7 +15,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from retain.cache.layer_store import Store
 from retain.cache.layout import Layout, bytes_of, copy_, normal_tensors
 from retain.cache.precision import GROUP, GROUPS, VALUE_SCALES
 from retain.cache.store import LOG_WEIGHT, RaggedStore
@@ -173,13 +172,13 @@ def packed_of(stores: Sequence[RaggedStore], room: int, weighted: bool, together
     for store, held_G2D, room_G2D, (columns, offsets_R1) in zip(stores, scales, table, places, strict=True):
         room_G2D[: len(held_G2D)] = held_G2D
         store.key_scales_G2D = room_G2D[: len(held_G2D)]
-        parts = [columns[name] for name in ("keys", "values", "positions", VALUE_SCALES, GROUPS)]
+        parts = [columns[name] for name in ("keys", "values", VALUE_SCALES, GROUPS)]
         parts += [room_G2D, offsets_R1, store.lengths_R.to(torch.int32, copy=True)]
         found.append([*parts, columns[LOG_WEIGHT]] if weighted else parts)
     return found
 
 
-def spare_bytes(stores: Sequence[Store]) -> int:
+def spare_bytes(stores: Sequence[RaggedStore]) -> int:
     """Bytes of the storages behind stores that none of them lives in."""
     parts = [part.storages() for store in stores for part in store.parts]
     storages = [tensor.untyped_storage() for part in parts for tensor in part]

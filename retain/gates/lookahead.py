@@ -74,14 +74,9 @@ class LookaheadExtension(nn.Module):
         """Context in which the named modules run with the adapters; afterwards they are as before.
 
         Other threads run the plain model meanwhile, or lookahead tokens of their own. Where gradients are
-        wanted (`torch.is_grad_enabled`) the adapters are there for all threads, since checkpointed layers are
-        computed again in threads of autograd's.
-
-        Args:
-            model: a causal language model of transformers, or its decoder.
-
-        Raises:
-            ValueError: the model is extended by lookahead gates already.
+        wanted the adapters are there for all threads, since autograd's compute checkpointed layers again.
+        `model` is a causal language model of transformers, or its decoder. ValueError: it is extended
+        already.
         """
         decoder: Any = getattr(model, "base_model", model)
         trains, active = torch.is_grad_enabled(), object()
@@ -112,9 +107,8 @@ class LookaheadGate(Gate):
     """`s_h(i) = mean_p mean_{q in group(h)} a_qp[i]`: attention of the lookahead tokens `p` to entry `i`.
 
     `a_qp` is the softmax of `cap(scaling q_p . k)` over the prompt's entries, the lookahead tokens up to `p`
-    itself, and the layer's sink, if it has one; in a layer with a sliding window over the entries that `p`
-    reaches. So a head's scores sum to its attention to the prompt, at most 1. The paper's score, by which a
-    prompt is cut once, when it has been read.
+    itself, and the layer's sink, if it has one. So a head's scores sum to its attention to the prompt, at
+    most 1. The paper's score, by which a prompt is cut once, when it has been read.
     """
 
     family = "lookahead"
@@ -124,18 +118,15 @@ class LookaheadGate(Gate):
     extension = LookaheadExtension
 
     def forward(self, inputs: GateInputs) -> Float[Tensor, "B H T"]:
-        """Score by the queries and keys of the tokens, in float32 (float64 if the keys are); 0 on padding.
-
-        Without a gradient the one op for statistics of attention finds it, in memory linear in T; where one
-        is asked for, all rows are held.
-        """
+        """Scores by the queries and keys of the tokens, in float32 (float64 if the keys are); 0 on padding.
+        Memory is linear in T, but where a gradient is asked for, and all rows are held."""
         queries, keys, behind = inputs.lookahead_BQSD, inputs.keys_BHTD, inputs.lookahead_keys_BHSD
         assert queries is not None and keys is not None and behind is not None and inputs.scaling is not None
         (B, Q, S, D), T = queries.shape, keys.shape[2]
         exists_BA = torch.ones(B, T + S, dtype=torch.bool, device=keys.device)
         if inputs.valid_BT is not None:
             exists_BA[:, :T] = inputs.valid_BT
-        both_BHAD, place_BA = torch.cat([keys, behind], dim=2), exists_BA.cumsum(-1) - 1
+        both_BHAD = torch.cat([keys, behind], dim=2)
         layer = Evidence(
             layer_idx=0,
             queries_BQSD=queries,
@@ -143,12 +134,10 @@ class LookaheadGate(Gate):
             values_BHTD=both_BHAD,
             output_weight_QDE=keys.new_zeros(1).expand(Q, D, 1),
             scaling=inputs.scaling,
-            positions_BT=place_BA,
+            positions_BT=exists_BA.cumsum(-1) - 1,
             valid_BT=exists_BA,
             soft_cap=inputs.soft_cap,
-            window=inputs.window,
             sinks_Q=inputs.sinks_Q,
-            place_BT=None if inputs.valid_BT is None else place_BA,
         )
         if torch.is_grad_enabled() and (queries.requires_grad or both_BHAD.requires_grad):
             paid_BQT = attention_probs(layer, 0, S)[..., :T].sum(2)

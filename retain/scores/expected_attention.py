@@ -8,13 +8,15 @@ The sequence's first entries (`sinks`) are left out of the statistics and of the
 press, and get the best score of their head, where the press gives one more than the layer's best.
 """
 
+from typing import Literal
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from retain.attention.rotary import turn
+from retain.config import Many, Whole
 from retain.evidence import Evidence, Score, masked_score
-from retain.process.registry import check_choice
 from retain.scores.family import family
 from retain.scores.value_norm import value_norms
 from retain.scores.window import group_heads
@@ -26,14 +28,15 @@ FLOATS_AT_ONCE = 2**24
 @family(
     "mass",
     needs=("queries", "rotary"),
+    where={("value_norm", "output"): {"needs": ("queries", "rotary", "output_weight")}},
     paper="Expected Attention: Estimating Attention from Future Queries Distribution, arXiv 2510.00636",
 )
 def expected_attention(
     evidence: Evidence,
     *,
-    future: int = 512,
-    sinks: int = 4,
-    value_norm: str = "plain",
+    future: Many = 512,
+    sinks: Whole = 4,
+    value_norm: Literal["plain", "output"] = "plain",
 ) -> Score:
     """Expected attention of the next `future` positions, weighted by the value's norm.
 
@@ -49,26 +52,28 @@ def expected_attention(
     5. `score[i] = mean_{q in group(h)} a_q[i] * N_q[i]`, where N is `||v_i||_2` (`plain`, released) or
        `||v_i W_O^q||_2` (`output`, paper).
 
-    In a layer whose queries see a sliding window, `R` is the mean over the positions to come that still see
-    an entry that is held, at most `window - 1`; the softmax is over the entries that the next position sees;
-    others score 0, an entry of the sinks too. A cap on logits has no closed form and is refused.
+    A cap on logits has no closed form and is refused.
 
     Defaults are those of its authors' released press.
 
     Args:
         evidence: the layer, with `rotary`. The more queries it holds the better; all of them is the
             published method, and at a later eviction those since the last are what is left of it.
-        future: positions to come, at least 1.
-        sinks: entries at the beginning of a sequence that are left out, at least 0.
+        future: positions to come.
+        sinks: entries at the beginning of a sequence that are left out.
         value_norm: which N.
 
     Returns:
         score in `mass`.
 
     Raises:
-        ValueError: no rotary embedding, capped logits, no query after the sinks, or settings out of range.
+        ValueError: capped logits, or no query after the sinks.
     """
-    _check(evidence, future, sinks, value_norm)
+    if evidence.soft_cap is not None:
+        raise ValueError(
+            f"expected_attention is a closed form of logits without a cap, and layer {evidence.layer_idx} "
+            f"caps them at {evidence.soft_cap} (soft_cap): use a score that reads attention, such as snapkv."
+        )
     valid_BT, T, S = evidence.valid_BT, evidence.num_seen, evidence.num_queries
     place_BT = evidence.places_BT
     counted_BT = valid_BT & (place_BT >= sinks)
@@ -81,10 +86,6 @@ def expected_attention(
                 f"{S} queries are held and the first {sinks} are left out as sinks: no query is left to "
                 "learn from. Pass fewer sinks, or keep this sequence whole."
             )
-    read_BT = torch.ones_like(valid_BT)
-    if evidence.window is not None:
-        read_BT = place_BT > place_BT[:, -1:] + 1 - evidence.window
-        future = max(1, min(future, evidence.window - 1))
     mean_BQD, cov_BQDD = _future_queries(evidence, asked_BS, future)
 
     H, scaling = evidence.num_heads, evidence.scaling
@@ -93,12 +94,12 @@ def expected_attention(
     logits_BHGT = logits_BHGT + quadratic(keys_BHTD, group_heads(cov_BQDD, H)) * (scaling**2 / 2)
     if evidence.log_weight_BHT is not None:
         logits_BHGT = logits_BHGT + evidence.log_weight_BHT[:, :, None]
-    rivals_BHT = evidence.exists_BHT & (counted_BT & read_BT)[:, None]
+    rivals_BHT = evidence.exists_BHT & counted_BT[:, None]
     logits_BHGT = logits_BHGT.masked_fill(~rivals_BHT[:, :, None], float("-inf"))
     if evidence.sinks_Q is not None:
         sink_BHG1 = evidence.sinks_Q.to(logits_BHGT.dtype).view(H, -1, 1).expand(*logits_BHGT.shape[:3], 1)
         logits_BHGT = torch.cat([logits_BHGT, sink_BHG1], dim=-1)
-    # Where nothing is seen (a window of 1), a softmax over nothing is NaN, and is masked too.
+    # Where a head holds nothing, a softmax over nothing is NaN, and is masked too.
     attention_BHGT = torch.softmax(logits_BHGT, dim=-1)[..., :T].masked_fill(~rivals_BHT[:, :, None], 0.0)
 
     if value_norm == "plain":
@@ -106,29 +107,8 @@ def expected_attention(
     else:
         score_BHT = (attention_BHGT * group_heads(value_norms(evidence, p=2), H)).mean(2)
     best_BH1 = score_BHT.masked_fill(~rivals_BHT, 0.0).amax(-1, keepdim=True)
-    score_BHT = torch.where(counted_BT[:, None], score_BHT, best_BH1).masked_fill(~read_BT[:, None], 0.0)
+    score_BHT = torch.where(counted_BT[:, None], score_BHT, best_BH1)
     return masked_score(score_BHT, evidence.exists_BHT, "mass")
-
-
-def _check(evidence: Evidence, future: int, sinks: int, value_norm: str) -> None:
-    """Refuse settings out of range, and layers that have no closed form."""
-    check_choice("expected_attention value_norm", value_norm, ("output", "plain"))
-    if future < 1 or sinks < 0:
-        raise ValueError(
-            "expected_attention wants future of at least 1 position and sinks of at least 0; got "
-            f"future={future}, sinks={sinks}."
-        )
-    if evidence.rotary is None:
-        raise ValueError(
-            "expected_attention turns the queries back to before RoPE, and this evidence has no rotary "
-            "embedding (the model has none, or one that is not understood): use a score that needs none, "
-            "such as snapkv."
-        )
-    if evidence.soft_cap is not None:
-        raise ValueError(
-            f"expected_attention is a closed form of logits without a cap, and layer {evidence.layer_idx} "
-            f"caps them at {evidence.soft_cap} (soft_cap): use a score that reads attention, such as snapkv."
-        )
 
 
 def quadratic(

@@ -16,7 +16,6 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
 
 from retain.process.fingerprint import shape_and_sample
-from retain.scores.trial import entries_read
 from retain.vllm.backend import worker_here
 from retain.vllm.check import MODULES
 from retain.vllm.settings import settings_from
@@ -55,9 +54,9 @@ class _Evicting:
                 yield name, tensor
 
         loaded = super().load_weights(seen())  # type: ignore[misc]
-        score = self._policy.observed
+        projects = not {"value_norm", "output_weight"}.isdisjoint(self._policy.needs)
         for module, parent in _attention_of(self):
-            if score and "output_weight" in entries_read(score, self._policy.observed_settings):
+            if projects:
                 module.retain_output_QDE = _output_of(module, parent)
             module.retain_samples = samples
         return loaded

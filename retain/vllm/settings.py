@@ -126,7 +126,7 @@ class Rules:
     @cached_property
     def window(self) -> int:
         """Last queries of a prompt that the policy observes."""
-        return max(int("window" in self.policy.needs), self.policy.window)
+        return self.policy.window
 
     def plan(self, seen: int, budget: Budget) -> Plan:
         """The plan of a request of so many tokens, before any layer is scored.

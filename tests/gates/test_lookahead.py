@@ -30,7 +30,7 @@ def padding() -> torch.Tensor:
     return torch.arange(T) >= torch.tensor([0, 4])[:, None]
 
 
-def naive(parts, valid, soft_cap=None, window=None, sinks=None) -> torch.Tensor:
+def naive(parts, valid, soft_cap=None, sinks=None) -> torch.Tensor:
     """The formula of `LookaheadGate`, entry by entry."""
     score = torch.zeros(B, H, T, dtype=torch.float64)
     for b in range(B):
@@ -42,8 +42,6 @@ def naive(parts, valid, soft_cap=None, window=None, sinks=None) -> torch.Tensor:
                     weights = {}
                     for i in [*range(T), *range(T, T + p + 1)]:
                         if i < T and not bool(valid[b, i]):
-                            continue
-                        if window is not None and T + p - i >= window:
                             continue
                         key = parts["keys"][b, h, i] if i < T else parts["behind"][b, h, i - T]
                         logit = SCALING * float(parts["queries"][b, q, p] @ key)
@@ -62,15 +60,13 @@ SINKS = torch.linspace(-1.0, 1.0, Q, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("soft_cap", [None, 2.0])
-@pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("sinks", [None, SINKS])
 def test_the_score_is_the_papers_and_so_is_the_path_of_gradients(
-    soft_cap: float | None, window: int | None, sinks: torch.Tensor | None
+    soft_cap: float | None, sinks: torch.Tensor | None
 ) -> None:
     parts, valid = drawn(), padding()
     settings = {
         "soft_cap": soft_cap,
-        "window": window,
         "sinks_Q": sinks,
         "scaling": SCALING,
         "valid_BT": valid,
@@ -83,7 +79,7 @@ def test_the_score_is_the_papers_and_so_is_the_path_of_gradients(
     )
     gate = LookaheadGate(E=6, H=H)
     got = gate(inputs)
-    wanted = naive(parts, valid, soft_cap, window, sinks)
+    wanted = naive(parts, valid, soft_cap, sinks)
     torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-14)
     assert (got[1, :, :4] == 0).all()
     assert (got.sum(-1) < 1).all()

@@ -17,7 +17,7 @@ from tests.memory import Watch
 from tests.refused import refused
 from tests.tiny import FAMILIES, SINGLE, tiny_model
 
-FIELDS = ("queries_BQSD", "keys_BHTD", "values_BHTD", "hidden_BTE", "positions_BT", "token_ids_BT")
+FIELDS = ("queries_BQSD", "keys_BHTD", "values_BHTD", "hidden_BTE", "positions_BT")
 
 
 def draw(length: int, seed: int) -> list[int]:
@@ -74,7 +74,7 @@ def test_a_row_equals_separate_forwards(family: str) -> None:
                     same(shown.stream_BTE, plain.hidden_states[layer])
                 same(shown.output_weight_QDE, wanted.output_weight_QDE)
                 assert bool(shown.valid_BT.all()) and shown.num_seen == ids.shape[1]
-                for field in ("scaling", "window", "soft_cap"):
+                for field in ("scaling", "soft_cap"):
                     assert getattr(shown, field) == getattr(wanted, field)
                 assert (shown.sinks_Q is None) == (wanted.sinks_Q is None)
                 assert (shown.rotary is None) == (wanted.rotary is None)

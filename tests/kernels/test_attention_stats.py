@@ -22,7 +22,7 @@ ROUNDING = 1e-4
 
 def dense(
     queries_BQSD, keys_BHTD, *, scaling, wanted, queries=None, keys=None, distance=0,
-    window=None, exists_BHT=None, asks_BS=None, place_BT=None, soft_cap=None, sinks_Q=None,
+    exists_BHT=None, asks_BS=None, place_BT=None, soft_cap=None, sinks_Q=None,
     log_weight_BHT=None, lse_BQS=None, least_BQS=None, pool=None, group=False,
 ):  # fmt: skip
     """The docstring's formulas over whole matrices in float64; a log-sum-exp that is given is made anew."""
@@ -38,8 +38,6 @@ def dense(
     entry = torch.arange(T)[None]
     place = (torch.arange(T).expand(B, T) if place_BT is None else place_BT)[:, None]
     sees = (entry <= query).expand(B, Q, S, T).clone()
-    if window is not None:
-        sees &= (place > place[..., T - S :].mT - window)[:, None]
     exists = torch.ones((B, H, T), dtype=torch.bool) if exists_BHT is None else exists_BHT.expand(B, H, T)
     exists = exists.repeat_interleave(G, 1)[:, :, None]
     sees &= exists
@@ -177,14 +175,14 @@ def test_last_is_the_last_of_a_loop(name):
 
 @pytest.mark.parametrize("path", ["reference", "triton"])
 def test_zero_is_enough_of_what_is_seen_and_of_nothing_else(path):
-    kwargs = inputs(Case(batch=2, entries=40, padding=7, held=0.6, window=9, width=16), torch.float32, DEVICE)
+    kwargs = inputs(Case(batch=2, entries=40, padding=7, held=0.6, width=16), torch.float32, DEVICE)
     kwargs["least_BQS"] = torch.zeros_like(kwargs["least_BQS"])
     with backend.using(path):
         last = attention_stats(**kwargs).last.cpu()
     asks, exists = kwargs["asks_BS"].cpu(), kwargs["exists_BHT"].cpu().repeat_interleave(2, 1)
     for entry in range(40):
         for b in range(2):
-            seers = [j for j in range(entry, min(40, entry + 9)) if asks[b, j]]
+            seers = [j for j in range(entry, 40) if asks[b, j]]
             wanted = torch.where(exists[b, :, entry], max(seers, default=-1), -1)
             assert torch.equal(last[b, :, entry], wanted)
 
@@ -196,7 +194,6 @@ def test_zero_is_enough_of_what_is_seen_and_of_nothing_else(path):
         {},
         {"given_lse": True},
         {"wanted": ("max",)},
-        {"window": 19, "gaps": True},
         {"num_queries": 46, "wanted": cases.POOLED, "pool": Pool("avg", 3, 20, True)},
         {"num_queries": 46, "wanted": cases.POOLED, "pool": Pool("max", 3, 20), "group": True},
     ],
@@ -275,7 +272,7 @@ def test_what_the_kernels_leave_to_the_reference(width, scaling, why):
 
 
 @pytest.mark.parametrize("number", [2, 3])
-@pytest.mark.parametrize("name", ["plain", "held per head", "window", "G = 8, D = 33", "pool max"])
+@pytest.mark.parametrize("name", ["plain", "held per head", "G = 8, D = 33", "pool max"])
 def test_heads_are_spread_over_threads(name, number):
     """If there are enough of them; a thread computes alone, and the caller keeps its number."""
     kwargs, calls = inputs(CASES[name], torch.float32, "cpu"), []
@@ -322,10 +319,7 @@ def never_waiting():
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "name",
-    [
-        *("held per head", "pool avg", "window in places", "known lse", "soft cap and sinks"),
-        "few queries, many keys",
-    ],
+    ["held per head", "pool avg", "known lse", "soft cap and sinks", "few queries, many keys"],
 )
 def test_nothing_waits_for_the_gpu(name):
     kwargs = inputs(CASES[name], torch.bfloat16, "cuda")
@@ -358,22 +352,11 @@ def test_what_hardly_scatters_keeps_its_digits(path, chunk):
 
 
 @pytest.mark.parametrize("path", ["reference", "triton"])
-@pytest.mark.parametrize("places", [None, torch.int64, torch.int32])
-def test_the_largest_numbers_are_no_limits(path, places):
-    """A window of everything, as a config may say it; and nothing is as far away as the largest distance."""
-    case = Case(entries=40, num_queries=30, width=16, gaps=places is not None, wanted=("max", "sum"))
-    kwargs = inputs(case, torch.float32, DEVICE)
-    if places is not None:
-        kwargs["place_BT"] = kwargs["place_BT"].to(places) - 3
+def test_nothing_is_as_far_away_as_the_largest_distance(path):
+    case = Case(entries=40, num_queries=30, width=16, wanted=("max", "sum"))
     with backend.using(path):
-        plain = attention_stats(**kwargs)
-        wide = attention_stats(**{**kwargs, "window": 2**31 - 1})
-        wider = attention_stats(**{**kwargs, "window": 2**40})
-        far = attention_stats(**{**kwargs, "distance": 2**31 - 1})
-    for name in case.wanted:
-        assert torch.equal(getattr(wide, name), getattr(wider, name))
-        assert_close(getattr(wide, name).cpu(), getattr(plain, name).double().cpu())
-        assert not getattr(far, name).any()
+        far = attention_stats(**{**inputs(case, torch.float32, DEVICE), "distance": 2**31 - 1})
+    assert not far.max.any() and not far.sum.any()
 
 
 @pytest.mark.parametrize("path", ["reference", "triton"])

@@ -15,28 +15,29 @@ from tests.kernels.device import DEVICE
 def formula(given):
     """Attention of each query head over what its row holds after the step, in float64; `[B, 1, Q, V]`."""
     (B, Q, _, _), H, clock = given["queries_BQ1D"].shape, given["keys_BH1D"].shape[1], given["clock_1"]
-    stores = [([given[name].double() for name in ("keys_PD", "values_PV")], given["positions_P"])]
-    stores[0] += (given["log_weight_P"], given["offsets_R1"], given["base_R"] + clock)
+    stores = [([given[name].double() for name in ("keys_PD", "values_PV")], given["log_weight_P"])]
+    stores[0] += (given["offsets_R1"], given["base_R"] + clock)
     if packed := given.get("packed"):
         bits, keys, values = given["bits"], *given["keys_PD"].shape[1:], *given["values_PV"].shape[1:]
-        keys = Codes(packed[0], packed[5], packed[4], bits, 1, keys)
-        values = Codes(packed[1], packed[3], None, bits, given["span"], values)
-        weight = packed[8] if len(packed) > 8 else None
+        keys = Codes(packed[0], packed[4], packed[3], bits, 1, keys)
+        values = Codes(packed[1], packed[2], None, bits, given["span"], values)
+        weight = packed[7] if len(packed) > 7 else None
         coded = [decode(keys, torch.float64), decode(values, torch.float64)]
-        stores.append((coded, packed[2], weight, packed[6], packed[7]))
+        stores.append((coded, weight, packed[5], packed[6]))
     out = torch.zeros(B, 1, Q, given["values_PV"].shape[1], dtype=torch.float64)
     for q in range(B * Q):
         b, head = divmod(q, Q)
         row, weights, values = b * H + head // (Q // H), [], []
-        for (keys, its_values), positions, weight, offsets, held in stores:
+        for (keys, its_values), weight, offsets, held in stores:
             part = slice(int(offsets[row]), int(offsets[row] + held[row]))
             logits = given["scaling"] * keys[part] @ given["queries_BQ1D"][b, head, 0].double()
             if given["soft_cap"]:
                 logits = given["soft_cap"] * torch.tanh(logits / given["soft_cap"])
             logits = logits if weight is None else logits + weight[part]
-            now = given["last_B"][b] + clock
-            seen = positions[part] > (now - given["window"] if given["window"] else -1)
-            weights.append(logits.exp() * seen)
+            if given["window"]:
+                oldest = given["last_B"][b] + clock - given["window"]
+                logits = logits.masked_fill(given["positions_P"][part] <= oldest, float("-inf"))
+            weights.append(logits.exp())
             values.append(its_values[part])
         every = torch.cat(weights)
         sink = 0.0 if given["sinks_Q"] is None else given["sinks_Q"][head].double().exp()

@@ -33,8 +33,6 @@ def formula(kwargs):
             bias = kwargs[name].repeat_interleave(Q // H, 1)[:, :, None]
             logits = logits + torch.where(outside, factor * bias, 0.0)
     seen = (distance >= 0).expand(B, 1, S, T)
-    if kwargs["window"] is not None:
-        seen = seen & (distance < kwargs["window"])
     if (exists := kwargs["exists_BT"]) is not None:
         seen = seen & exists[:, None, None] & exists[:, None, T - S :, None]
     logits = logits.masked_fill(~seen, -math.inf)
@@ -75,9 +73,9 @@ def test_the_kernel_is_right_on_a_gpu(name, dtype):
 
 
 TILED = {
-    "windowed": Case(
-        batch=2, heads=1, group=1, entries=150, decay=True, window=70, protected=40, pads=(20,), width=16,
-        soft_cap=3.0, sinks=True,
+    "everything": Case(
+        batch=2, heads=1, group=1, entries=150, decay=True, protected=40, pads=(20,), width=16, soft_cap=3.0,
+        sinks=True,
     ),
     "whole": Case(heads=1, group=1, entries=256, queries=128, protected=17, width=16),
 }  # fmt: skip
@@ -104,14 +102,12 @@ def test_every_tile_gives_the_same(name, tiles, monkeypatch):
     assert len(used) == 4
 
 
-@pytest.mark.parametrize(
-    "huge", [{"window": 2**31 - 1}, {"protected": 2**31 - 1}, {"protected": 2**40}], ids=str
-)
-def test_windows_beyond_all_entries(huge):
+@pytest.mark.parametrize("huge", [2**31 - 1, 2**40])
+def test_more_is_protected_than_there_is(huge):
     """Longer than a 32-bit number holds, with an entry beside it."""
-    kwargs = {**inputs(Case(entries=20, heads=1), torch.float32, DEVICE), **huge}
+    kwargs = inputs(Case(entries=20, heads=1), torch.float32, DEVICE)
     with backend.using("triton"):
-        found, wanted = run(Case(), kwargs), run(Case(), {**kwargs, **dict.fromkeys(huge, 20)})
+        found, wanted = (run(Case(), {**kwargs, "protected": protected}) for protected in (huge, 20))
     assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
     assert found[2].any() and found[3].any()
 
@@ -150,11 +146,14 @@ def test_the_window_that_is_protected_holds_so_many_queries(path):
         kwargs["log_gate_BHT"].fill_(-math.inf)
     for protected in (1, 3, 12):
         with backend.using(path):
-            out = gated_attention(**{**kwargs, "protected": protected, "window": None})
-            windowed = gated_attention(
-                **{**kwargs, "log_gate_BHT": None, "protected": 0, "window": protected}
+            out = gated_attention(**{**kwargs, "protected": protected})
+        for j in range(12):  # gates of zero leave the protected entries alone
+            keys, values = (
+                kwargs[name][:, :, max(0, j - protected + 1) : j + 1] for name in DIFFERENTIABLE[1:3]
             )
-        assert_close(out, windowed.double())
+            queries = kwargs["queries_BQSD"][:, :, j : j + 1]
+            weights = torch.softmax((queries @ keys.mT).double() * kwargs["scaling"], -1)
+            assert_close(out[:, :, j : j + 1], weights @ values.double())
 
 
 @pytest.mark.parametrize("path", ["reference", "triton"])
@@ -174,7 +173,7 @@ def test_only_gates_are_asked_for(path):
 def test_the_operation_is_registered_as_it_should_be(name):
     kwargs = inputs(replace(CASES[name], width=16), torch.float32, "cpu")
     tensors = [kwargs[given] for given in (*DIFFERENTIABLE[:5], "exists_BT", "sinks_Q")]
-    numbers = [kwargs[given] for given in ("scaling", "protected", "window", "soft_cap")]
+    numbers = [kwargs[given] for given in ("scaling", "protected", "soft_cap")]
     torch.library.opcheck(torch.ops.retain.gated_attention.default, (*tensors, *numbers))
     plainly = [None if given is None else given.detach() for given in tensors]
     out, lse = torch.ops.retain.gated_attention(*plainly, *numbers)

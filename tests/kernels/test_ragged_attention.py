@@ -36,10 +36,6 @@ def loops(case, given):
             for s in range(S):
                 weights = {}
                 for i in range(begin, begin + int(given["seen_RS"][row, s])):
-                    if case.window is not None:
-                        reach = int(given["query_positions_BS"][b, s]) - case.window
-                        if int(given["positions_C"][i]) <= reach:
-                            continue
                     logit = given["scaling"] * float(queries[b, q, s] @ keys[i])
                     if case.soft_cap is not None:
                         logit = case.soft_cap * math.tanh(logit / case.soft_cap)
@@ -265,7 +261,6 @@ def test_what_cannot_be_is_refused():
             {"lengths_R": given["lengths_R"][:1].repeat(3)},
             "3 rows are not 2 sequences x a number",
         ),
-        ({"window": 4, "positions_C": None}, "a window of 4 got no positions: pass positions_C and"),
         ({"keys_CD": keys._replace(bits=3)}, "keys as codes whose 3 bits"),
         ({"values_CD": values._replace(span=16)}, r"values as codes whose scales are .* \[\d+, 2, 4\]"),
         ({"keys_CD": values}, "keys as codes that share no scales by channel"),

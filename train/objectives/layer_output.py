@@ -158,7 +158,6 @@ def layer_output(
         log_keep_BHT,
         scaling=evidence.scaling,
         protected=horizon,
-        window=evidence.window,
         exists_BT=evidence.valid_BT,
         soft_cap=evidence.soft_cap,
         sinks_Q=evidence.sinks_Q,
