@@ -130,7 +130,7 @@ def make(task: dict[str, Any]) -> dict[str, Any]:
     if task["make"] == "reference":
         from retain.reference import load_model, load_tokenizer
 
-        load_model(0).save_pretrained(folder)
+        load_model().save_pretrained(folder)
         load_tokenizer().save_pretrained(folder)
     elif task["make"] == "tiny":
         from tests.tiny import tiny_model
