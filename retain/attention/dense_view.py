@@ -42,10 +42,7 @@ class DenseView:
     entries: tuple[Int[Tensor, " N"], Int[Tensor, " N"]]
 
     def gather(self, store_C: Tensor) -> Tensor:
-        """Gather a column of the store: `[C, ...] -> [B, H, T, ...]`.
-
-        Undefined where a head does not hold the column: mask with `held_BHT`.
-        """
+        """Gather a column of the store, `[C, ...] -> [B, H, T, ...]`; undefined but at `held_BHT`."""
         if not store_C.shape[0]:
             return store_C.new_zeros(*self.index_BHT.shape, *store_C.shape[1:])
         return store_C[self.index_BHT]
@@ -115,8 +112,7 @@ def _tokens_at(
     B, seen = valid_BT.shape
     # Padding repeats the position before it, so that a first match is never padding; all sequences one behind
     # the other are one ascending row.
-    sorted_BT = positions_BT.long().masked_fill(~valid_BT, -1)
-    sorted_BT = sorted_BT.cummax(-1).values if seen else sorted_BT
+    sorted_BT = positions_BT.long().masked_fill(~valid_BT, -1).cummax(-1).values
     far = 2**32  # further than any two positions are apart
     first_B1 = torch.arange(B, device=valid_BT.device)[:, None]
     found_N = torch.searchsorted((sorted_BT + first_B1 * far).flatten(), position_N + sequence_N * far)
@@ -132,12 +128,6 @@ def align_last(x_BQnD: Shaped[Tensor, "B Q n D"], valid_BT: Bool[Tensor, "B n"])
     Args:
         x_BQnD: values of n tokens, per head.
         valid_BT: False on padding, wherever it stands.
-
-    Examples:
-        >>> import torch
-        >>> x_Bn = torch.tensor([[1, 2, 0], [0, 3, 0]])
-        >>> align_last(x_Bn[:, None, :, None], x_Bn > 0)[:, 0, :, 0].tolist()
-        [[1, 2], [0, 3]]
     """
     source_BS, there_BS, _ = _to_the_right(valid_BT)
     sequence_B1 = torch.arange(len(valid_BT), device=valid_BT.device)[:, None]
