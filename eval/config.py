@@ -10,6 +10,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -264,7 +265,7 @@ def compare_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def config_of(given: argparse.Namespace) -> CompareConfig:
+def config_of(given: argparse.Namespace, check: Callable[[Any], object] | None = None) -> CompareConfig:
     """The config that a command line asks for; a ValueError with everything that does not fit."""
     models = [word for word in given.words if "=" not in word]
     if len(models) > 1:
@@ -280,4 +281,4 @@ def config_of(given: argparse.Namespace) -> CompareConfig:
     path = given.config
     if path is not None and (CONFIGS / f"{path}.yaml").is_file():
         path = CONFIGS / f"{path}.yaml"
-    return load(path, CompareConfig, changes)
+    return load(path, CompareConfig, changes, check=check)

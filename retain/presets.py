@@ -7,13 +7,13 @@ made, all at once.
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import field, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Discriminator, Field, Tag
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 from pydantic.dataclasses import dataclass
 
 from retain import config
@@ -100,6 +100,7 @@ class ByHead:
     """The heads of all layers share what is not protected in proportion to a number for each, of a file
     (`retain.attention.head_weights`; DuoAttention, HeadKV)."""
 
+    layers: Literal["by_head"]
     weights: str
 
 
@@ -133,6 +134,17 @@ class SharedPyramid(Guard, Pyramid):
 @dataclass(frozen=True, config=STRICT)
 class SharedByScore(Guard, ByScore):
     """Shares of layers go by their scores, and the heads of a layer share its own."""
+
+
+def _with_layers(stated: Any) -> Any:
+    """An allocation with the rule by which its kind is told: as stated, of a file, or uniform."""
+    rule = "by_head" if isinstance(stated, dict) and {*stated} == {"weights"} else "uniform"
+    return {"layers": rule, **stated} if isinstance(stated, dict) else stated
+
+
+ByRule = Field(discriminator="layers"), BeforeValidator(_with_layers)
+HeadAllocation = Annotated[Uniform | Pyramid | ByScore | ByHead, *ByRule]
+LayerAllocation = Annotated[SharedUniform | SharedPyramid | SharedByScore, *ByRule]
 
 
 def _known_score(name: str) -> str:
@@ -195,56 +207,50 @@ class Policy:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        score, problems = self.score_family, self._contradictions()
+        score, problems = self.score_family, []
         if score is not None:
-            problems += score.problems(self.observed_settings) + self._wanted_of(score)
+            problems += score.problems(self.observed_settings)
         elif self.observed_settings:
             problems.append(f"observed_settings {self.observed_settings} belong to no score: name observed")
+        problems += [said for wrong, said in self._rules(score) if wrong]
         if problems:
             raise ValueError(f"policy {self.name!r}: {'; '.join(problems)}.")
 
-    def _contradictions(self) -> list[str]:
-        """Settings of which one would make another one empty."""
-        problems: list[str] = []
-        by_mass = self.first_stage is not None and self.first_stage.by == "mass"
-        if self.draw is not None and self.first_stage is not None:
-            problems.append("draw stands beside one stage by score: take first_stage null")
-        if self.draw is not None and self.guard.compete_by != "score":
-            problems.append(
-                "draw wants heads to compete by what orders each of them: take allocation.compete_by 'score'"
-            )
-        if by_mass and isinstance(self.allocation, Pyramid | ByHead):
-            problems.append(
-                "a first stage by mass may take a head's whole mean budget, and layers by pyramid and "
-                "allocation.weights may give it less: take first_stage by 'budget'"
-            )
-        return problems
-
-    def _wanted_of(self, score: ScoreFamily) -> list[str]:
-        """Settings that need what the observed score does not provide."""
-        layers, problems = self.layers, []
+    def _rules(self, score: ScoreFamily | None) -> Iterator[tuple[bool, str]]:
+        """Rules, each with whether it is broken: settings of which one would make another one empty, or that
+        need what the observed score (None without) does not give."""
+        stage, first = self.first_stage, self.guard.compete_by == "first"
         by_value = {
             "fusion 'sum'": self.fusion == "sum",
             "draw": self.draw is not None,
-            "allocation.layers 'entropy'": layers == "entropy" and not self.learned,
+            "allocation.layers 'entropy'": self.layers == "entropy" and not self.learned,
         }
-        if score.unit == "rank" and (wanting := [name for name, asked in by_value.items() if asked]):
-            problems.append(
-                f"{', '.join(wanting)} wants numbers, and {self.observed!r} is in 'rank', of which only the "
-                "order means something: take an observed score in 'risk' or 'mass'"
-            )
-        two_stages = self.first_stage is not None or self.guard.compete_by == "first"
-        if two_stages and not score.two_stages and not self.learned:
-            problems.append(
-                f"first_stage and allocation.compete_by 'first' want a score of two stages, and "
-                f"{self.observed!r} has one: take observed 'critical' or 'defensive'"
-            )
-        if layers == "cake" and not score.weighs_layers and not self.learned:
-            problems.append(
-                f"allocation.layers 'cake' wants CAKE's preference, and {self.observed!r} measures none: "
-                "take observed 'cake', or allocation.layers 'entropy'"
-            )
-        return problems
+        wanting = [name for name, asked in by_value.items() if asked]
+        alone = None if self.learned else score
+        yield (
+            self.draw is not None and (stage is not None or first),
+            "draw stands beside one stage by score: take first_stage null, allocation.compete_by 'score'",
+        )
+        yield (
+            stage is not None and stage.by == "mass" and isinstance(self.allocation, Pyramid | ByHead),
+            "a first stage by mass may take a head's whole mean budget, and layers by pyramid and "
+            "allocation.weights may give it less: take first_stage by 'budget'",
+        )
+        yield (
+            score is not None and score.unit == "rank" and bool(wanting),
+            f"{', '.join(wanting)} wants numbers, and {self.observed!r} is in 'rank', of which only the "
+            "order means something: take an observed score in 'risk' or 'mass'",
+        )
+        yield (
+            alone is not None and not alone.two_stages and (stage is not None or first),
+            "first_stage and allocation.compete_by 'first' want a score of two stages, and "
+            f"{self.observed!r} has one: take observed 'critical' or 'defensive'",
+        )
+        yield (
+            alone is not None and not alone.weighs_layers and self.layers == "cake",
+            f"allocation.layers 'cake' wants CAKE's preference, and {self.observed!r} measures none: "
+            "take observed 'cake', or allocation.layers 'entropy'",
+        )
 
     @property
     def guard(self) -> Guard:
@@ -338,7 +344,7 @@ class HeadPolicy(Policy):
     """Each head gets the same, or what its layer's share or its own number says."""
 
     scope: Literal["head"] = "head"
-    allocation: Uniform | Pyramid | ByScore | ByHead = Uniform()
+    allocation: HeadAllocation = Uniform()
     draw: None = None
 
 
@@ -347,7 +353,7 @@ class LayerPolicy(Policy):
     """The heads of a layer share one budget by score."""
 
     scope: Literal["layer"] = "layer"
-    allocation: SharedUniform | SharedPyramid | SharedByScore = SharedUniform()
+    allocation: LayerAllocation = SharedUniform()
 
 
 @dataclass(frozen=True, config=STRICT, kw_only=True)

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from retain.cache.layer_store import Store
 from retain.cache.layout import PIECE, bytes_of
 from retain.cache.store import RaggedStore
 from retain.kernels.measure import extra_bytes
@@ -128,9 +127,9 @@ def test_slack_is_small_at_4096_entries_a_head(new, dtype):
     for step in range(new):
         store.append_(*(torch.zeros(1, heads, 1, width, dtype=dtype),) * 2, torch.tensor([[seen + step]]))
         found.append(slack(store))
-    Store(store).crop_(torch.tensor([seen + new // 2]))
+    store.crop_(torch.tensor([seen + new // 2]))
     assert store.lengths_BH.tolist() == [[4096 + new // 2] * 2]
     found.append(slack(store))
-    Store(store).crop_(torch.tensor([seen]))
+    store.crop_(torch.tensor([seen]))
     found.append(slack(store))
     assert max(found) <= 0.06

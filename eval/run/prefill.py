@@ -78,7 +78,7 @@ class Reader:
         """Reads tokens into a cache that evicts nothing."""
         sets = self.loaded.sets_of(self.candidates).values() if evidence else ()
         wanted = frozenset[str]().union(*(gates.inputs for gates in sets))
-        cache = Cache(self.loaded.model, policy=None, slack=0)  # concat gives what decoding needs
+        cache = Cache(self.loaded.model, policy=None)
         return cache.prefill(ids_BT, evict=False, hold_evidence=evidence, wanted=wanted)
 
 

@@ -17,7 +17,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from retain.cache.equal_rows import attend_runs, find_runs, fits
-from retain.cache.layer_store import Store
 from retain.cache.store import RaggedStore
 from retain.kernels.ragged_attention import merged, ragged_attention
 
@@ -50,7 +49,7 @@ def attend(
 
 
 def attend_store(
-    store: Store,
+    store: RaggedStore,
     queries_BQSD: Float[Tensor, "B Q S D"],
     seen_RS: Int[Tensor, "R S"],
     *,
@@ -62,14 +61,14 @@ def attend_store(
 
     Args:
         store: to which the tokens were appended.
-        seen_RS: as `append_` said: of the plain entries, behind all that is packed; 0 on padding.
+        seen_RS: as `append_` said: of the plain entries; 0 on padding.
         **how: the rest of what `attend` takes.
     """
-    plain, packed = store.plain, store.packed
+    packed = store.packed
     if packed is None:
-        return attend(plain, queries_BQSD, seen_RS, sinks_Q=sinks_Q, **how)
+        return attend(store, queries_BQSD, seen_RS, sinks_Q=sinks_Q, **how)
     all_RS = torch.where(seen_RS > 0, packed.lengths_R[:, None].to(seen_RS.dtype), 0)
-    parts = [(plain, seen_RS), (packed, all_RS)]
+    parts = [(store, seen_RS), (packed, all_RS)]
     outs, lses = zip(
         *(attend(part, queries_BQSD, sees_RS, with_lse=True, **how) for part, sees_RS in parts), strict=True
     )

@@ -42,7 +42,6 @@ INPUTS = {
     "keys": ("keys_BHTD", "BHTD", "keys after norm and RoPE"),
     "keys_before": ("keys_BHTD", "BHTD", "keys after norm, before RoPE"),
     "values": ("values_BHTD", "BHTD", "values"),
-    "token_ids": ("token_ids_BT", "BT", "token ids"),
     "lookahead": (
         *("lookahead_BQSD", "BQSD"),
         "queries of the gate's lookahead tokens (retain.hf.intercept.lookahead_pass.look_ahead)",
@@ -69,7 +68,6 @@ class GateInputs:
     keys_BHTD: Float[Tensor, "B H T D"] | None = None
     keys_before_BHTD: Float[Tensor, "B H T D"] | None = None
     values_BHTD: Float[Tensor, "B H T D"] | None = None
-    token_ids_BT: Int[Tensor, "B T"] | None = None
     lookahead_BQSD: Float[Tensor, "B Q lookahead D"] | None = None
     lookahead_keys_BHSD: Float[Tensor, "B H lookahead D"] | None = None
     valid_BT: Bool[Tensor, "B T"] | None = None

@@ -27,6 +27,7 @@ ruler_all -> match_all
 ruler_part -> match_any
 page -> the budget alone, which is exact; vLLM's plug-in rounds its own to whole blocks
 reinforce -> stage local
+knots -> nothing in its place: a curve has 16
 plan -> train/distill.py --dry-run, which makes one step and measures it
 chunk -> training.micro_batch or data.pack_tokens, which bound the tokens of a forward
 features -> no folder: every step asks the frozen model

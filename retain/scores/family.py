@@ -24,7 +24,7 @@ class ScoreFamily:
             queries as its setting of that name says, else one), `queries` (as many as there are, one at
             least), `running` (statistics of all queries, or every query to make them from), `value_norm`
             (`value_norm_BQT`, or an output projection to make it with), `output_weight`, `rotary`, `hidden`,
-            `token_ids`, `seeds` (one integer a sequence, passed as `seeds_B`). A cache that evicts again
+            `seeds` (one integer a sequence, passed as `seeds_B`). A cache that evicts again
             keeps exactly this for the next eviction.
         reads: of an entry, `keys` and `values` or one of them; a cache that evicts again shows NaN in place
             of the other.

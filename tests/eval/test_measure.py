@@ -62,7 +62,7 @@ def test_lines_are_those_of_a_cache_made_by_hand(gated, ragged, question):
             cache = Cache(model, policy, **budget).prefill(whole[:, : line.entries_seen // HEADS])
         else:
             cache = evicted_after_looking(model, policy, gates, how["seeds"], whole)
-        assert (line.bytes_held, line.bytes_seen) == (cache.bytes_held(), cache.bytes_full())
+        assert (line.bytes_held, line.bytes_seen) == (cache.bytes_held(), cache.report().total.bytes_full)
         assert line.entries_held == cache.entries_held
         if policy is None or policy.correction is None:
             assert line.bytes_held == line.entries_held * ENTRY_BYTES
@@ -276,7 +276,7 @@ def test_each_set_of_gates_scores_as_it_would_alone(gated, ragged, tmp_path):
 
 
 def test_lookahead_tokens_of_two_sets_are_read_apart():
-    model = load_model(0)
+    model = load_model()
     attach(model)
     ids = torch.arange(5, 85)[None]
     observed = observe(model, ids)

@@ -164,7 +164,7 @@ ids, mask = tiny_batch((0, 3), 90)
 with retain.attach(model):
     cache = retain.Cache(model, policy="defensivekv", keep_ratio=0.7)
     model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=3, do_sample=False)
-assert cache.entries_evicted > 0
+assert cache.report().total.entries_evicted > 0
 assert all(sys.modules[name] is None for name in blocked)
 """
 

@@ -104,7 +104,7 @@ def test_a_cache_reads_the_statistics_of_its_model(tmp_path):
     settings = {"keep_ratio": 0.3, "protection": few, "observed_settings": {"centres": path}}
     cache = retain.Cache(model, "triattention", when="prefill+decode", every=4, **settings)
     model.generate(ids, past_key_values=cache, max_new_tokens=10)
-    assert cache.entries_evicted > 0
+    assert cache.report().total.entries_evicted > 0
     kept = retain.Cache(model, "triattention", **settings).prefill(ids).state.stores[1]
     (decided,) = decide_layers(
         retain.load_policy("triattention", [f"observed_settings.centres={path}", *PROTECTED]),

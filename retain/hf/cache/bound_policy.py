@@ -1,12 +1,11 @@
 """Binds a policy, a budget and gates, as a user named them, to a model (`BoundPolicy`), and checks what is
-stated for a batch: seeds, pinned spans, slack.
+stated for a batch: seeds, pinned spans.
 
 Everything that can be wrong about the request is found when the cache is made, before any token is read.
 """
 
 import dataclasses
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,13 +28,11 @@ from retain.scores.triattention import stored_centres
 # Settings of `Cache` itself, near which a misspelt one may lie.
 KEYWORDS = (
     *("keep_ratio", "tokens_per_head", "bytes", "byte_ratio", "threshold", "when", "every"),
-    *("gates", "seeds", "pinned", "slack", "short"),
+    *("gates", "seeds", "pinned", "short"),
 )
 # Tokens up to which a sequence that the policy cannot evict from within its budget is held whole, by what
 # `Cache` is told (`short=`).
 SHORT = {"keep": 256, "raise": 0}
-# Most free entries per row that may be asked for: all of them are allocated.
-MOST_SLACK = 2**20
 
 
 def bind_policy(
@@ -103,8 +100,7 @@ def bind_policy(
         return BoundPolicy(chosen.name, precision=chosen.precision)
     if chosen.learned:
         gates = shipped_gates(model, chosen.name) if gates is None else gates_for(model, gates)
-        if caution := check_gates(chosen, keep, gates, scored_elsewhere=scorer is not None):
-            warnings.warn(caution, stacklevel=3)
+        check_gates(chosen, keep, gates, scored_elsewhere=scorer is not None)
     rope: tuple[Use, ...] = ("unknown_rope",) if rotary_of(model) is None else ()
     refuse(chosen, rope, gates=gates, scorer=scorer)
     if (centres := chosen.observed_settings.get("centres")) is not None:
