@@ -88,7 +88,8 @@ def test_an_extension_comes_back(tmp_path: Path) -> None:
     extension = LookaheadExtension(num_tokens=3, E=6, rank=2, modules={"layers.0.self_attn.q_proj": (6, 16)})
     with torch.no_grad():
         extension.up["layers/0/self_attn/q_proj"].normal_()
-    gates = build_gates("lookahead", dims_for("lookahead", SIZES), extension=extension)
+    gates = build_gates("lookahead", dims_for("lookahead", SIZES))
+    gates.extension = extension
     saved(gates, tmp_path)
     assert any(name.startswith("extension.") for name in load_file(tmp_path / WEIGHTS_FILE))
     back = load_gates(tmp_path)
