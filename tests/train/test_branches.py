@@ -113,22 +113,6 @@ def test_a_continuation_ends_where_the_model_ends() -> None:
     assert continuation_of(Frozen(model, None, 0), DOCUMENTS[1], 8) == ()
 
 
-def test_continuations_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    frozen = Frozen(tiny_model("qwen3"), None, 0)
-    calls: list[int] = []
-    write = module._written
-
-    def counted(*args: Any, **kwargs: Any) -> tuple[int, ...]:
-        calls.append(1)
-        return write(*args, **kwargs)
-
-    monkeypatch.setattr(module, "_written", counted)
-    assert continuations(frozen, 4) == continuations(frozen, 4)
-    assert len(calls) == 3
-    continuation_of(frozen, DOCUMENTS[0], 5)
-    assert len(calls) == 4, "of another length it is another one"
-
-
 def test_memory_of_writing_is_linear() -> None:
     """No mask of all pairs, where transformers makes none (it does for sliding windows)."""
     model = tiny_model("llama", max_position_embeddings=16384)

@@ -73,18 +73,11 @@ class Synchroniser:
         gates: all of its parameters that require gradients are trained (a tied one once); they must be the
             same on every process.
         settings: of AdamW.
-
-    Raises:
-        ValueError: nothing to train.
     """
 
     def __init__(self, accelerator: Accelerator, gates: nn.Module, **settings: Any):
         self.accelerator, self.gates = accelerator, gates
         self.parameters = [p for p in gates.parameters() if p.requires_grad]
-        if not self.parameters:
-            raise ValueError(
-                "these gates have no parameter that requires gradients: there is nothing to train."
-            )
         self.optimizer = torch.optim.AdamW(self.parameters, **settings)
 
     @torch.no_grad()
