@@ -74,7 +74,7 @@ class SoftSettings:
 
 def check_soft(settings: SoftSettings) -> None:
     """Raises ValueError with all terms that there are none of."""
-    refuse(found=unknown(settings.terms, dict.fromkeys(FIDELITY + COST), what="soft term", key="soft.terms"))
+    refuse(found=unknown(settings.terms, FIDELITY + COST, what="soft term", key="soft.terms"))
 
 
 def check_loophole(settings: SoftSettings, gates: GateSet) -> None:

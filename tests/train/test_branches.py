@@ -57,7 +57,7 @@ def test_an_appendix_is_a_branch_where_there_is_one() -> None:
         (),
         (Branch("appendix", DOCUMENTS[2].appendix_ids),),
     ]
-    assert [reading.key for reading in readings] == [document.key for document in DOCUMENTS]
+    assert [reading.document.key for reading in readings] == [document.key for document in DOCUMENTS]
     asked = settings("own", "appendix")
     assert [row_tokens(document, asked) for document in DOCUMENTS] == [29, 9, 19]
     read = settings("repeat", "continuation", repeat_chunk=10, continuation_tokens=5)

@@ -184,7 +184,10 @@ def test_a_loss_that_is_not_finite_stops_the_run(
         (["gate.family=mpl", "data.lengths=[9]"], "(?s)did you mean 'mlp'.*data.lengths has 9"),
         (["target.horizon=0", "training.lr=.nan"], "(?s)target.horizon: input .*training.lr: input"),
         (["target.horizon=99"], "too short: .* more than 99 are needed"),
-        (["target.horizon=500"], "data.max_tokens=100 and target.horizon=500: no context would be longer"),
+        (
+            ["target.horizon=500"],
+            "lengths=100 and target.horizon=500: no context would be longer",
+        ),
         (["model=no/such-model"], "model='no/such-model' cannot be loaded"),
         (["data.path=nowhere.jsonl"], "no such data file"),
     ],
@@ -266,9 +269,11 @@ def test_the_gates_that_are_trained_are_those_that_are_compared() -> None:
     assert f"output={demo['gates']} overwrite=true" in (ROOT / "Makefile").read_text()
 
 
-def test_processes_that_would_train_alone_are_refused(
+def test_processes_that_would_train_alone_or_share_nothing_are_refused(
     make_config: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    with pytest.raises(ValueError, match="batch_documents=4 must be a multiple of the 3 processes"):
+        check(make_config(), 3)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(
         ValueError, match="started 2 processes, and accelerate sees 1: .*ACCELERATE_USE_CPU=true"

@@ -134,7 +134,7 @@ def test_settings_that_mean_nothing_are_refused_together() -> None:
     check_targets(TargetSettings())
     refused("sources is empty", check_targets, TargetSettings(sources={}))
     with pytest.raises(
-        ValueError, match="'repeats': did you mean 'repeat'.*'owne': did you mean 'own'.*[^.][.]$"
+        ValueError, match="'repeats' .did you mean 'repeat'.*'owne' .did you mean 'own'.*[^.][.]$"
     ):
         check_targets(TargetSettings(sources={"repeats": 1.0, "owne": 1.0}))
 

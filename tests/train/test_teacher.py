@@ -74,7 +74,7 @@ def test_a_walk_shows_every_reading_and_layer_once(family: str) -> None:
         for view in views:
             seen.append((view.row, view.layer_idx))
             one = readings[view.row]
-            assert view.key == one.key and view.document.layer_idx == view.layer_idx
+            assert view.key == one.document.key and view.document.layer_idx == view.layer_idx
             assert [source for source, _ in view.branches] == [branch.source for branch in one.branches]
             assert len(view.behind) == len(view.sources) == len(one.branches)
             for (_, evidence), branch in zip(view.branches, one.branches, strict=True):

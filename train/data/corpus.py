@@ -31,8 +31,6 @@ FIRST_DOCUMENTS = 16
 # The generator writes at most so many times as many documents as are asked for.
 MOST_GENERATED = 100
 
-Read = Callable[[Row], Document | None]
-
 
 @dataclass(frozen=True)
 class Corpus:
@@ -79,7 +77,13 @@ class StreamingCorpus:
     num_documents = None
 
     def __init__(
-        self, source: Dataset, read: Read, settings: DataSettings, *, batch_documents: int, seed: int
+        self,
+        source: Dataset,
+        read: Callable[[Row], Document | None],
+        settings: DataSettings,
+        *,
+        batch_documents: int,
+        seed: int,
     ) -> None:
         self.source, self.read = source, read
         self.held_out_share = settings.held_out_share if settings.held_out else 0.0

@@ -115,8 +115,3 @@ class Reading:
 
     document: Document
     branches: tuple[Branch, ...] = ()
-
-    @property
-    def key(self) -> int:
-        """That of the document, for what is drawn for it."""
-        return self.document.key

@@ -54,19 +54,6 @@ class TrainingSettings:
     """Steps between checkpoints (0 = none)."""
 
 
-def check_training(settings: TrainingSettings, num_processes: int) -> None:
-    """Refuse a batch that the processes cannot share.
-
-    Raises:
-        ValueError: `batch_documents` is no multiple of the processes.
-    """
-    if settings.batch_documents % num_processes:
-        raise ValueError(
-            f"training.batch_documents={settings.batch_documents} must be a multiple of the {num_processes} "
-            "processes."
-        )
-
-
 def learning_rate(step: int, settings: TrainingSettings) -> float:
     """Linear warm-up, then as `settings.schedule` says; `step` counts from 0."""
     if step < settings.warmup_steps:
