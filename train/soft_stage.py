@@ -136,15 +136,7 @@ class EndToEnd(Stage):
             understood.
     """
 
-    def __init__(
-        self,
-        gates: GateSet,
-        frozen: Frozen,
-        soft: SoftSettings,
-        *,
-        steps: int = 1,
-        seed: int = 0,
-    ):
+    def __init__(self, gates: GateSet, frozen: Frozen, soft: SoftSettings, *, steps: int = 1, seed: int = 0):
         check_soft(soft)
         check_loophole(soft, gates)
         for layer in gates.layers:  # refused now, not in the first step

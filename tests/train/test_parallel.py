@@ -15,12 +15,7 @@ from accelerate import Accelerator
 
 from retain.hf.model.identity import fingerprint
 from retain.train.run.checkpoint import begin_, latest, load_checkpoint, save_checkpoint
-from retain.train.run.parallel import (
-    Synchroniser,
-    is_sharded,
-    loaded_whole,
-    shard_frozen_,
-)
+from retain.train.run.parallel import Synchroniser, is_sharded, loaded_whole, shard_frozen_
 from retain.train.teacher import load_frozen
 from tests.tiny import tiny_model
 from tests.train.runs import TWO_PROCESSES, python

@@ -30,7 +30,6 @@ from tests.train.runs import (
     after_step,
     python,
     same_gates,
-    stopped_by,
     terminate,
     written,
 )
@@ -156,27 +155,25 @@ def test_two_processes_stop_together_and_one_goes_on(make_config: Make, tmp_path
         torch.testing.assert_close(second[name], tensor, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("when", ["loading", "looking"])
+@pytest.mark.parametrize(("place", "name"), [(assembly, "load_corpus"), (loop, "held_out_record")])
 def test_asked_to_stop_before_the_first_step(
-    make_config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+    make_config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: Any, name: str
 ) -> None:
-    changes = {"training.steps": 4, "training.held_out_every": 1, "training.checkpoint_every": 0}
+    changes = {"training.steps": 4, "training.held_out_every": 0, "training.checkpoint_every": 0}
     whole = distill(make_config(output=str(tmp_path / "whole"), **changes))
-    config = make_config(output=str(tmp_path / "asked"), **changes)
-    (tmp_path / "asked").mkdir()
-    (tmp_path / "asked" / STOP_FILE).touch()
+    config, stop, inner = make_config(**changes), tmp_path / "run" / STOP_FILE, getattr(place, name)
+    stop.parent.mkdir()
+    stop.touch()  # of an earlier run
 
-    def ask() -> None:
-        assert not (tmp_path / "asked" / STOP_FILE).exists(), "of an earlier run"
-        (tmp_path / "asked" / STOP_FILE).touch()
+    def asking(*arguments: Any, **settings: Any) -> Any:
+        assert not stop.exists()
+        stop.touch()
+        return inner(*arguments, **settings)
 
-    asks = iter([terminate])  # a second signal ends the process, and the first step has a look too
-
-    loading = when == "loading"
-    place, name = (assembly, "load_corpus") if loading else (loop, "held_out_record")
-    with stopped_by(ask if loading else lambda: next(asks, int)(), place, name):
+    with monkeypatch.context() as patch, pytest.raises(StopRequested) as raised:
+        patch.setattr(place, name, asking)
         distill(config)
-    records = read_log(tmp_path / "asked")
-    assert [record["step"] for record in records] == [0, 1, 1]
+    assert raised.value.code == 143 and not stop.exists()
+    assert [record["step"] for record in read_log(stop.parent)] == [0, 1]
     # The log is that of a run that nobody stopped.
     assert read_log(distill(config)) == read_log(whole)

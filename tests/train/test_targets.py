@@ -14,11 +14,7 @@ from retain.hf.intercept.observe import observe
 from retain.train.data.document import Branch, Document, Reading
 from retain.train.local_stage import LayerLocal
 from retain.train.objectives.case import LossSettings
-from retain.train.objectives.targets import (
-    TargetSettings,
-    check_targets,
-    layer_target,
-)
+from retain.train.objectives.targets import TargetSettings, check_targets, layer_target
 from retain.train.recipe import check
 from retain.train.teacher import Frozen, View, walk
 from tests.naive import naive_overlap
@@ -81,8 +77,7 @@ def test_the_default_recipe_is_future_risk_of_context_and_appendix(
 def test_settings_reach_the_definition(aggregate: str, weight: str) -> None:
     sources = {"own": 0.5, "repeat": 2.0, "appendix": 1.0}
     settings = build(
-        {"sources": sources, "aggregate": aggregate, "weight": weight, "horizon": 7},
-        TargetSettings,
+        {"sources": sources, "aggregate": aggregate, "weight": weight, "horizon": 7}, TargetSettings
     )
 
     def see(views: list[View]) -> None:

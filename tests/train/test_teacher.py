@@ -31,13 +31,6 @@ def test_a_local_model_is_frozen_and_needs_no_tokenizer(tmp_path: Path) -> None:
     assert len(frozen.layout.evicting) == 2
 
 
-def test_a_quantisation_that_cannot_be_had_is_refused(tmp_path: Path) -> None:
-    tiny_model("llama").save_pretrained(tmp_path)
-    for quantization, cause in (({"quant_method": "nonsense"}, "nonsense"), ({"bits": 4}, "quant_method")):
-        with pytest.raises(ValueError, match=f"cannot be loaded with quantization={{'.*{cause}"):
-            load_frozen(str(tmp_path), quantization=quantization)
-
-
 @pytest.mark.parametrize(
     ("document", "message"),
     [

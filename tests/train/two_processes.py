@@ -25,18 +25,8 @@ from retain.hf.model.projection import dense_weight
 from retain.process.disk import DiskError
 from retain.train import assembly, distill
 from retain.train.run import parallel
-from retain.train.run.checkpoint import (
-    latest,
-    load_checkpoint,
-    save_checkpoint,
-)
-from retain.train.run.parallel import (
-    Synchroniser,
-    check_alike,
-    is_sharded,
-    on_main_process,
-    shard_frozen_,
-)
+from retain.train.run.checkpoint import latest, load_checkpoint, save_checkpoint
+from retain.train.run.parallel import Synchroniser, check_alike, is_sharded, on_main_process, shard_frozen_
 from retain.train.teacher import load_frozen
 from tests.tiny import tiny_model
 
