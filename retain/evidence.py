@@ -42,8 +42,8 @@ class RunningStatistics:
 
     def select_batch(self, idx: Int[Tensor, " N"] | slice) -> "RunningStatistics":
         """Select some of the sequences."""
-        gap_BHT = None if self.longest_gap_BHT is None else self.longest_gap_BHT[idx]
-        return RunningStatistics(self.mass_BHT[idx], self.last_access_BHT[idx], gap_BHT)
+        chosen: Any = (None if each is None else each[idx] for each in vars(self).values())
+        return RunningStatistics(*chosen)
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,6 @@ class Evidence:
         positions_BT: int64 RoPE position of each entry.
         valid_BT: False on padding. Only left padding exists here.
         hidden_BTE: attention input, after the input layer norm; None when the caller had none.
-        token_ids_BT: int64 token ids; None when the caller passed embeddings.
         soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`; None for no cap.
         sinks_Q: one extra logit per query head that takes part in the softmax and belongs to no entry
             (gpt-oss).
@@ -93,7 +92,6 @@ class Evidence:
     positions_BT: Int[Tensor, "B T"]
     valid_BT: Bool[Tensor, "B T"]
     hidden_BTE: Float[Tensor, "B T E"] | None = None
-    token_ids_BT: Int[Tensor, "B T"] | None = None
     soft_cap: float | None = None
     sinks_Q: Float[Tensor, " Q"] | None = None
     rotary: Rotary | None = None

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from retain.attention.rotary import Rotary
+from retain.cache.store import RaggedStore
 from retain.evidence import Evidence, RunningStatistics
 from retain.scores.value_norm import value_norms
 from tests.naive import random_evidence
@@ -70,6 +71,13 @@ def filled(evidence: Evidence, fill: float) -> Evidence:
         value_norm_BQT=norms_BQT.masked_fill(missing_BQT, fill),
         learned_BHT=learned_BHT.masked_fill(missing_BHT, fill),
     )
+
+
+def row_of(store: RaggedStore, sequence: int, head: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys, values and positions of one row of a store, in order of time."""
+    keys_ND, values_NV, positions_N, rows_N = store.flat()
+    chosen_N = rows_N == sequence * store.num_heads + head
+    return keys_ND[chosen_N], values_NV[chosen_N], positions_N[chosen_N]
 
 
 def single(evidence: Evidence) -> Evidence:

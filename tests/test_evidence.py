@@ -83,7 +83,6 @@ def _with_all_fields():
     return replace(
         evidence,
         hidden_BTE=torch.randn(B, T, 5),
-        token_ids_BT=torch.arange(B * T).view(B, T),
         queried_BS=torch.rand(B, ASKED) < 0.5,
         log_weight_BHT=torch.rand(B, evidence.num_heads, T),
         stream_BTE=torch.randn(B, T, 5),

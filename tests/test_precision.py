@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from retain.cache.layer_store import Store
 from retain.cache.precision import Precision
 from retain.cache.store import RaggedStore
 from retain.policy import load_policy
@@ -28,7 +27,8 @@ def test_cost_is_that_of_a_store(name, D, length, dtype):
     draw = torch.Generator().manual_seed(0)
     keys, values = (torch.randn(1, H, length, D, generator=draw).to(dtype) for _ in range(2))
     exists = torch.ones(1, H, length, dtype=torch.bool)
-    store = Store(RaggedStore.from_dense(keys, values, torch.arange(length)[None], exists), precision)
+    store = RaggedStore.from_dense(keys, values, torch.arange(length)[None], exists)
+    store.precision = precision
     store.pack_()
     each, head = precision.cost(D, D, dtype.itemsize)
     most = H * (length * each + head)

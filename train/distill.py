@@ -136,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parsed = distill_parser().parse_args(arguments)
     try:
         path, overrides = recipe_of(parsed)
-        config = load(path, DistillConfig, overrides)
+        config = load(path, DistillConfig, overrides, check=lambda stated: check(stated, 1))
         if parsed.dry_run:
             accelerator = make_accelerator("none")
             accelerator.print(try_step(config, accelerator))

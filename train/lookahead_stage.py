@@ -94,14 +94,14 @@ class Lookahead(Stage):
 
     def _shares(self, cache: Cache, layer: int, asked: Asked) -> Float[Tensor, "H T"]:
         """The layer's gate applied to tokens behind the document, normalised."""
-        held = cache.layers[layer]
+        held, spec = cache.layers[layer], cache.state.layout.spec_of[layer]
         inputs = GateInputs(
             keys_BHTD=held.dense()[0],
             lookahead_BQSD=asked.queries_BQSD,
             lookahead_keys_BHSD=asked.keys_BHSD,
-            scaling=held.scaling,
-            soft_cap=held.soft_cap,
-            sinks_Q=cache.state.layout.spec_of[layer].sinks_Q,
+            scaling=spec.scaling,
+            soft_cap=spec.soft_cap,
+            sinks_Q=spec.sinks_Q,
         )
         return normalised(self.gates[layer](inputs)[0])
 

@@ -67,7 +67,7 @@ class Tally:
 
 def joined(parts: Sequence[GateInputs]) -> GateInputs:
     """Entries of several documents in one row."""
-    along = {"hidden_BTE": 1, "stream_BTE": 1, "token_ids_BT": 1, "valid_BT": 1}
+    along = {"hidden_BTE": 1, "stream_BTE": 1, "valid_BT": 1}
     names = [name for name in vars(parts[0]) if isinstance(getattr(parts[0], name), Tensor)]
     joint: dict[str, Any] = {
         name: torch.cat([getattr(part, name) for part in parts], dim=along.get(name, 2)) for name in names

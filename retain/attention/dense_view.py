@@ -2,7 +2,7 @@
 
 A column is a token that *any* head of the layer still holds, or whose query is shown; a mask says which head
 holds which column. `DenseView` translates between the store's order and columns, of which a later cut needs
-`entries` alone; `align_last` brings the last queries to their columns.
+`entries` alone.
 
 Columns are in order of time and right-aligned, as in left-padded evidence: query `s` of `S` sits at column `T
 - S + s` in every sequence. No loop over rows; the device is waited for once, for the widest sequence's number
@@ -12,7 +12,7 @@ of columns (and of queries).
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Int, Shaped
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 
@@ -50,10 +50,6 @@ class DenseView:
             return store_C.new_zeros(*self.index_BHT.shape, *store_C.shape[1:])
         return store_C[self.index_BHT]
 
-    def of_tokens(self, token_Bt: Tensor) -> Tensor:
-        """Gather values of all tokens seen: `[B, seen] -> [B, T]`, zero where there is no column."""
-        return token_Bt.gather(1, self.token_BT).masked_fill(~self.valid_BT, 0)
-
 
 def dense_view(
     positions_C: Int[Tensor, " C"],
@@ -63,7 +59,7 @@ def dense_view(
     *,
     positions_BT: Int[Tensor, "B seen"],
     valid_BT: Bool[Tensor, "B seen"],
-    queries_from: Int[Tensor, " B"],
+    num_queries: int,
 ) -> DenseView:
     """Compute the columns of a layer's rows.
 
@@ -74,14 +70,15 @@ def dense_view(
         num_heads: KV heads.
         positions_BT: RoPE position of every token seen, ascending over a sequence's own tokens.
         valid_BT: False on padding, which may stand between a sequence's tokens too.
-        queries_from: tokens of each sequence from this index on (`last_tokens`) are columns in any case.
+        num_queries: the last tokens, which are columns in any case.
     """
     B, H, device = len(valid_BT), num_heads, valid_BT.device
     rows_N = rows_N.long()
     sequence_N = rows_N // H
     token_N = _tokens_at(positions_C[index_N].long(), sequence_N, positions_BT, valid_BT)
 
-    queried_BT = valid_BT & (torch.arange(valid_BT.shape[1], device=device) >= queries_from[:, None])
+    seen = valid_BT.shape[1]
+    queried_BT = valid_BT & (torch.arange(seen, device=device) >= seen - num_queries)
     shown_BT = queried_BT.clone()
     shown_BT[sequence_N, token_N] = True
     token_BT, column_valid_BT, column_BT = _to_the_right(shown_BT)
@@ -123,28 +120,6 @@ def _tokens_at(
     return found_N - sequence_N * seen
 
 
-def align_last(x_BQnD: Shaped[Tensor, "B Q n D"], valid_BT: Bool[Tensor, "B n"]) -> Shaped[Tensor, "B Q S D"]:
-    """Gather the tokens of each sequence, right-aligned and without the padding between them.
-
-    Of queries, `[B, Q, n, D] -> [B, Q, S, D]`, as `Evidence` needs them (real ones: `DenseView.queried_BT`);
-    S is the number of the sequence with the most (one wait for the device), zero where others have fewer.
-
-    Args:
-        x_BQnD: values of n tokens, per head.
-        valid_BT: False on padding, wherever it stands.
-
-    Examples:
-        >>> import torch
-        >>> x_Bn = torch.tensor([[1, 2, 0], [0, 3, 0]])
-        >>> align_last(x_Bn[:, None, :, None], x_Bn > 0)[:, 0, :, 0].tolist()
-        [[1, 2], [0, 3]]
-    """
-    source_BS, there_BS, _ = _to_the_right(valid_BT)
-    sequence_B1 = torch.arange(len(valid_BT), device=valid_BT.device)[:, None]
-    picked = x_BQnD.transpose(1, 2)[sequence_B1, source_BS]
-    return picked.masked_fill(~there_BS[..., None, None], 0).transpose(1, 2)
-
-
 def _to_the_right(
     chosen_BT: Bool[Tensor, "B T"],
 ) -> tuple[Int[Tensor, "B S"], Bool[Tensor, "B S"], Int[Tensor, "B T"]]:
@@ -154,7 +129,7 @@ def _to_the_right(
         the token of each slot (0: none), whether there is one, and the slot of each token (S: none).
     """
     B, seen = chosen_BT.shape
-    rank_BT = _from_the_end(chosen_BT)
+    rank_BT = chosen_BT.flip(-1).cumsum(-1).flip(-1)  # 1 for the last chosen token
     count_B1 = rank_BT[:, :1] if seen else rank_BT.new_zeros(B, 1)
     S = int(count_B1.max()) if B else 0
     # Slot S collects tokens without a slot.
@@ -162,16 +137,3 @@ def _to_the_right(
     token_T = torch.arange(seen, device=chosen_BT.device)
     token_BS = token_T.new_zeros(B, S + 1).scatter_(1, slot_BT, token_T.expand(B, -1))[:, :S]
     return token_BS, torch.arange(S, device=chosen_BT.device) >= S - count_B1, slot_BT
-
-
-def last_tokens(valid_BT: Bool[Tensor, "B seen"], num: int) -> Int[Tensor, " B"]:
-    """Index of each sequence's `num`-th token from the end: from there on it has `num` queries.
-
-    Of a sequence with fewer tokens, that of its first; `seen` where there is none.
-    """
-    return (~valid_BT | (_from_the_end(valid_BT) > num)).long().cumprod(-1).sum(-1)
-
-
-def _from_the_end(valid_BT: Bool[Tensor, "B n"]) -> Int[Tensor, "B n"]:
-    """1 for a sequence's last token, 2 for the one before it, ..."""
-    return valid_BT.flip(-1).cumsum(-1).flip(-1)

@@ -56,8 +56,6 @@ def find_runs(store: RaggedStore, seen_RS: Int[Tensor, "R S"], num_queries: int)
         num_queries: query heads of a sequence.
     """
     S, counts, log_weight_C = seen_RS.shape[1], store.pages.counts, store.log_weight_C
-    if len(counts) != len(seen_RS):
-        return None  # the op raises the error
     seen = seen_RS[:, -1].tolist()
     if S > 1 and (num_queries * S * max(seen, default=0) > MOST_MASKED or not bool(seen_RS.all())):
         return None
@@ -83,11 +81,10 @@ def find_runs(store: RaggedStore, seen_RS: Int[Tensor, "R S"], num_queries: int)
 def fits(store: RaggedStore, queries_BQSD: Tensor) -> bool:
     """True where dense calls can serve these queries over a plain store: on a CPU, in one precision, and
     without gradients, which a store does not have."""
-    (B, Q, _, D), R = queries_BQSD.shape, len(store.lengths_R)
     keys, values = store.keys_CD, store.values_CD
-    if queries_BQSD.is_cuda or path_of(keys, values) != "reference" or not R or R % B or B * Q % R:
+    if queries_BQSD.is_cuda or path_of(keys, values) != "reference":
         return False
-    alike = queries_BQSD.dtype == keys.dtype == values.dtype and keys.shape[1] == D
+    alike = queries_BQSD.dtype == keys.dtype == values.dtype and keys.shape[1] == queries_BQSD.shape[3]
     return alike and not (torch.is_grad_enabled() and queries_BQSD.requires_grad)
 
 
@@ -171,9 +168,7 @@ class StepRows:
         return out_BQ1V.transpose(1, 2), None
 
 
-def step_rows_of(
-    store: RaggedStore, *, scaling: float, soft_cap: float | None, sinks: bool
-) -> StepRows | None:
+def step_rows_of(store: RaggedStore, scaling: float, soft_cap: float | None, sinks: bool) -> StepRows | None:
     """The rows of a store for decoding steps; None: it is on a GPU, or no way here is short."""
     if store.device.type != "cpu" or path_of(store.keys_CD, store.values_CD) != "reference":
         return None

@@ -3,11 +3,10 @@
 Its header carries a sha256 over everything else, which is checked before a byte of it is used, and it is
 written in full beside an older one before it is renamed over it. Nothing in it is code.
 
-Header: the model's `fingerprint` and `dtype`; counters; `seeds`; the `precision` by which
-layers are packed; whatever else the engine needs to go on. Tensors: `history.valid`, `.positions`, `.last`,
-`.ids`; of each layer that evicts `layer.N.store.NAME` of its plain entries and
-`layer.N.packed.NAME` of the packed ones (`tensors_of`; nothing is encoded anew), and `layer.N.recent.NAME`,
-its last tokens' queries and hidden states; of other layers `layer.N.state.NAME`.
+Header: the model's `fingerprint` and `dtype`, and all that the engine needs to go on. Tensors:
+`history.valid`, `.positions`, `.last`; of each layer that evicts `layer.N.store.NAME` of its plain
+entries, `layer.N.packed.NAME` of the packed ones, and `layer.N.recent.NAME`, queries and hidden states of its
+last tokens; of other layers `layer.N.state.NAME`. Nothing is encoded anew.
 """
 
 import hashlib
@@ -21,18 +20,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from retain import config
-from retain.cache.layer_store import Store
 from retain.cache.precision import Codec, Precision
-from retain.cache.store import RaggedStore
+from retain.cache.store import SLACK, RaggedStore
 from retain.process.disk import save_new
 
 # Others are refused.
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 FORMAT = "retain.cache"
 CORRUPT = "{} is truncated or corrupt ({}): copy it again, or read the context again."
-# Key of the header: how layers are packed.
-PRECISION = "precision"
 # Tensors of a store that are no columns: lengths of rows, and the scales that keys of codes share.
 LENGTHS, KEY_SCALES = "lengths", "key_scales"
 
@@ -94,66 +89,48 @@ def read_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def check_model(
-    header: Mapping[str, Any], fingerprint: Mapping[str, Any], dtype: torch.dtype, path: Any
+    header: Mapping[str, Any], identity: Mapping[str, Any], dtype: torch.dtype, path: Any
 ) -> None:
     """Refuse another model than the one that the entries are of: a ValueError."""
-    saved, at_hand = header["fingerprint"], json.loads(json.dumps(fingerprint))
+    saved = {**header["fingerprint"], "dtype": header["dtype"]}
+    at_hand = json.loads(json.dumps({**identity, "dtype": str(dtype)}))
     differ = [key for key in sorted(saved.keys() | at_hand.keys()) if saved.get(key) != at_hand.get(key)]
     if differ:
         listing = ", ".join(f"{key} {saved.get(key)!r} -> {at_hand.get(key)!r}" for key in differ)
-        what, step = "another model", "load it with the model that it was saved from"
-        if differ == ["adapters"]:
-            what, step = "this model with other adapters", "switch to those that were active when it was read"
-        raise ValueError(f"the cache in {path} is of {what} ({listing}; saved -> at hand): {step}.")
-    if header["dtype"] != str(dtype):
         raise ValueError(
-            f"the cache in {path} is of a model in {header['dtype']}, and this one is in {dtype}: load the "
-            f"model with dtype={header['dtype']}, or read the context again."
+            f"the cache in {path} is of another model ({listing}; saved -> at hand): load it with the model "
+            "that it was saved from, in the same precision and with the same adapters."
         )
 
 
-def tensors_of(store: RaggedStore) -> dict[str, Tensor]:
-    """Tensors of a store: columns `[N, ...]` of exactly the entries held, row after row, "lengths" `[R]` of
-    the rows, and of codes "key_scales"."""
-    index_N = store.index_N()
-    found = {name: column[index_N] for name, column in store.columns.items()}
-    table = {} if store.key_scales_G2D is None else {KEY_SCALES: store.key_scales_G2D}
-    return {**found, LENGTHS: store.lengths_R.clone(), **table}
+def store_tensors(store: RaggedStore) -> dict[str, Tensor]:
+    """Tensors of a layer, by their names in `layer.N`: of each part columns `[N, ...]` of exactly the entries
+    held, row after row, "lengths" `[R]` of the rows, and of codes "key_scales"."""
+    found = {}
+    for where, part in zip(("packed.", "store.")[-len(store.parts) :], store.parts, strict=True):
+        index_N = part.index_N()
+        found |= {where + name: column[index_N] for name, column in part.columns.items()}
+        found[where + LENGTHS] = part.lengths_R
+        if part.key_scales_G2D is not None:
+            found[where + KEY_SCALES] = part.key_scales_G2D
+    return found
 
 
-def precision_of(record: Mapping[str, Any]) -> Precision | None:
-    """The precision that a header, or a rule in it, says."""
-    held = record.get(PRECISION)
-    return None if held is None else config.build(held, Precision, PRECISION)
+def store_of(
+    tensors: Mapping[str, Tensor], precision: Precision | None, num_heads: int, head_dim: int
+) -> RaggedStore:
+    """The store of a layer, of the tensors named in `layer.N`."""
 
-
-def layer_tensors(store: Store) -> dict[str, Tensor]:
-    """Tensors of a layer, by their names in `layer.N`."""
-    parts = {"store.": store.plain, "packed.": store.packed}
-    held = {where: tensors_of(part) for where, part in parts.items() if part is not None}
-    return {where + name: tensor for where, found in held.items() for name, tensor in found.items()}
-
-
-def layer_store_of(
-    header: Mapping[str, Any],
-    tensors: Mapping[str, Tensor],
-    num_heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    slack: int,
-) -> Store:
-    """The store of a layer of this shape, by the header of the file and the tensors named in `layer.N`."""
-
-    def part(found: dict[str, Tensor], slack: int, codec: Codec | None = None) -> RaggedStore:
+    def part(where: str, slack: int, codec: Codec | None = None) -> RaggedStore:
+        found = within(tensors, where)
         lengths_R, table = found.pop(LENGTHS), found.pop(KEY_SCALES, None)
         return RaggedStore.from_rows(found, lengths_R, num_heads, slack, codec, table)
 
-    precision, packed = precision_of(header), within(tensors, "packed.")
-    store = Store(part(within(tensors, "store."), slack), precision)
-    if packed:
-        if precision is None:
-            raise ValueError("it has packed entries, and no precision.")
-        store.packed = part(packed, 0, Codec(precision.bits, head_dim, head_dim, dtype))
+    store = part("store.", SLACK)
+    store.precision = precision
+    if within(tensors, "packed."):
+        assert precision is not None
+        store.packed = part("packed.", 0, Codec(precision.bits, head_dim, head_dim, store.dtype))
     return store
 
 

@@ -15,7 +15,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from retain.cache.layer_store import Store
 from retain.cache.layout import Layout, bytes_of, copy_, normal_tensors
 from retain.cache.precision import GROUP, GROUPS, VALUE_SCALES
 from retain.cache.store import LOG_WEIGHT, RaggedStore
@@ -71,7 +70,7 @@ class StaticRows:
         leads: whether this layer, the first, advances the clock.
         scaling: of its logits, where the model does not say.
         window: tokens that its queries see; None for all.
-        work: on a GPU, the tensors of its `retain.kernels.decode_step.launch.Table`.
+        work: on a GPU, its part of `retain.kernels.decode_step.launch.tables`.
         shown: what a later eviction looks at of the tokens that come, `[S, ...]` each: `queries`, and what
             attention gets (`hidden`, `stream`).
         packed, bits, span: entries before these, as codes, as `retain.kernels.decode_step` takes them.
@@ -179,7 +178,7 @@ def packed_of(stores: Sequence[RaggedStore], room: int, weighted: bool, together
     return found
 
 
-def spare_bytes(stores: Sequence[Store]) -> int:
+def spare_bytes(stores: Sequence[RaggedStore]) -> int:
     """Bytes of the storages behind stores that none of them lives in."""
     parts = [part.storages() for store in stores for part in store.parts]
     storages = [tensor.untyped_storage() for part in parts for tensor in part]

@@ -8,9 +8,8 @@ free slots at its end for new tokens. When a row is full, or bytes are to be giv
 anew, one column after another, so that never more than one column exists twice. If memory runs out midway,
 whoever changes a store refuses it from then on (`retain.hf.cache.state.State.changing`).
 
-With a `Codec` keys and values are codes (`retain.cache.precision`). An entry is encoded once: evictions move
-its codes, and a group of keys that nobody names any more goes from the table of scales.
-`retain.cache.layer_store` joins such rows with the plain ones of new tokens.
+With a `Codec` keys and values are codes (`retain.cache.precision`), and an entry is encoded once. A store of
+plain rows may have `packed` such entries, all of which came before its others.
 """
 
 import math
@@ -21,8 +20,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from retain.cache.layout import Layout, copy_, count_free, normal_tensors, packing, spans
-from retain.cache.precision import GROUPS, VALUE_SCALES, Codec
+from retain.cache.layout import Layout, bytes_of, copy_, count_free, normal_tensors, packing, spans
+from retain.cache.precision import GROUPS, VALUE_SCALES, Codec, Precision
 from retain.kernels.codes import Codes, decode
 from retain.kernels.ragged_attention.pages import PAGE
 
@@ -37,7 +36,7 @@ GROWTH = 1 / 48
 
 
 class RaggedStore:
-    """Keys, values, positions and side columns of entries in one codec.
+    """Keys, values, positions and side columns of one layer's entries.
 
     Row `r = b * H + h`; its room begins at `offsets_R1[r]` (int64), and it holds `lengths_R[r]` (int32)
     entries. Methods that end in `_` change the store in place, all others share no memory with it. Free slots
@@ -53,6 +52,9 @@ class RaggedStore:
         key_scales_G2D: scales of each group of keys, where there is a codec.
 
     Attributes:
+        precision: how entries are packed; None: they are not.
+        packed: entries before these, as codes; None: there are none. Methods are of the plain ones where
+            they do not say otherwise.
         pages: the row that each page belongs to.
         free: new tokens that surely fit into every row.
     """
@@ -70,6 +72,8 @@ class RaggedStore:
     ):
         self.num_heads, self.slack, self.columns = num_heads, slack, {**columns}
         self.codec, self.key_scales_G2D = codec, key_scales_G2D
+        self.precision: Precision | None = None
+        self.packed: RaggedStore | None = None
         self._take_(layout)
 
     @classmethod
@@ -172,14 +176,20 @@ class RaggedStore:
         return decode(keys, torch.float32).to(self.dtype), decode(values, self.dtype)
 
     @property
+    def parts(self) -> "list[RaggedStore]":
+        """The packed entries, if there are some, and the plain ones."""
+        return [self] if self.packed is None else [self.packed, self]
+
+    @property
     def lengths_BH(self) -> Int[Tensor, "B H"]:
-        """Entries held, per sequence and KV head (int64)."""
-        return self.lengths_R.to(torch.int64).view(-1, self.num_heads)
+        """Entries held in all parts, per sequence and KV head (int64)."""
+        lengths_R = self.lengths_R if self.packed is None else self.lengths_R + self.packed.lengths_R
+        return lengths_R.to(torch.int64).view(-1, self.num_heads)
 
     @property
     def entries_held(self) -> int:
-        """N: entries held over all rows."""
-        return int(self.lengths_R.sum())
+        """Entries held over all rows, in all parts."""
+        return sum(int(part.lengths_R.sum()) for part in self.parts)
 
     @property
     def entry_bytes(self) -> int:
@@ -192,29 +202,25 @@ class RaggedStore:
         return self.columns.get(LOG_WEIGHT)
 
     @property
-    def bytes_B(self) -> Int[Tensor, " B"]:
-        """Bytes that attention reads of what each sequence holds. Scales that copies share count for each."""
-        bytes_B = self.lengths_BH.sum(-1) * (self.entry_bytes + self.log_weight_bytes)
-        scales = self.key_scales_G2D
-        if scales is None:
-            return bytes_B
-        sequence_N = self.rows_N() // self.num_heads
-        pairs = (sequence_N * len(scales) + self.columns[GROUPS][self.index_N()]).unique()
-        groups_B = torch.bincount(pairs // max(1, len(scales)), minlength=len(bytes_B))
-        return bytes_B + groups_B * _width(scales)
+    def bytes_held(self) -> int:
+        """Bytes that attention reads of all parts; scales that copies of a sequence share count once."""
+        held = 0
+        for part in self.parts:
+            held += int(part.lengths_R.sum()) * (part.entry_bytes + part.log_weight_bytes)
+            held += 0 if part.key_scales_G2D is None else part.key_scales_G2D.nbytes
+        return held
 
     @property
-    def bytes_held(self) -> int:
-        """The same, of all sequences; scales that copies share count once."""
-        shared = 0 if self.key_scales_G2D is None else self.key_scales_G2D.nbytes
-        return self.entries_held * (self.entry_bytes + self.log_weight_bytes) + shared
+    def bytes_allocated(self) -> int:
+        """Bytes of all storage of all parts: slack, positions, side columns and tables included."""
+        return bytes_of([tensor for part in self.parts for tensor in part.storages()])
 
     @property
     def log_weight_bytes(self) -> int:
         return 0 if self.log_weight_C is None else self.log_weight_C.element_size()
 
     def storages(self) -> list[Tensor]:
-        """All tensors that the store is made of."""
+        """All tensors that the plain entries, or the codes, are made of."""
         tables = [self.offsets_R1, self.lengths_R, *self.pages.tables()]
         tables += [] if self.key_scales_G2D is None else [self.key_scales_G2D]
         return [*tables, *self.columns.values()]
@@ -228,11 +234,16 @@ class RaggedStore:
         return torch.repeat_interleave(self.lengths_R.to(torch.int64))
 
     def flat(self) -> tuple[Float[Tensor, "N D"], Float[Tensor, "N V"], Int[Tensor, " N"], Int[Tensor, " N"]]:
-        """Keys, values, positions and row of every entry, row after row, in order of time."""
-        index_N = self.index_N()
-        keys_CD, values_CD = self.decoded()
-        positions_N = self.positions_C[index_N].to(torch.int64)
-        return keys_CD[index_N], values_CD[index_N], positions_N, self.rows_N()
+        """Keys, values, positions and row of every entry, row after row, in order of time; packed ones first,
+        decoded."""
+        found = []
+        for part in self.parts:
+            index_N = part.index_N()
+            keys_CD, values_CD = part.decoded()
+            positions_N = part.positions_C[index_N].to(torch.int64)
+            found.append((keys_CD[index_N], values_CD[index_N], positions_N, part.rows_N()))
+        keys_ND, values_NV, positions_N, row_N = (torch.cat(column) for column in zip(*found, strict=True))
+        return keys_ND, values_NV, positions_N, row_N
 
     def append_(
         self,
@@ -253,7 +264,7 @@ class RaggedStore:
         """
         B, H, S, _ = keys_BHSD.shape
         if len(self.lengths_R) != B * H:
-            held = f"{len(self.lengths_BH)} x {self.num_heads}"
+            held = f"{len(self.lengths_R) // self.num_heads} x {self.num_heads}"
             raise ValueError(
                 f"new keys are of {B} sequences x {H} KV heads, but the store holds {held}: select or repeat "
                 "the cache's sequences to match the batch."
@@ -295,15 +306,15 @@ class RaggedStore:
         self.columns[name] = column
 
     def write_side_(self, name: str, values_N: Tensor) -> None:
-        """Write a side column for every entry, in the order of `flat()`."""
+        """Write a side column for every entry, in the order of `index_N()`."""
         with normal_tensors():
             column = values_N.new_zeros(self.num_places, *values_N.shape[1:])
             self.columns[name] = column.index_copy_(0, self.index_N(), values_N)
 
     def compact_(self, keep_N: Bool[Tensor, " N"]) -> None:
-        """Keep some entries (in the order of `flat()`) in place: those behind a row's first hole move
+        """Keep some entries (in the order of `index_N()`) in place: those behind a row's first hole move
         forward, rooms stay (their slack grows)."""
-        assert keep_N.shape == (self.entries_held,) and keep_N.dtype == torch.bool
+        assert len(keep_N) == int(self.lengths_R.sum()) and keep_N.dtype == torch.bool
         from_N, to_N, freed, evicted_R = packing(keep_N, self.offsets_R1, self.lengths_R)
         for column in self.columns.values():
             copy_(column, to_N, column, (from_N,))
@@ -315,18 +326,62 @@ class RaggedStore:
         self._forget_groups_()
 
     def filter_(self, keep_N: Bool[Tensor, " N"]) -> None:
-        """Keep some entries (in the order of `flat()`) in a new store of their size plus slack."""
-        assert keep_N.shape == (self.entries_held,) and keep_N.dtype == torch.bool
+        """Keep some entries (in the order of `index_N()`) in rooms of their size plus slack."""
+        assert len(keep_N) == int(self.lengths_R.sum()) and keep_N.dtype == torch.bool
         kept_R = torch.bincount(self.rows_N()[keep_N], minlength=len(self.lengths_R))
         self.lay_out_anew_(Layout.of(kept_R, self.slack), self.index_N()[keep_N])
         self._forget_groups_()
+
+    def drop_side_(self) -> None:
+        """Let go of side columns, but for log weights."""
+        for part in self.parts:
+            for name in {*part.side} - {LOG_WEIGHT}:
+                del part.columns[name]
+
+    def crop_(self, before_B: Int[Tensor, " B"]) -> None:
+        """Forget, in each sequence and all parts, the entries at positions `>= before`, and give their bytes
+        back."""
+        before_R = before_B.to(self.device).repeat_interleave(self.num_heads)
+        for part in self.parts:
+            part.filter_(part.positions_C[part.index_N()] < before_R[part.rows_N()])
+        if self.packed is not None and not self.packed.entries_held:
+            self.packed = None
+
+    @normal_tensors()
+    def pack_(self) -> None:
+        """Pack the plain entries but for the last `recent` of each row, where there is a precision.
+
+        Raises:
+            ValueError: numbers that float16 does not hold; nothing was changed.
+        """
+        if self.precision is None:
+            return
+        index_N, rows_N, old = self.index_N(), self.rows_N(), self.packed
+        goes_N = (self.offsets_R1[:-1] + self.lengths_R)[rows_N] - index_N > self.precision.recent
+        if not bool(goes_N.any()):
+            return
+        from_N, lengths_R = index_N[goes_N], torch.bincount(rows_N[goes_N], minlength=len(self.lengths_R))
+        codec = Codec(self.precision.bits, self.keys_CD.shape[1], self.values_CD.shape[1], self.dtype)
+        columns, table = codec.encode(self.keys_CD[from_N], self.values_CD[from_N], lengths_R)
+        columns |= {name: self.columns[name][from_N] for name in ("positions", *self.side)}
+        made = RaggedStore.from_rows(columns, lengths_R, self.num_heads, 0, codec, table)
+        if old is not None:
+            layout = Layout.of(old.lengths_R + made.lengths_R, 0)
+            starts_R = layout.offsets_R1[:-1]
+            old_N, made_N = spans(starts_R, old.lengths_R), spans(starts_R + old.lengths_R, made.lengths_R)
+            made = gathered(layout, [(old, old.index_N(), old_N), (made, made.index_N(), made_N)], 0)
+        self.filter_(~goes_N)
+        self.packed = made
 
     @normal_tensors()
     def fork(self) -> "RaggedStore":
         """An independent copy."""
         layout = Layout(self.pages, self.offsets_R1.clone(), self.lengths_R.clone(), self.free)
         columns = {name: column.clone() for name, column in self.columns.items()}
-        return RaggedStore(layout, self.num_heads, self.slack, columns, self.codec, self.key_scales_G2D)
+        other = RaggedStore(layout, self.num_heads, self.slack, columns, self.codec, self.key_scales_G2D)
+        other.precision = self.precision
+        other.packed = None if self.packed is None else self.packed.fork()
+        return other
 
     def select_batch(self, idx: Int[Tensor, " B2"]) -> "RaggedStore":
         """The sequences `idx`, in that order; an index may repeat (beams, `batch_repeat_interleave`)."""
@@ -336,6 +391,9 @@ class RaggedStore:
         layout = Layout.of(self.lengths_R[row_R], self.slack)
         other = gathered(layout, [(self, from_N, layout.index_N())], self.slack)
         other._forget_groups_()
+        other.precision = self.precision
+        packed = None if self.packed is None else self.packed.select_batch(idx)
+        other.packed = packed if packed is not None and packed.entries_held else None
         return other
 
     @normal_tensors()
@@ -396,16 +454,53 @@ def tail_index_RS(
 @normal_tensors()
 def gathered(layout: Layout, parts: Sequence[tuple[RaggedStore, Tensor, Tensor]], slack: int) -> RaggedStore:
     """A store of this layout, with entries of others of one kind: of each store those at the first index, at
-    the second one. Nothing is encoded again."""
+    the second one, and zeros in columns that it has not. Nothing is encoded again."""
     first, columns = parts[0][0], {}
-    for name, like in first.columns.items():
+    likes = {name: column for store, _, _ in parts for name, column in store.columns.items()}
+    for name, like in likes.items():
         columns[name] = like.new_zeros(layout.pages.num_pages * PAGE, *like.shape[1:])
         counted = 0
         for store, from_N, to_N in parts:
-            copy_(columns[name], to_N, store.columns[name], (from_N,))
+            if name in store.columns:
+                copy_(columns[name], to_N, store.columns[name], (from_N,))
             if name == GROUPS and store.key_scales_G2D is not None:
                 columns[name][to_N] += counted
                 counted += len(store.key_scales_G2D)
     scales = [store.key_scales_G2D for store, _, _ in parts if store.key_scales_G2D is not None]
     table = torch.cat(scales) if scales else None
     return RaggedStore(layout, first.num_heads, slack, columns, first.codec, table)
+
+
+def stacked(stores: Sequence[RaggedStore], slack: int) -> RaggedStore:
+    """Stack stores of one layer along the batch; rows keep their lengths.
+
+    Args:
+        slack: free entries per plain row.
+
+    Raises:
+        ValueError: the bits in which they are packed differ.
+    """
+    coded = [store for store in stores if store.packed is not None]
+    bits = {store.precision.bits for store in coded if store.precision is not None}
+    if len(bits) > 1:
+        raise ValueError(
+            f"caches to stack hold entries in {' and '.join(map(str, sorted(bits)))} bits, and one cache "
+            "holds them in one number of bits: stack those of one precision, beside those of none."
+        )
+    whole = _stacked(stores, stores, slack)
+    if coded:
+        whole.precision = coded[0].precision
+        whole.packed = _stacked([store.packed for store in stores], stores, 0)
+    return whole
+
+
+def _stacked(parts: Sequence[RaggedStore | None], stores: Sequence[RaggedStore], slack: int) -> RaggedStore:
+    """Stack a part of each store; None holds nothing."""
+    lengths = [
+        torch.zeros_like(store.lengths_R) if part is None else part.lengths_R
+        for part, store in zip(parts, stores, strict=True)
+    ]
+    layout = Layout.of(torch.cat(lengths), slack)
+    places = layout.index_N().split([int(lengths_R.sum()) for lengths_R in lengths])
+    there = zip(parts, places, strict=True)
+    return gathered(layout, [(part, part.index_N(), to_N) for part, to_N in there if part is not None], slack)

@@ -7,7 +7,6 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from retain.cache.layer_store import Store
 from retain.cache.layout import normal_tensors
 from retain.cache.store import LOG_WEIGHT, RaggedStore
 from retain.correction.merge import Merge, Merged, merge
@@ -35,7 +34,7 @@ def correct_(
 
 
 def cut_(
-    store: Store, keep_N: Bool[Tensor, " N"], correction: Merge | None, *, in_place: bool = False
+    store: RaggedStore, keep_N: Bool[Tensor, " N"], correction: Merge | None, *, in_place: bool = False
 ) -> None:
     """Keep some entries of a store.
 
@@ -47,10 +46,13 @@ def cut_(
     merged = None
     if correction is not None and not bool(keep_N.all()):
         assert store.packed is None, "entries in few bits are not merged (retain.capability)"
-        merged = _merged(store.plain, keep_N, correction)
-    store.evict_(keep_N, in_place=in_place)
+        merged = _merged(store, keep_N, correction)
+    if in_place:
+        store.compact_(keep_N)
+    else:
+        store.filter_(keep_N)
     if merged is not None:
-        _write_(store.plain, merged)
+        _write_(store, merged)
 
 
 def _merged(store: RaggedStore, keep_N: Tensor, correction: Merge) -> Merged:

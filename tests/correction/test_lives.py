@@ -12,7 +12,7 @@ from retain.hf.version_names import CACHE
 from tests.close import assert_close
 from tests.correction.test_merge import naive
 from tests.hf.masked import evicting, full_cache, masked, positions_of
-from tests.hf.regime_runs import FEW, gates_of, life_of, lived
+from tests.hf.regime_runs import FEW, gates_of, life, lived
 from tests.hf.test_families import INSIDE, every_family
 from tests.tiny import SINGLE, attached, tiny_batch, tiny_model
 
@@ -66,14 +66,14 @@ def oracle(model, life, history, how):
 @every_family
 def test_logits_are_those_of_a_masked_full_cache_that_merged(family, when):
     model = tiny_model(family, dtype=torch.float32 if family in SINGLE else torch.float64)
-    life = life_of(model, chunk=16 if when == "chunk" else None, turn=0)
+    scenario = life(chunk=16 if when == "chunk" else None, turn=0)
     with retain.attach(model):
         cache = Cache(model, "snapkv", when=when, correction=MERGE, **SETTINGS, **WHEN[when])
-        got, history = lived(model, cache, life)
-    want, merged = oracle(model, life, history, Merge(**MERGE))
+        got, history = lived(model, cache, scenario)
+    want, merged = oracle(model, scenario, history, Merge(**MERGE))
     assert merged > 10 and cache.evictions
     for number, (one, other) in enumerate(zip(got, want, strict=True)):
-        real = life.mask[:, : sum(ids.shape[1] for ids in life.chunks[: number + 1])][
+        real = scenario.mask[:, : sum(ids.shape[1] for ids in scenario.chunks[: number + 1])][
             :, -one.shape[1] :
         ].bool()
         assert_close(one[real], other[real], **INSIDE)

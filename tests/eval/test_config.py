@@ -65,7 +65,7 @@ def test_the_comparison_of_a_page_passes_its_checks(page):
         "^retain compare smollm2-135m (.*)", (CONFIGS.parents[1] / page).read_text(), re.MULTILINE
     )
     typed = ["reference:0", *line[1].replace(",merge", "").split(), "--items-per-task", "4"]
-    _, contexts = load_checked(config_of(compare_parser().parse_args(typed)))
+    _, contexts = load_checked(config_of(compare_parser().parse_intermixed_args(typed)))
     assert len(contexts) >= 2
 
 
@@ -92,7 +92,7 @@ WRONG = {
     "bytes": (
         {"policies": ("packed",), "variants": {"packed": ("snapkv", "precision={bits: 4}")}}
         | {"tokens_per_head": (50,)},
-        "packed hold entries in fewer bytes, and tokens_per_head counts entries",
+        "'packed' holds entries in fewer bytes, and tokens_per_head counts entries",
     ),
     "variants": (
         {
@@ -230,7 +230,10 @@ DEMO = ["--config", str(CONFIGS / "demo.yaml")]
     ("typed", "parts"),
     [
         (["--config", "none.yaml"], ["none.yaml"]),
-        ([*DEMO, "keep_ratos=[0.2]"], ["unknown key 'keep_ratos' (did you mean 'keep_ratios'?)"]),
+        (
+            [*DEMO, "keep_ratos=[0.2]", "policies=[snapk]"],
+            ["unknown key 'keep_ratos' (did", "policy 'snapk' (did"],
+        ),
         ([*DEMO, "--items", "two"], ["items_per_task: input should be"]),
         (["one", "two"], ["one model is compared at a time, got one, two"]),
         ([], ["state a model with --policies and --tasks"]),

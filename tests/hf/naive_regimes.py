@@ -155,7 +155,7 @@ class Naive:
             prompt: chunks that are the first prompt.
             positions: whether positions are passed.
         """
-        self.ids_BT, self.valid_BT = torch.cat(list(chunks), dim=1), attention_mask.bool()
+        self.valid_BT = attention_mask.bool()
         self.positions_BT = positions_of(attention_mask)
         sizes = [ids.shape[1] for ids in chunks]
         self.prompt_tokens, self.since = sum(sizes[:prompt]), 0
@@ -260,10 +260,10 @@ class Naive:
         if self.pinned is not None:
             spans = self.pinned if isinstance(self.pinned[0][0], int) else self.pinned[b]
             whole = torch.ones(1, max(prompt, len(tokens_T)), dtype=torch.bool)
-            pinned_BT = pinned_mask(spans, whole)[:, : len(tokens_T)]
+            pinned_BT = pinned_mask([spans], whole)[:, : len(tokens_T)]
         shapes = [shape_of(layer) for layer in layers]
         given = (self.policy, self.budget, valid_BT, shapes, pinned_BT)
-        if plan_of(*given, stock=stock).covers_all:
+        if all(plan_of(*given, stock=stock).covers_B):
             kept = [layer.exists_BHT for layer in layers]
         else:
             seeds = None if self.seeds is None else [self.seeds[b]]
@@ -298,7 +298,6 @@ class Naive:
             valid_BT=torch.ones(1, len(tokens_T), dtype=torch.bool),
             hidden_BTE=torch.cat(seen.hidden, dim=1)[b : b + 1, tokens_T],
             stream_BTE=torch.cat(seen.stream, dim=1)[b : b + 1, tokens_T],
-            token_ids_BT=self.ids_BT[b : b + 1, tokens_T],
             sinks_Q=spec.sinks_Q,
             rotary=self.rotary,
             running=RunningStatistics(

@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 import retain
 from retain.gates import GateSet
 from retain.hf.cache.cache import Cache
-from retain.hf.model.decoder import layout_of
 from retain.hf.version_names import CACHE
 from retain.presets import Policy
 from retain.protection import Protection
@@ -60,12 +59,11 @@ def life(
     chunk: int | None = 16,
     steps: tuple[int, int] = (4, 2),
     turn: int = 7,
-    turn_pads: tuple[int, ...] | None = None,
     seed: int = 1,
 ) -> Life:
-    """A prompt in chunks, single tokens, a left-padded turn, single tokens."""
+    """A left-padded prompt in chunks, single tokens, a turn, single tokens."""
     ids, mask = tiny_batch(PADS[batch] if pads is None else pads, tokens, seed=seed)
-    new, new_mask = tiny_batch(turn_pads or tuple(range(len(mask))), turn, seed=seed + 4)
+    new, new_mask = tiny_batch((0,) * len(mask), turn, seed=seed + 4)
     draw = torch.Generator().manual_seed(seed)
     before, after = (
         list(torch.randint(2, VOCAB, (number, len(mask), 1), generator=draw)) for number in steps
@@ -74,12 +72,6 @@ def life(
     ones = mask.new_ones(len(mask), 1)
     whole = torch.cat([mask, *[ones] * steps[0], *[new_mask] * (turn > 0), *[ones] * steps[1]], dim=1)
     return Life([*prompt, *before, *[new] * (turn > 0), *after], whole, len(prompt))
-
-
-def life_of(model: PreTrainedModel, batch: int = 3, **how) -> Life:
-    """A life that the model can have: where layers are left to transformers, which take padding behind a
-    sequence's own tokens for tokens, only the prompt is padded."""
-    return life(batch, **({"turn_pads": (0,) * batch} if layout_of(model).alone else {}), **how)
 
 
 @torch.no_grad()

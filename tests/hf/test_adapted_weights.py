@@ -55,7 +55,7 @@ def kept(model, policy="criticalkv", **settings):
     settings = {"keep_ratio": 0.3, "protection": {"recent": 8}, **settings}
     with retain.attach(model):
         cache = Cache(model, policy, **gates, **settings).prefill(IDS, MASK)
-    assert 0 < cache.entries_held < cache.entries_seen
+    assert 0 < cache.entries_held < cache.report().total.entries_seen
     return [
         set(zip(store.rows_N().tolist(), store.positions_C[store.index_N()].tolist(), strict=True))
         for store in (layer.store for layer in cache.state.ragged)
@@ -97,14 +97,6 @@ def test_the_state_at_the_time_of_the_eviction_counts():
         adapted.base_model.merge_adapter()  # in place, behind the back of version counters
         assert_close(spec.output_weight_QDE, describe(merged(adapted))[0].output_weight_QDE)
         assert kept(adapted) == first
-        adapted.base_model.unmerge_adapter()
-        weight = spec.output_weight_QDE
-        spec.output.set_scale("one", 3.0)
-        assert not torch.allclose(spec.output_weight_QDE, weight)
-        spec.output.set_scale("one", 1.0)
-        for name in ("lora_A", "lora_B"):
-            getattr(spec.output, name)["one"].weight.data.zero_()
-        assert_close(spec.output_weight_QDE, describe(tiny_model("llama"))[0].output_weight_QDE)
 
 
 def test_a_module_to_save_is_read_where_it_is_active():

@@ -1,7 +1,6 @@
 """A model is attached, changed, copied, attached by threads at once, and detached without a trace."""
 
 import inspect
-import logging
 import threading
 import time
 import types
@@ -13,7 +12,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 import retain
 from retain.hf.cache.cache import Cache
 from retain.hf.intercept.attach import PREVIOUS, attach, attachment_of
-from retain.hf.model.decoder import describe
+from retain.hf.model.decoder import layout_of
 from retain.hf.version_names import CACHE, CHECKPOINTING, NAMES
 from tests.refused import refused
 from tests.tiny import EAGER, FAMILIES, tiny_batch, tiny_model
@@ -94,24 +93,20 @@ def test_inert_for_other_caches_and_for_none(family, attn):
 
 
 def test_gradient_checkpointing_in_training_mode_is_refused():
+    """It takes the cache away from layers, where gradients are on."""
     model = tiny_model("llama")
     getattr(model, f"{CHECKPOINTING}_enable")()
     ids, mask = tiny_batch()
     with attach(model):
-        want = Cache(model, **SETTINGS).prefill(ids, mask).entries_held  # in eval mode it does nothing
+        want = Cache(model, **SETTINGS).prefill(ids, mask).entries_held
         model.train()
-        cache = Cache(model, **SETTINGS)
-        refused("training mode with gradient checkpointing.*model.eval", cache.prefill, ids, mask)
-        assert cache.num_seen == 0
-        getattr(model, f"{CHECKPOINTING}_disable")()
         assert Cache(model, **SETTINGS).prefill(ids, mask).entries_held == want
+        given = {"attention_mask": mask, CACHE: Cache(model, **SETTINGS)}
+        refused("checkpointed in training mode .*model.eval", model, ids, **given)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next"])
-def test_our_cache_is_taken_by_either_name_and_by_its_place(family, caplog, monkeypatch):
-    """Without a warning: in `generate`, in a forward of the model and in one of its decoder."""
-    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
-    logging.Logger.warning_once.cache_clear()  # transformers' own, which says a thing once a process
+def test_our_cache_is_taken_by_its_place_too_and_by_generate_by_either_name(family):
     model, parts = tiny_model(family), tiny_batch()[0].split(30, dim=1)
 
     def forwards(given):
@@ -124,26 +119,23 @@ def test_our_cache_is_taken_by_either_name_and_by_its_place(family, caplog, monk
         return (*[None] * before, cache), {}
 
     with attach(model):
-        want, tokens = [*forwards(by_place)], generated(model)
+        want = [*forwards(by_place)]
+        assert all(map(torch.equal, forwards(lambda _, cache: ((), {CACHE: cache})), want))
+        (ids, mask), tokens = tiny_batch((0, 3)), generated(model)
         for name in NAMES:
-            got = forwards(lambda _, cache, name=name: ((), {name: cache}))
-            assert all(map(torch.equal, got, want)), name
-            ids, mask = tiny_batch((0, 3))
-            cache = Cache(model, **SETTINGS)
-            assert torch.equal(model.generate(ids, attention_mask=mask, **{name: cache}, **HOW), tokens)
-    assert "deprecated" not in caplog.text
+            given = {"attention_mask": mask, name: Cache(model, **SETTINGS)}
+            assert torch.equal(model.generate(ids, **given, **HOW), tokens)
 
 
 @pytest.mark.always
 def test_threads_attach_at_once(monkeypatch):
     num_threads = 4
 
-    def describe_slowly(model):
-        specs = describe(model)
+    def slowly(model):
         time.sleep(0.01)  # while which the others have come as far, if they may
-        return specs
+        return layout_of(model)
 
-    monkeypatch.setattr("retain.hf.intercept.attach.describe", describe_slowly)
+    monkeypatch.setattr("retain.hf.intercept.attach.layout_of", slowly)
     with attach(model := tiny_model("llama")):
         want, once = generated(model), everything_about(model)
     for _ in range(10):

@@ -5,10 +5,6 @@ import torch
 
 import retain
 from retain.hf.version_names import CACHE
-from retain.kernels.attention_stats import attention_stats
-from retain.kernels.gated_attention import gated_attention
-from retain.kernels.ragged_attention import ragged_attention
-from retain.scores.value_norm import value_norm
 from tests.tiny import attached, tiny_batch
 
 HALF = torch.bfloat16
@@ -44,19 +40,3 @@ def test_autocast_decides_nothing(policy):
 
     generated(model, retain.Cache(model, policy=seen, when="prefill+decode", every=3), HALF)
     assert len(states) > len(model.model.layers) and not any(states)
-
-
-def test_ops_ignore_autocast():
-    queries, keys, values = torch.randn(3, 1, 2, 64, 16).unbind()
-    lengths, offsets = torch.tensor([64, 64], dtype=torch.int32), torch.tensor([0, 64, 128])
-    rows = (keys[0].flatten(0, 1), values[0].flatten(0, 1), offsets, lengths, torch.full((2, 64), 64))
-    ops = (
-        lambda: ragged_attention(queries, *rows, scaling=0.25),
-        lambda: attention_stats(queries, keys, scaling=0.25, wanted=("max",)).max,
-        lambda: value_norm(values, torch.ones(2, 16, 8), p=2),
-        lambda: gated_attention(queries, keys, values, torch.zeros(1, 2, 64), scaling=0.25),
-    )
-    for op in ops:
-        want = op()
-        with torch.autocast("cpu", dtype=HALF):
-            assert torch.equal(op(), want)

@@ -17,7 +17,7 @@ from tests.memory import Watch
 from tests.refused import refused
 from tests.tiny import FAMILIES, SINGLE, tiny_model
 
-FIELDS = ("queries_BQSD", "keys_BHTD", "values_BHTD", "hidden_BTE", "positions_BT", "token_ids_BT")
+FIELDS = ("queries_BQSD", "keys_BHTD", "values_BHTD", "hidden_BTE", "positions_BT")
 
 
 def draw(length: int, seed: int) -> list[int]:

@@ -10,6 +10,7 @@ from retain.hf.cache.cache import Cache
 from retain.protection import Protection
 from retain.shapes import LayerShape
 from tests.evictions import policy_of
+from tests.held import row_of
 from tests.hf.regime_runs import FEW, assert_same_stores
 from tests.tiny import attached, tiny_batch
 
@@ -64,8 +65,12 @@ def test_a_byte_ratio_is_never_exceeded_and_what_fits_stays(correction):
     for ratio in (0.2, 0.4, 0.7, 0.99):
         cache = Cache(model, "snapkv", byte_ratio=ratio, **how).prefill(ids, mask)
         entry = cache.bytes_held() // cache.entries_held
-        assert ratio * cache.bytes_full() - entry < cache.bytes_held() <= ratio * cache.bytes_full()
-    full = cache.bytes_full()
+        assert (
+            ratio * cache.report().total.bytes_full - entry
+            < cache.bytes_held()
+            <= ratio * cache.report().total.bytes_full
+        )
+    full = cache.report().total.bytes_full
     for whole in ({"byte_ratio": 1.0}, {"bytes": full}, {"bytes": full + 100}):
         cache = Cache(model, "snapkv", **whole, **how).prefill(ids, mask)
         assert (cache.entries_held, cache.bytes_held(), cache.evictions) == (246, full, 0)
@@ -117,7 +122,7 @@ def test_pinned_spans_follow_their_sequences_and_may_be_empty():
     assert cache.state.pinned == [[(30, 35)], [], [(30, 35)]]
     for b, pinned in ((0, True), (1, False), (2, True)):
         held = [
-            set(range(30, 35)) <= set(layer.store.row(b, h)[2].tolist())
+            set(range(30, 35)) <= set(row_of(layer.store, b, h)[2].tolist())
             for layer in cache.layers
             for h in range(2)
         ]

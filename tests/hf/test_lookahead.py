@@ -83,7 +83,7 @@ def test_generate_keeps_what_decide_keeps_and_frees_the_rest(family: str, policy
             store = layer.store
             for row in range(len(store.lengths_R)):
                 b, h = divmod(row, store.num_heads)
-                start, length = int(store.plain.offsets_R1[row]), int(store.lengths_R[row])
+                start, length = int(store.offsets_R1[row]), int(store.lengths_R[row])
                 held = store.positions_C[start : start + length]
                 assert held.tolist() == positions_BT[b][keep_BHT[b, h]].tolist()
         report = cache.report().total

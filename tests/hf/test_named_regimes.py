@@ -13,7 +13,7 @@ from retain.hf.cache.cache import Cache
 from retain.presets import Policy
 from retain.protection import Protection
 from tests.evictions import EVICTING, policy_of, small
-from tests.hf.regime_runs import FEW, agree, exact_model, gates_of, held_by, life, life_of
+from tests.hf.regime_runs import FEW, agree, exact_model, gates_of, held_by, life
 from tests.tiny import attached, tiny_batch
 
 
@@ -86,20 +86,17 @@ FAMILY = {
 }
 
 
+@pytest.mark.parametrize("when", WHEN)
 @pytest.mark.parametrize("family", FAMILY)
-def test_windows_sinks_and_layers_left_alone(family, heads_file):
-    model = exact_model(family)
-    scenario = life_of(model, 3)
-    agree(model, small(FAMILY[family], heads_file), scenario, tokens_per_head=11)
+def test_windows_sinks_and_layers_left_alone(family, when, heads_file):
+    agree(exact_model(family), small(FAMILY[family], heads_file), life(3), when=when, tokens_per_head=11)
 
 
 def test_observed_queries_whose_entries_were_evicted():
     """A window of 6 queries, of which 2 are protected: others ask, and are not held."""
     model = exact_model()
     case = policy("wide", "snapkv", observed_settings={"window": 6, "pool_size": 3}, scope="layer")
-    for turn_pads in ((0, 1, 2), (0, 6, 3)):
-        scenario = life(3, turn_pads=turn_pads)
-        agree(model, case, scenario, every=2, tokens_per_head=8)
+    agree(model, case, life(3), every=2, tokens_per_head=8)
 
 
 def test_metadata_is_stored_once_between_evictions(monkeypatch, heads_file):
@@ -164,12 +161,6 @@ def test_a_share_is_drawn_whenever_it_evicts(name, when):
         assert not torch.equal(one, other)
     counts = [sum(held.sum() for held in run.history[-1]) for run in (naive, plain)]
     assert counts[0] == counts[1]
-
-
-@pytest.mark.parametrize("family", ["gemma3", "qwen3_next"])
-def test_a_share_is_drawn_with_windows_and_layers_left_alone(family):
-    model = exact_model(family)
-    agree(model, drawn(), life_of(model, 3), tokens_per_head=11)
 
 
 @pytest.mark.parametrize("how", ["max", "sum"])

@@ -1,21 +1,16 @@
-"""Caches that hold entries in fewer bits, forward by forward, against dense attention over
-exactly what they hold; and what else is done with such a cache.
-"""
-
-import copy
+"""Caches that hold entries in fewer bits, forward by forward, against caches of the decoded entries; and what
+else is done with them."""
 
 import pytest
 import torch
-from transformers.cache_utils import DynamicLayer
 
 import retain
-from retain.cache.store import LOG_WEIGHT
+from retain.cache.store import LOG_WEIGHT, RaggedStore
 from retain.hf.cache.cache import Cache
-from retain.hf.intercept.attach import cache_in
 from retain.hf.version_names import CACHE
 from tests.close import MODEL, assert_close
-from tests.hf.masked import evicting, full_cache, positions_of
-from tests.hf.regime_runs import FEW, life_of
+from tests.hf.masked import positions_of
+from tests.hf.regime_runs import FEW
 from tests.hf.test_families import INSIDE
 from tests.refused import refused
 from tests.tiny import FAMILIES, SINGLE, attached, tiny_batch, tiny_model
@@ -30,140 +25,60 @@ def policy_of(name, **more):
     return {"policy": "snapkv", "keep_ratio": 0.5, **parts, **more}
 
 
-class Held(DynamicLayer):
-    """A layer of the oracle: keys and values as a store shows them, `[B, H, N, D]`, with room where a row
-    holds fewer; and how much each entry adds to its logits."""
+def weights_of(store):
+    """Log weights of all entries, packed ones first."""
+    weights = [(part, part.log_weight_C) for part in store.parts]
+    return torch.cat([torch.zeros(len(p.index_N())) if w is None else w[p.index_N()] for p, w in weights])
 
-    def __init__(self, store, seen):
-        super().__init__()
+
+def unpacked(cache):
+    """The same cache with all entries as plain numbers: the oracle."""
+    other = cache.fork()
+    for layer in other.state.ragged:
+        store = layer.store
         keys, values, positions, rows = store.flat()
-        lengths, H = store.lengths_R.long(), store.num_heads
-        N, R = int(lengths.max()), len(lengths)
         order = rows.argsort(stable=True)
-        place = torch.cat([torch.arange(length) for length in lengths.tolist()])
-        weight = store.log_weight_C
-        added = torch.zeros(len(keys)) if weight is None else weight[store.index_N()]
-        sides = {"keys": keys, "values": values, "added": added.to(keys.dtype), "positions": positions}
-        for side, column in sides.items():
-            dense = column.new_zeros(R, N, *column.shape[1:])
-            dense[rows[order], place] = column[order]
-            setattr(self, side, dense.unflatten(0, (-1, H)))
-        self.exists = (torch.arange(N) < lengths[:, None]).unflatten(0, (-1, H))
-        self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
-        self.seen = seen
-
-    def get_seq_length(self, *args):
-        return self.seen
-
-    def get_mask_sizes(self, query_length, *args):
-        return self.seen + query_length, 0
+        columns = {"keys": keys[order], "values": values[order], "positions": positions[order].int()}
+        if store.log_weight_C is not None:
+            columns[LOG_WEIGHT] = weights_of(store)[order]
+        layer.store = RaggedStore.from_rows(columns, store.lengths_BH.flatten(), store.num_heads)
+    return other
 
 
 @torch.no_grad()
-def dense_logits(model, cache, ids, mask):
-    """Logits of more tokens, by the unattached model: its attention sees what the cache's stores hold now,
-    decoded, and the new tokens as they are."""
-    state, seen = cache.state, cache.num_seen
-    oracle = full_cache(model)
-    evicts = evicting(model)
-    for idx, layer in enumerate(state.layers):
-        oracle.layers[idx] = Held(layer.store, seen) if idx in evicts else copy.deepcopy(layer)
-    positions = positions_of(mask)[:, seen:]
-    real = mask[:, seen:].bool()
-
-    def give_mask(module, args, kwargs):
-        layer = cache_in(kwargs).layers[module.layer_idx]
-        S, (B, H, N) = ids.shape[1], layer.exists.shape
-        old = layer.exists[:, :, None].expand(B, H, S, N)
-        new = torch.ones(S, S).tril().bool()[None, None] & real[:, None, None]
-        new = new.expand(B, H, S, S)
-        new = new | torch.eye(S).bool()  # a pad sees itself; nobody looks
-        visible = torch.cat([old, new], -1)
-        added = torch.cat([layer.added[:, :, None].expand(B, H, S, N), torch.zeros(B, H, S, S)], -1)
-        bias = added.to(layer.dtype).masked_fill(~visible, float("-inf"))
-        return args, {**kwargs, "attention_mask": bias.repeat_interleave(module.num_key_value_groups, dim=1)}
-
-    hooks = [
-        model.model.layers[idx].self_attn.register_forward_pre_hook(give_mask, with_kwargs=True)
-        for idx in evicts
-    ]
-    try:
-        given = {"attention_mask": mask, "position_ids": positions}
-        return model(input_ids=ids, **{CACHE: oracle}, **given).logits
-    finally:
-        for hook in hooks:
-            hook.remove()
+def forward(model, cache, ids, mask):
+    given = {"attention_mask": mask, "position_ids": positions_of(mask)[:, -ids.shape[1] :]}
+    return model(input_ids=ids, **{CACHE: cache}, **given).logits
 
 
-def held(cache):
-    """The packed entries of each layer: (row, position) -> key and value."""
-    found = []
-    for store in cache.state.stores:
-        packed = {}
-        if store.packed is not None:
-            keys, values, positions, rows = store.packed.flat()
-            for key, value, position, row in zip(
-                keys, values, positions.tolist(), rows.tolist(), strict=True
-            ):
-                packed[row, position] = (key, value)
-        found.append(packed)
-    return found
+def grown(mask, number):
+    return torch.cat([mask, mask.new_ones(len(mask), number)], dim=1)
 
 
 def num_packed(cache):
-    return sum(len(parts) for parts in held(cache))
-
-
-@torch.no_grad()
-def assert_life(model, cache, life):
-    """Each forward but the first is that of dense attention over what was held before it; and what was packed
-    once is never touched again. Most entries that were ever packed at once."""
-    seen, most, before = 0, 0, None
-    if life.prompt > 1:
-        width = sum(ids.shape[1] for ids in life.chunks[: life.prompt])
-        cache.state.prompt_mask_BT = life.mask[:, :width].bool()
-    for number, ids in enumerate(life.chunks):
-        mask = life.mask[:, : seen + ids.shape[1]]
-        real = mask[:, seen:].bool()
-        given = {"attention_mask": mask, "position_ids": positions_of(mask)[:, seen:]}
-        want = model(input_ids=ids, **given).logits if number == 0 else dense_logits(model, cache, ids, mask)
-        with retain.attach(model):
-            got = model(input_ids=ids, **{CACHE: cache}, **given).logits
-        assert_close(got[real], want[real], **INSIDE)
-        now = held(cache)
-        for old, new in zip(before or now, now, strict=True):
-            for where in old.keys() & new.keys():
-                assert all(torch.equal(a, b) for a, b in zip(old[where], new[where], strict=True))
-        before, seen, most = now, mask.shape[1], max(most, num_packed(cache))
-    return most
+    return sum(store.packed.entries_held for store in cache.state.stores if store.packed is not None)
 
 
 @pytest.mark.always
-@pytest.mark.parametrize("chunk", [None, 16])
-@every_setting
-def test_attention_is_that_over_what_is_held(name, chunk, family="qwen3"):
-    model = tiny_model(family, dtype=torch.float64, num_hidden_layers=2)
-    life = life_of(model, chunk=chunk, steps=(36, 2), turn=4)  # more than are packed at a time
-    cache = Cache(model, **policy_of(name))
-    assert assert_life(model, cache, life) > 20 and cache.evictions
-
-
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family(family, name="4 bits"):
-    model = tiny_model(family, dtype=torch.float32 if family in SINGLE else torch.float64)
-    life = life_of(model, chunk=None, steps=(2, 2))
-    assert assert_life(model, Cache(model, **policy_of(name)), life) > 20
+@every_setting
+def test_attention_is_that_over_what_is_held(name, family):
+    """A question, and more tokens than are packed at a time."""
+    model = attached(family, dtype=torch.float32 if family in SINGLE else torch.float64)
+    ids, mask = tiny_batch((0, 3, 11))
+    cache = Cache(model, **policy_of(name)).prefill(ids, mask, chunk_size=16)
+    question, tokens = tiny_batch((0, 0, 0), 4, seed=5)[0], tiny_batch((0, 0, 0), 36, seed=6)[0]
+    before = num_packed(cache)
+    for new in (question, *tokens.split(1, 1)):
+        mask = grown(mask, new.shape[1])
+        want = forward(model, unpacked(cache), new, mask)
+        assert_close(forward(model, cache, new, mask), want, **INSIDE)
+    assert num_packed(cache) > before > 20 and cache.evictions == 1
 
 
 def decode(model, cache, tokens, mask):
     """Logits of single tokens."""
-    logits = []
-    with torch.no_grad():
-        for step in range(tokens.shape[1]):
-            mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
-            given = {"attention_mask": mask, "position_ids": positions_of(mask)[:, -1:]}
-            logits.append(model(input_ids=tokens[:, step : step + 1], **{CACHE: cache}, **given).logits)
-    return logits
+    return [forward(model, cache, one, grown(mask, at + 1)) for at, one in enumerate(tokens.split(1, 1))]
 
 
 TOKENS = tiny_batch((0, 0), 40, seed=8)[0]
@@ -176,12 +91,12 @@ def test_decoded_tokens_are_packed_once_a_group_of_them_has_come(policy):
     if policy == "snapkv":
         how |= {"keep_ratio": 0.6, "observed_settings": {"window": 2}}
     cache = Cache(model, policy, **how).prefill(ids, mask)
-    plain = [store.plain for store in cache.state.stores]
+    plain = cache.state.stores
     assert all(bool((store.lengths_R == 4).all()) for store in plain)
     for step in range(40):
         decode(model, cache, TOKENS[:, step : step + 1], torch.cat([mask, mask.new_ones(2, step)], dim=1))
         wanted = 4 + (step + 1) % 32
-        assert all(bool((store.plain.lengths_R == wanted).all()) for store in cache.state.stores)
+        assert all(bool((store.lengths_R == wanted).all()) for store in cache.state.stores)
     assert all(store.packed.codec.bits == 4 for store in cache.state.stores)
 
 
@@ -226,19 +141,17 @@ def test_one_eviction_merges_and_then_packs(policy):
         merged = Cache(model, policy, **how).prefill(ids, mask)
         packed = Cache(model, policy, precision=SETTINGS["8 bits"], **how).prefill(ids, mask)
     for a, b in zip(merged.state.stores, packed.state.stores, strict=True):
-        orders = [(s.rows_N() * 1000 + s.positions_C[s.index_N()]).argsort() for s in (a, b)]
+        orders = [(s.flat()[3] * 1000 + s.flat()[2]).argsort() for s in (a, b)]
         want, got = a.flat()[1][orders[0]], b.flat()[1][orders[1]]
         assert float((want - got).abs().max()) < 0.02 * float(want.abs().max()) and b.packed
         assert LOG_WEIGHT in b.side
-        one, two = (s.log_weight_C[s.index_N()][order] for s, order in zip((a, b), orders, strict=True))
+        one, two = (weights_of(s)[order] for s, order in zip((a, b), orders, strict=True))
         assert torch.equal(one, two) and bool(one.any())
     new, new_mask = tiny_batch((0, 2), 5, seed=5)
     whole = torch.cat([mask, new_mask], dim=1)
-    want = dense_logits(model, packed, new, whole)[new_mask.bool()]
-    given = {"attention_mask": whole, "position_ids": positions_of(whole)[:, 60:]}
-    with retain.attach(model), torch.no_grad():
-        got = model(input_ids=new, **{CACHE: packed}, **given).logits[new_mask.bool()]
-    assert_close(got, want, **INSIDE)
+    with retain.attach(model):
+        want, got = (forward(model, one, new, whole) for one in (unpacked(packed), packed))
+    assert_close(got[new_mask.bool()], want[new_mask.bool()], **INSIDE)
 
 
 def test_settings_that_make_no_sense_are_refused_when_a_cache_is_made():
@@ -270,15 +183,3 @@ def test_bytes_are_as_stated(name, policy, stated):
         assert got >= most - 3 * H * (entry + 4 * 16 + 4 * entry)
         held_ratio = got / (length * 3 * H * entry)
         assert alone.entries_held > 1.3 * held_ratio * length * 3 * H
-
-
-def test_a_prompt_in_chunks_is_packed_when_it_was_evicted_from():
-    """Chunks are read at full precision, so that what is held is as if it had come at once."""
-    model, (ids, mask) = attached(dtype=torch.float64), tiny_batch((0, 3), 40)
-    how = policy_of("4 bits")
-    one = Cache(model, **how).prefill(ids, mask)
-    chunked = Cache(model, **how).prefill(ids, mask, chunk_size=16)
-    for a, b in zip(one.state.stores, chunked.state.stores, strict=True):
-        assert torch.equal(a.plain.lengths_R, b.plain.lengths_R) and b.packed
-        for x, y in zip(a.flat(), b.flat(), strict=True):
-            assert float((x.double() - y.double()).abs().max()) < 1e-3 * max(1, float(x.abs().max()))

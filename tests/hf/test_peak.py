@@ -38,7 +38,7 @@ def test_the_watch_sees_a_cache_that_holds_everything():
         cache = Cache(one, policy=None).prefill(ids, mask)
     assert watch.peak - alone > (LAYERS - 1) * LAYER
     assert watch.live > LAYERS * LAYER * 0.9
-    assert cache.entries_evicted == 0
+    assert cache.report().total.entries_evicted == 0
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -47,9 +47,11 @@ def test_a_prefill_holds_the_budget_and_one_layer_and_its_copy_at_most(name):
     alone = without_cache(one, ids, mask)
     with Watch() as watch:
         cache = cache_of(one, name).prefill(ids, mask)
-    assert cache.entries_evicted > 0.85 * cache.entries_seen
-    assert watch.peak - alone <= cache.bytes_allocated() + 2 * LAYER
-    assert watch.live <= cache.bytes_allocated() + LAYER / 8  # what else stays: padding, positions, token ids
+    assert cache.report().total.entries_evicted > 0.85 * cache.report().total.entries_seen
+    assert watch.peak - alone <= cache.report().total.bytes_allocated + 2 * LAYER
+    assert (
+        watch.live <= cache.report().total.bytes_allocated + LAYER / 8
+    )  # what else stays: padding, positions, token ids
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -63,7 +65,7 @@ def test_a_chunked_prefill_holds_the_budget_and_a_chunk(name, chunk):
     assert cache.evictions == -(-TOKENS // chunk) - cache_free_chunks(chunk)
     # The chunk is in all layers before they are cut. One layer's copy: its columns, at most all that was
     # seen.
-    room = cache.bytes_allocated() + share * LAYERS * LAYER + 2 * LAYER
+    room = cache.report().total.bytes_allocated + share * LAYERS * LAYER + 2 * LAYER
     assert watch.peak - alone <= room
     assert room < 0.75 * LAYERS * LAYER  # or else it would claim nothing
 
@@ -86,7 +88,7 @@ def test_a_pool_takes_a_quarter_more_than_its_entries_at_most(policy):
     with Watch() as watch:
         bits = {"precision": {"bits": 4, "recent": 32}} if policy in static.PACKED else {}
         cache = Cache(one, None) if policy == "full" else static.cache_of(one, policy, keep_ratio=0.2, **bits)
-        with cache.engine.generating(NEW):
+        with cache.engine.generation.running(cache.state, NEW):
             one(ids, attention_mask=mask, logits_to_keep=1, **{CACHE: cache})
             assert cache.engine.is_static
             total, stores = cache.report().total, cache.state.stores
@@ -98,7 +100,7 @@ def test_a_pool_takes_a_quarter_more_than_its_entries_at_most(policy):
             each = sum(column[:1].numel() * column.element_size() for column in columns)
             # Places for what comes, of codes too; of plain rows beside codes until they are packed.
             come = NEW if part is store.packed or store.packed is None else 32
-            places += (part.entries_held + len(part.lengths_R) * come) * each
+            places += (int(part.lengths_R.sum()) + len(part.lengths_R) * come) * each
             tables += sum(column.nbytes for column in part.storages()) - sum(
                 column.nbytes for column in columns
             )

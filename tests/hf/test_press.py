@@ -88,10 +88,10 @@ def test_what_is_no_press_is_refused():
     model, layers = _observed("llama")
     refused("object has no `score` method: pass an object", press_score, model, object())
     refused("unit .*'percent'", press_score, model, NormPress(), unit="percent")
-    shape = r"Returns.score returned \[1, 2, 8\], maybe with NaN for layer 1; wanted .*\[1, 2, 40\]"
+    shape = r"Returns.score returned \[1, 2, 8\], maybe with NaN, for layer 1; wanted .*\[1, 2, 40\]"
     refused(shape, press_score(model, Returns(lambda keys: keys[:, :, 0])), layers[1])
     with pytest.raises(ZeroDivisionError):
         press_score(model, Returns(lambda keys: 1 / 0))(layers[0])
     assert not hasattr(describe(model)[0].module, "rotary_emb")
     broken = Returns(lambda keys: keys[..., 0].index_fill(2, torch.tensor(7), torch.nan))
-    refused(r"returned \[1, 2, 40\], maybe with NaN for layer 1", press_score(model, broken), layers[1])
+    refused(r"returned \[1, 2, 40\], maybe with NaN, for layer 1", press_score(model, broken), layers[1])

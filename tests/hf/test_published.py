@@ -1,4 +1,4 @@
-"""Published gates for a model at hand: from a folder and from the hub."""
+"""Published gates for a model at hand."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,6 @@ from torch.nn import functional
 
 import retain
 from retain.gates.artifact import save_gates
-from retain.gates.hub import HTTP
 from retain.hf.intercept.observe import observe
 from retain.hf.model.decoder import describe
 from retain.hf.model.identity import fingerprint
@@ -62,25 +61,3 @@ def test_a_release_is_imported_and_kept_for_its_model(end, model, tmp_path) -> N
             parameter.add_(1.0)
     refused("trained on another model", retain.load_gates, folder, model)
     refused("is not of this model", import_gates, tmp_path / "release", tiny_model("qwen3"))
-
-
-def test_gates_from_the_hub(model: nn.Module, tmp_path: Path, monkeypatch) -> None:
-    state = kvzap(model, tmp_path)
-    monkeypatch.setattr("retain.gates.hub.snapshot_download", lambda *_, **__: str(tmp_path))
-    assert_is_kvzap(import_gates("some/gates", model), model, state)
-
-
-FAILURES = [HTTP.ReadTimeout("slow"), HTTP.RemoteProtocolError("cut"), ConnectionError("y")]
-
-
-@pytest.mark.parametrize("failure", FAILURES)
-@pytest.mark.parametrize("which", ["published", "artifact"])
-def test_a_connection_that_fails_in_any_way(which: str, failure: Exception, model, monkeypatch) -> None:
-    """Errors of the hub's HTTP client are no OSError."""
-
-    def fail(*_: object, **__: object) -> None:
-        raise failure
-
-    monkeypatch.setattr("retain.gates.hub.snapshot_download", fail)
-    load = import_gates if which == "published" else retain.load_gates
-    refused(f"could not be fetched .{type(failure).__name__}: ", load, "some/gates", model)

@@ -104,7 +104,7 @@ def test_a_hidden_state_reaches_a_keep_set_through_six_files(policy: str) -> Non
             model(ids, attention_mask=mask, **{CACHE: cache})
     finally:
         sys.setprofile(None)
-    assert cache.entries_evicted and 3 <= max(map(len, found)) <= 6
+    assert cache.report().total.entries_evicted and 3 <= max(map(len, found)) <= 6
 
 
 @torch.no_grad()
@@ -146,7 +146,7 @@ def test_quick_steps_are_those_that_gradients_are_asked_of(
     monkeypatch.setattr(build, "is_there", lambda: there and build.load())
     model, (ids, mask) = tiny_model(family), tiny_batch((0, 9), 60)
     with retain.attach(model):
-        quick, slow = (Cache(model, "snapkv", keep_ratio=0.4, short="keep", slack=3) for _ in range(2))
+        quick, slow = (Cache(model, "snapkv", keep_ratio=0.4, short="keep") for _ in range(2))
         for cache in (quick, slow):
             cache.prefill(ids, mask)
         for _ in range(70):  # through a growth of the stores

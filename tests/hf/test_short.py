@@ -51,7 +51,10 @@ def test_a_sequence_that_grows_too_long_to_be_held_whole_is_an_error_that_breaks
         cache = Cache(model, "snapkv", **given)
         with pytest.raises(ValueError, match="sequence 0 has a budget of 16 .* 20 fewer than the 36"):
             model.generate(ids, attention_mask=mask, **{CACHE: cache}, **how)
-        assert cache.num_seen == 258 and cache.entries_held == cache.entries_seen == 2 * 258 * HEADS
+        assert (
+            cache.num_seen == 258
+            and cache.entries_held == cache.report().total.entries_seen == 2 * 258 * HEADS
+        )
         assert cache.fork().state.held_whole == [0, 1]  # a broken one refuses to be copied
 
 

@@ -17,6 +17,7 @@ from retain.hf.cache.cache import Cache
 from retain.hf.intercept.attach import _room
 from retain.hf.version_names import CACHE
 from retain.presets import load_policy
+from tests.hf.masked import positions_of
 from tests.hf.regime_runs import FEW, gates_of
 from tests.tiny import attached, tiny_batch
 
@@ -135,7 +136,7 @@ def further_prompts_make_no_graph(policies: tuple[str, ...]) -> None:
         cache = cache_of(model, policies[number % len(policies)])
         new = 34 if policies[0] in PACKED else 12  # so that some are packed; and in rooms of one size
         answer(cache, ids, mask, new, compile_config=compiling())
-        assert graphs() == 1 and cache.entries_held < cache.entries_seen
+        assert graphs() == 1 and cache.entries_held < cache.report().total.entries_seen
 
 
 def more_tokens_than_rooms_were_given() -> None:
@@ -221,7 +222,28 @@ def what_is_not_static_runs_as_written() -> None:
     assert graphs() == 1
 
 
+@torch.no_grad()
+def a_model_that_the_caller_compiles_runs_the_cache_outside_of_graphs() -> None:
+    """No token behind the first two compiles anything."""
+    model = model_of("gemma3")
+    plain, cache = (cache_of(model, "snapkv", when="prefill+decode", every=5) for _ in range(2))
+    found = []
+    for forward, one in ((model, plain), (torch.compile(model, backend="eager"), cache)):
+        ids, mask = tiny_batch((0, 3))
+        given = {"position_ids": positions_of(mask), CACHE: one}
+        out = model(input_ids=ids, attention_mask=mask, **given).logits[:, -1:]
+        for number in range(24):
+            mask = torch.cat([mask, mask.new_ones(2, 1)], dim=1)
+            given = {"attention_mask": mask, "position_ids": positions_of(mask)[:, -1:], CACHE: one}
+            with torch.compiler.set_stance("fail_on_recompile" if one is cache and number > 1 else "default"):
+                out = forward(input_ids=out.argmax(-1), **given).logits
+            found.append(out)
+    assert graphs() > 5 and cache.evictions == plain.evictions == 5  # something was compiled
+    torch.testing.assert_close(torch.cat(found[24:]), torch.cat(found[:24]), rtol=1e-3, atol=1e-4)
+
+
 FEW_CHECKS = [
+    (a_model_that_the_caller_compiles_runs_the_cache_outside_of_graphs, ()),
     (one_graph_and_the_same_tokens, ("llama", "merge", 3)),
     (one_graph_and_the_same_tokens, ("gemma3", "layer_defensivekv", 3)),
     (one_graph_and_the_same_tokens, ("llama", "packed_merged", 1)),

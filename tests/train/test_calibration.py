@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from retain.attention.ranking import order_entries
-from retain.gates import GateSet, LinearGate
+from retain.gates import GateSet
 from retain.gates.calibrate import LEAST_RISE, SMALLEST_SLOPE, axis
 from retain.gates.decay import DecayGate
 from retain.gates.lowrank import LowRankGate
+from retain.gates.mlp import LinearGate
 from retain.gates.qkv import QKVGate
 from retain.train.calibration import fit as calibration
 from retain.train.calibration import isotonic
@@ -252,8 +253,8 @@ def test_the_curve_says_how_much_a_threshold_keeps():
     assert curve["spread"][half] == pytest.approx(torch.tensor(reported).std(correction=0).item(), abs=1e-6)
     assert gates.threshold_for(0.5) == curve["threshold"][half]
     assert curve["threshold"][half - 1] > gates.threshold_for(0.49) > curve["threshold"][half]
-    refused(r"outside of what was calibrated, 0.02 .. 0.98", gates.threshold_for, 0.01)
-    refused(r"know no threshold.*calibration.kind shared", gates_of().threshold_for, 0.5)
+    refused(r"keep_ratio=0.01, but for 0.02 .. 0.98", gates.threshold_for, 0.01)
+    refused(r"but for none: train.*calibration.kind shared", gates_of().threshold_for, 0.5)
 
 
 def test_another_unit_and_what_cannot_be_fitted():

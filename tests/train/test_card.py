@@ -153,7 +153,7 @@ def test_the_lines_of_the_card_load_the_gates_and_answer(tmp_path: Path) -> None
     from retain.hf.model.identity import fingerprint
     from retain.reference import load_model
 
-    model = load_model(seed=0)
+    model = load_model()
     gates = build_gates(
         "linear", {s.layer_idx: {"E": s.hidden_size, "H": s.num_kv_heads} for s in describe(model)}
     )

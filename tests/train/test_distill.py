@@ -172,6 +172,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(
     [
         (["gate.family=mpl", "data.lengths=[9]"], "(?s)did you mean 'mlp'.*data.lengths has 9"),
         (["target.horizon=0", "training.lr=.nan"], "(?s)target.horizon: input .*training.lr: input"),
+        (["seeed=1", "gate.family=mpl"], "(?s)unknown key 'seeed' .*did you mean 'mlp'"),
         (["target.horizon=99"], "too short: .* more than 99 are needed"),
         (["target.horizon=500"], "lengths=100 and target.horizon=500: no context would be longer"),
         (["model=no/such-model"], "model='no/such-model' cannot be loaded"),
@@ -241,7 +242,7 @@ def test_each_familys_recipe_trains_the_reference_model_in_small(path: Path, tmp
     with retain.attach(frozen.model):
         cache = retain.Cache(frozen.model, **policy)
         cache.prefill(torch.arange(2, 202)[None])
-    assert cache.entries_held == 4 * 2 * 64 and cache.entries_evicted == 4 * 2 * (200 - 64)
+    assert cache.entries_held == 4 * 2 * 64 and cache.report().total.entries_evicted == 4 * 2 * (200 - 64)
 
 
 def test_the_gates_that_are_trained_are_those_that_are_compared() -> None:

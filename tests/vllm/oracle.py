@@ -129,7 +129,8 @@ def kept_positions(held: Any, length: int) -> list[list[list[int]]]:
         if store is None:
             kept.append([list(range(length))])
             continue
-        rows = [store.row(0, head)[2] for head in range(store.num_heads)]
+        *_, positions_N, rows_N = store.flat()
+        rows = [positions_N[rows_N == head] for head in range(store.num_heads)]
         kept.append([sorted(row[row < length].tolist()) for row in rows])
     return kept
 

@@ -26,16 +26,14 @@ from retain.config import plain_numbers, whole
 from retain.correction.merge import Merge
 from retain.eviction import When
 from retain.evidence import Evidence
-from retain.gates.base import INPUTS
 from retain.hf.cache import saving
-from retain.hf.cache.bound_policy import MOST_SLACK, bind_policy
+from retain.hf.cache.bound_policy import bind_policy
 from retain.hf.cache.engine import Engine
 from retain.hf.cache.report import Report, report_of
 from retain.hf.cache.state import State, concat
 from retain.hf.intercept.interceptor import InterceptedCache
 from retain.hf.model.decoder import base_model, layout_of, refuse_learned_prompt
 from retain.hf.version_names import CACHE
-from retain.process.registry import lookup
 
 
 class Cache(InterceptedCache):
@@ -63,7 +61,6 @@ class Cache(InterceptedCache):
         pinned: spans `(start, stop)` of tokens of the first prompt that are never evicted, counted without
             padding: one list for all sequences, or one list per sequence (per prompt, where `generate`
             repeats them).
-        slack: free entries per row that an evicted layer is given for new tokens.
         short: a sequence of at most 256 tokens whose budget cannot hold what is protected, or that is shorter
             than the policy's window, is held whole, as `report()` says (`keep`), or refused as a longer one
             is (`raise`: for comparisons at equal memory).
@@ -96,7 +93,6 @@ class Cache(InterceptedCache):
         gates: Any = None,
         seeds: Sequence[int] | None = None,
         pinned: Any = None,
-        slack: int = SLACK,
         short: str = "keep",
         **overrides: Any,
     ):
@@ -117,9 +113,8 @@ class Cache(InterceptedCache):
         times = When(when, plain_numbers(every))
         bound.refuse(*(("again",) if times.again else ()))
         self.model, self.short = model, short
-        slack = whole(slack, "slack", 0, MOST_SLACK)
         seeds = None if seeds is None else [whole(seed, "seeds", -(2**63), 2**63) for seed in seeds]
-        self.state = State(layout, bound, times, slack=slack, seeds=seeds, pinned=pinned)
+        self.state = State(layout, bound, times, seeds=seeds, pinned=pinned)
         self.engine = Engine(model, self.state)
         super().__init__(layers=self.state.layers)
 
@@ -159,15 +154,19 @@ class Cache(InterceptedCache):
             this cache.
 
         Raises:
-            ValueError: ids that are no `[B, T]`, settings that do not go together, unknown names in `wanted`,
-                or a cache that has seen tokens; nothing was read then.
+            ValueError: settings that do not go together, or a cache that has seen tokens; nothing was read
+                then.
         """
-        self._check_prefill(chunk_size, evict, hold_evidence)
-        for name in wanted:
-            lookup(name, INPUTS, what="input of gates (wanted)")
-        if not isinstance(input_ids, Tensor) or input_ids.ndim != 2 or not input_ids.numel():
-            shape = tuple(input_ids.shape) if isinstance(input_ids, Tensor) else type(input_ids).__name__
-            raise ValueError(f"input_ids are {shape}: pass token ids [B, T], at least one a sequence.")
+        if evict and hold_evidence or not evict and (chunk_size is not None or self.state.evicts_again):
+            raise ValueError(
+                f"hold_evidence is {hold_evidence}, chunk_size {chunk_size}, evict {evict} and when "
+                f"{self.state.when.name!r}: evidence holds all keys and values, so pass evict=False with it; "
+                "and evict=False, which leaves evicting to you, without chunk_size and with when='prefill'."
+            )
+        if self.num_seen:
+            raise ValueError(
+                f"the cache has already seen {self.num_seen} tokens: make a new one, or reset() it."
+            )
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         positions = (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)
         engine, total = self.engine, input_ids.shape[1]
@@ -178,7 +177,7 @@ class Cache(InterceptedCache):
         engine.recorded = frozenset(wanted)
         try:
             for start in range(0, total, chunk_size):
-                stop = min(start + chunk_size, total)
+                stop = start + chunk_size
                 base_model(self.model)(
                     input_ids=input_ids[:, start:stop],
                     attention_mask=mask[:, :stop],
@@ -194,23 +193,6 @@ class Cache(InterceptedCache):
             engine.evict_at_prefill, engine.hold_evidence = True, False
             engine.recorded = frozenset()
         return self
-
-    def _check_prefill(self, chunk_size: int | None, evict: bool, hold_evidence: bool) -> None:
-        if evict and hold_evidence or not evict and chunk_size is not None:
-            raise ValueError(
-                f"hold_evidence is {hold_evidence}, chunk_size {chunk_size} and evict {evict}: evidence "
-                "holds all keys and values, so pass evict=False with it; and chunk_size only with evict=True."
-            )
-        if not evict and self.state.evicts_again:
-            raise ValueError(
-                f"evict=False leaves the eviction to you, and when={self.state.when.name!r} evicts by "
-                "itself later: make the cache with when='prefill', or let it evict."
-            )
-        refuse_learned_prompt(self.model)
-        if self.num_seen:
-            raise ValueError(
-                f"the cache has already seen {self.num_seen} tokens: make a new one, or reset() it."
-            )
 
     def evict_with(
         self,
@@ -254,15 +236,13 @@ class Cache(InterceptedCache):
     def fork(self) -> "Cache":
         """A copy that goes its own way. Of a dense prefill nothing is copied until a fork evicts."""
         self.state.check_whole()
-        other = self._like(self.state.fork())
-        other.engine = self.engine.fork(other.state)
-        return other
+        return self._like(self.state.fork())
 
     def _like(self, state: State) -> "Cache":
-        """Another cache of this kind, with another state and this engine."""
+        """Another cache of this kind, with another state."""
         other = object.__new__(type(self))
         other.__dict__ = dict(vars(self))
-        other.state, other.layers = state, state.layers
+        other.state, other.layers, other.engine = state, state.layers, Engine(self.model, state)
         return other
 
     def __copy__(self) -> "Cache":
@@ -270,13 +250,6 @@ class Cache(InterceptedCache):
 
     def __deepcopy__(self, memo: dict) -> "Cache":
         return self.fork()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse pickles, which would carry the model."""
-        raise TypeError(
-            "a retain.Cache belongs to its model, so that it is not pickled (torch.save, multiprocessing): "
-            "write it with cache.save(path), and read it with retain.Cache.load(path, model)."
-        )
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the conversation to one `.safetensors` file (`retain.hf.cache.saving`); an older file stays
@@ -320,19 +293,18 @@ class Cache(InterceptedCache):
         return saving.load(cls, path, model, gates=gates, policy=policy)
 
     @classmethod
-    def concat(cls, caches: Sequence["Cache"], *, slack: int | None = None) -> "Cache":
+    def concat(cls, caches: Sequence["Cache"], *, slack: int = SLACK) -> "Cache":
         """Stack caches along the batch, so that contexts cut by different policies and ratios decode as one
         batch.
 
         Args:
             caches: of one model, all having seen equally many tokens, padding included.
-            slack: free entries per row for new tokens (a question and its answer, if known); default: theirs.
+            slack: free entries per row for new tokens (a question and its answer, if known).
 
         Returns:
             a new cache, which evicts no more and packs no new entries into few bits (`precision`); the given
             ones are left alone.
         """
-        slack = None if slack is None else whole(slack, "slack", 0, MOST_SLACK)
         seen = sorted({cache.num_seen for cache in caches})
         if len(seen) != 1 or not seen[0]:
             raise ValueError(
@@ -341,9 +313,7 @@ class Cache(InterceptedCache):
         first = caches[0]
         if any(cache.model is not first.model for cache in caches):
             raise ValueError("caches to concat were read by other models.")
-        other = first._like(concat([cache.fork().state for cache in caches], slack))
-        other.engine = Engine(other.model, other.state)
-        return other
+        return first._like(concat([cache.fork().state for cache in caches], slack))
 
     def crop(self, num_tokens: int) -> None:
         """Forget the last tokens: keep the first `num_tokens` seen, or remove `-num_tokens` of them.
@@ -355,12 +325,10 @@ class Cache(InterceptedCache):
             ValueError: something was evicted since, or a later eviction would read what is no longer there:
                 nothing was changed.
         """
-        num_tokens = int(num_tokens)
         length = num_tokens if num_tokens >= 0 else max(0, self.num_seen + num_tokens)
-        if length >= self.num_seen:
-            return
         if length == 0:
             self.reset()
+        if length >= self.num_seen:
             return
         self.state.check_whole()
         if reason := self.state.cannot_crop(length):
@@ -372,7 +340,7 @@ class Cache(InterceptedCache):
 
     def batch_select_indices(self, indices: Int[Tensor, " N"]) -> None:
         """Keep these sequences, in this order; an index may repeat."""
-        if self.state.history is not None:
+        if self.num_seen:
             self.state.check_whole()
             self.state.select_batch(indices)
 
@@ -382,9 +350,7 @@ class Cache(InterceptedCache):
             sequences = torch.arange(self.batch_size, device=self.state.valid_BT.device)
             self.batch_select_indices(sequences.repeat_interleave(repeats))
 
-    def reorder_cache(self, beam_idx: Int[Tensor, " N"]) -> None:
-        """Follow the beams."""
-        self.batch_select_indices(beam_idx)
+    reorder_cache = batch_select_indices  # follows the beams
 
     @property
     def batch_size(self) -> int:
@@ -411,8 +377,9 @@ class Cache(InterceptedCache):
             return f"{name}, broken off: reset() it"
         if not self.num_seen:
             return f"{name}, empty"
-        held = f"{self.entries_held:,} of {self.entries_seen:,} entries"
-        return f"{name}, {self.num_seen:,} tokens seen, {held} and {self.bytes_held() / 2**20:,.2f} MiB held"
+        total = self.report().total
+        held = f"{total.entries_held:,} of {total.entries_seen:,} entries"
+        return f"{name}, {self.num_seen:,} tokens seen, {held} and {total.bytes_held / 2**20:,.2f} MiB held"
 
     def report(self) -> Report:
         """Entries and bytes seen, held and allocated, per layer and in total; `str` of it is a table."""
@@ -424,14 +391,11 @@ class Cache(InterceptedCache):
         Raises:
             ValueError: nothing was read yet.
         """
-        if not self.num_seen:
-            raise ValueError("nothing was read yet, so nothing is held: prefill or generate first.")
-        counts, state = [], self.state
-        for spec, layer in zip(state.specs, state.ragged, strict=True):
-            if layer.store is None:
-                counts.append(state.valid_BT.sum(-1, keepdim=True).cpu().expand(-1, spec.num_kv_heads))
-            else:
-                counts.append(layer.store.lengths_BH.cpu().long())
+        if not self.state.stores:
+            raise ValueError(
+                "nothing was read yet, or all is held densely: prefill or generate first, or evict."
+            )
+        counts = [store.lengths_BH.cpu() for store in self.state.stores]
         most = max(count_BH.shape[1] for count_BH in counts)
         return torch.stack([pad(count_BH, (0, most - count_BH.shape[1])) for count_BH in counts], dim=1)
 
@@ -439,22 +403,6 @@ class Cache(InterceptedCache):
         """Bytes of the keys and values held, over all layers that evict."""
         return self.report().total.bytes_held
 
-    def bytes_allocated(self) -> int:
-        """Bytes of all storage behind them: slack, positions and metadata included."""
-        return self.report().total.bytes_allocated
-
-    def bytes_full(self) -> int:
-        """Bytes of keys and values had nothing been evicted, padding apart."""
-        return self.report().total.bytes_full
-
     @property
     def entries_held(self) -> int:
         return self.report().total.entries_held
-
-    @property
-    def entries_seen(self) -> int:
-        return self.report().total.entries_seen
-
-    @property
-    def entries_evicted(self) -> int:
-        return self.report().total.entries_evicted

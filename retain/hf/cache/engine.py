@@ -8,18 +8,16 @@ eviction is due (`retain.eviction.When`), every layer is looked at after the for
 as at the first eviction; the price is that a chunk is held in all layers until its forward ends.
 """
 
-import copy
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from retain.attention.rotary import Rotary
 from retain.cache.attend import attend_store
 from retain.cache.equal_rows import StepRows, step_rows_of
 from retain.cache.precision import GROUP
+from retain.cache.store import SLACK
 from retain.correction.cuts import cut_
 from retain.eviction import Eviction
 from retain.evidence import Evidence, Stock
@@ -34,11 +32,10 @@ from retain.hf.cache.later_evidence import (
 from retain.hf.cache.layer import MOST_RECENT, Layer
 from retain.hf.cache.state import History, State
 from retain.hf.intercept.forward_call import Call, read_call
-from retain.hf.intercept.interceptor import Step, check_pointed, refuse_unasked
+from retain.hf.intercept.interceptor import Step, check_pointed
 from retain.hf.intercept.lookahead_pass import ReadCache, look_ahead
 from retain.hf.model.decoder import base_model
 from retain.hf.model.layout import LayerSpec
-from retain.hf.version_names import CHECKPOINTING
 from retain.kernels.backend import without_autocast
 from retain.kernels.ragged_attention.pages import PAGE
 from retain.protection import one_per_sequence, pins_per_sequence
@@ -52,22 +49,22 @@ class Engine:
         state: of the cache; it changes it.
     """
 
+    _next: History  # once the forward is over
+
     def __init__(self, model: torch.nn.Module, state: State):
         self.model, self.state = model, state
         self.generation = Generation()
         self.evict_at_prefill, self.hold_evidence = True, False
         self.recorded: frozenset[str] = frozenset()  # inputs of gates that held evidence shows
-        self._rotary: Rotary | None = None
         self._forget()
 
     def _forget(self) -> None:
         """Forget what belongs to one forward."""
-        self._next: History | None = None  # the history once the call is over, if somebody asked
         self._eviction: Eviction | None = None
         self._unscored: list[Evidence] = []  # of layers that wait for lookahead tokens
         self._waiting: list[dict[str, Tensor] | None] = []  # metadata of layers that are cut with the others
-        self._expected: int | None = None  # the layer whose attention is about to run
-        self.is_quick = False
+        self._to_attend: set[int] = set()  # layers whose attention is to come
+        self.is_quick = self._reads_whole = False  # the latter: a whole first prompt, cut layer by layer
 
     def reset(self) -> None:
         """Forget everything; the state may be filled again."""
@@ -75,31 +72,11 @@ class Engine:
         self.generation.forget()
         self._forget()
 
-    def fork(self, state: State) -> "Engine":
-        """The same for a copy of the cache, on which nobody generates."""
-        other = copy.copy(self)
-        other.state = state
-        other.generation = Generation()
-        return other
-
-    @property
-    def num_seen(self) -> int:
-        return self.state.num_seen
-
     @property
     def _looks_again(self) -> bool:
         """True if an eviction after this forward may read what comes now."""
-        state = self.state
-        if state.bound_policy.keeps_all or not self.evict_at_prefill:
-            return False
-        return state.when.again or state.prompt_B is None and not self._reads_whole_prompt
-
-    @property
-    def _reads_whole_prompt(self) -> bool:
-        """True if this forward is a whole first prompt, cut layer by layer while it runs."""
-        call = self.state.call
-        assert call is not None
-        return call.is_prefill and self.state.prompt_width <= call.mask_BT.shape[1]
+        state, evicts = self.state, self.evict_at_prefill and not self.state.bound_policy.keeps_all
+        return evicts and (state.when.again or not state.prompt_read and not self._reads_whole)
 
     @property
     def _holds_queries(self) -> bool:
@@ -112,7 +89,7 @@ class Engine:
         """True if decoder layers are asked for their residual stream."""
         return "stream" in self.state.bound_policy.inputs or "stream" in self.recorded
 
-    def begin(self, decoder: torch.nn.Module, given: Mapping[str, Any], rotary: Rotary | None = None) -> None:
+    def begin(self, decoder: torch.nn.Module, given: Mapping[str, Any]) -> None:
         """Check the arguments of a forward (`retain.hf.intercept.forward_call`), and prepare for it."""
         state = self.state
         if base_model(self.model) is not decoder:
@@ -121,49 +98,36 @@ class Engine:
                 "retain.Cache(model, ...) for each model."
             )
         check_pointed(decoder)
-        if decoder.training and getattr(decoder, f"is_{CHECKPOINTING}", False):
-            raise ValueError(
-                "this model is in training mode with gradient checkpointing, where transformers takes "
-                "the cache away from its layers: call model.eval() (or "
-                f"model.{CHECKPOINTING}_disable()) before a forward with a retain.Cache."
-            )
         state.check_whole()
-        input_ids, inputs_embeds = given.get("input_ids"), given.get("inputs_embeds")
         past = state.history
         call = read_call(
-            None if past is None else past.valid_BT,
-            None if past is None else past.last_B,
-            input_ids=input_ids,
-            inputs_embeds=inputs_embeds,
-            attention_mask=given.get("attention_mask"),
-            position_ids=given.get("position_ids"),
-            rotary=rotary,
+            given,
+            *((past.valid_BT, past.last_B) if past.num_seen else ()),
             width=state.prompt_width,
-            reads_prompt=state.prompt_B is None,
+            reads_prompt=not state.prompt_read,
         )
-        self._rotary = call.rotary
         if call.is_prefill:
             state.seeds = one_per_sequence(state.seeds, call.mask_BT.shape[0], "seeds")
             state.pinned = pins_per_sequence(state.pinned, call.mask_BT.shape[0])
-        if state.layout.alone and state.prompt_B is not None and call.valid_BS is not None:
-            kinds = ", ".join(sorted({left.name for left in state.layout.alone.values()}))
+        if state.prompt_read and call.valid_BS is not None and (state.layout.alone or state.evicts_again):
+            kinds = sorted({left.name for left in state.layout.alone.values()})
+            takers = [f"later evictions (when={state.when.name!r})"] * state.evicts_again
+            takers += [f"layers left to transformers ({', '.join(kinds)})"] * bool(kinds)
             raise ValueError(
-                f"padding behind tokens, which layers left to transformers ({kinds}) take for tokens: read "
-                "turns of different lengths in separate caches (batch_select_indices)."
+                f"padding behind tokens, which {' and '.join(takers)} take for tokens: read turns of "
+                "different lengths in separate caches (batch_select_indices)."
             )
+        self._forget()
+        self._next = past.after(call) if past.num_seen else History.of(call)
+        self._reads_whole = call.is_prefill and state.prompt_width <= self._next.num_seen
+        if call.is_prefill:
+            self._begin_prompt(call)
         state.evidence = [] if call.is_prefill and self.hold_evidence else None
         state.call = call
-        self._forget()
         if (rows := self._quick_rows(call)) is not None:
             self._begin_quick(rows, call.positions_BS[:, 0].contiguous())
-        try:
-            if call.is_prefill:
-                self._begin_prompt(call)
-            elif call.valid_BS is not None and state.prompt_B is not None and state.due(call):
-                self._check_turn(call.valid_BS)
-        except ValueError:
-            state.call = None
-            raise
+        else:
+            self._to_attend = {*state.layout.spec_of}
 
     def _quick_rows(self, call: Call) -> list[StepRows] | None:
         """The rows of all layers, if the step is one that on a CPU appends and attends in one call a layer:
@@ -175,18 +139,13 @@ class Engine:
             return None
         found = []
         for layer, spec in zip(state.ragged, state.specs, strict=True):
-            if layer.store is None or layer.store.precision is not None or layer.scaling is None:
+            if layer.store is None or layer.store.precision is not None:
                 return None
-            store = layer.store.plain
+            store = layer.store
             if store.free < 1:
                 store.make_room_(1)
             if store.step_rows is None:
-                store.step_rows = step_rows_of(
-                    store,
-                    scaling=layer.scaling,
-                    soft_cap=layer.soft_cap,
-                    sinks=spec.sinks_Q is not None,
-                )
+                store.step_rows = step_rows_of(store, spec.scaling, spec.soft_cap, spec.sinks_Q is not None)
             if store.step_rows is None:
                 return None
             found.append(store.step_rows)
@@ -201,7 +160,7 @@ class Engine:
                 positions[H] = positions_B.repeat_interleave(H).to(torch.int32)
             layer.quick, step.positions_R, step.last_B = step, positions[H], positions_B
             step.queries = layer.recent.chunks["queries"] if self._holds_queries else None
-            layer.store.plain.free -= 1
+            layer.store.free -= 1
         self.is_quick = True
 
     def _begin_prompt(self, call: Call) -> None:
@@ -210,7 +169,7 @@ class Engine:
         state.arriving(call.mask_BT)  # refuses pinned spans that are none
         if not self.evict_at_prefill:
             return
-        if not self._reads_whole_prompt:
+        if not self._reads_whole:
             bound.refuse("chunks")
         elif state.due(call):
             self._eviction = bound.begin(state.arriving(call.mask_BT))
@@ -218,46 +177,20 @@ class Engine:
         if state.when.evicts_prompt:
             bound.begin(state.arriving(state.with_prompt(call.mask_BT)))  # refuses what cannot be
 
-    def _check_turn(self, valid_BS: Tensor) -> None:
-        """Refuse a turn behind which a sequence would be decided on by none of its queries."""
-        if self.state.bound_policy.wants.queries is None and not bool(valid_BS.any(1).all()):
-            raise ValueError(
-                f"a sequence has no token in this turn, and policy {self.state.bound_policy.name!r} evicts "
-                "by the queries of each turn: read the others in a cache of their own (batch_select_indices)."
-            )
-
     def check_ids(self, ids: Any, attention_mask: Any, inputs_embeds: Any = None) -> None:
-        """Refuse ids (or embeddings) that leave out what the cache has read: `generate` wants all, and reads
-        what is new. Ids alone that a mask over both comes with are taken, as transformers takes them.
-
-        Raises:
-            ValueError: no more of them than were read, or others; or a broken cache.
-        """
+        """Refuse (ValueError) ids or embeddings that leave out what the cache has read: `generate` wants all,
+        and reads what is new. Ids alone that a mask over both comes with are taken, as transformers does."""
         self.state.check_whole()
-        past, seen = self.state.history, self.num_seen
-        given = inputs_embeds if isinstance(inputs_embeds, Tensor) else ids
-        if past is None or not isinstance(given, Tensor):
+        given, seen = ids if inputs_embeds is None else inputs_embeds, self.state.num_seen
+        if not isinstance(given, Tensor) or given.shape[1] > seen:
             return
-        num_given, by_ids = given.shape[1], given is ids
-        if by_ids and isinstance(attention_mask, Tensor) and attention_mask.shape[-1] == seen + num_given:
+        if given is ids and getattr(attention_mask, "shape", (0,))[-1] == seen + ids.shape[1]:
             return
-        how = (
-            "pass generate those that were read and those that come (torch.cat([context_ids, question_ids], "
-            "dim=1)); it reads only the new ones."
+        raise ValueError(
+            f"{'input_ids' if given is ids else 'inputs_embeds'} has {given.shape[1]} tokens a row, and this "
+            f"cache has read {seen}: pass generate those that were read and those that come (torch.cat("
+            "[context_ids, question_ids], dim=1)); it reads only the new ones."
         )
-        if num_given <= seen:
-            name = "input_ids" if by_ids else "inputs_embeds"
-            raise ValueError(f"{name} has {num_given} tokens a row, and this cache has read {seen}: {how}")
-        read_BT = past.token_ids_BT
-        if by_ids and read_BT is not None and len(read_BT) == len(ids):
-            differs_BT = ids[:, :seen].to(read_BT.device) != read_BT
-            if bool((differs_BT & past.valid_BT.to(differs_BT.device)).any()):
-                raise ValueError(
-                    f"input_ids does not begin with the {seen} tokens that this cache has read: {how}"
-                )
-
-    def generating(self, room: int | None = None) -> AbstractContextManager[Callable[[Tensor], None]]:
-        return self.generation.running(self.state, room)
 
     @property
     def is_static(self) -> bool:
@@ -268,23 +201,9 @@ class Engine:
 
     def expect(self, layer_idx: int, hidden_BSE: Tensor) -> Step:
         """Prepare for the attention module of a layer that evicts."""
-        state = self.state
-        if state.call is None:
-            raise ValueError(
-                "an attention layer was called outside a forward of its decoder: call the model, not its "
-                "layers, and retain.attach the model that you call."
-            )
-        self._check_ran()
-        self._expected = layer_idx
-        layer = state.layers[layer_idx]
-        layer.expected = True
+        layer = self.state.layers[layer_idx]
         stream_BSE, layer.stream_BSE = layer.stream_BSE, None
         return Step(self, layer_idx, hidden_BSE, stream_BSE)
-
-    def _check_ran(self) -> None:
-        if self._expected is not None:
-            check_pointed(base_model(self.model))
-            refuse_unasked(self.state.layout.spec_of[self._expected].module, self._expected)
 
     def attention(
         self,
@@ -293,17 +212,11 @@ class Engine:
         keys_BHSD: Tensor,
         values_BHSD: Tensor,
         dense: Callable[[], tuple[Tensor, Tensor | None]],
-        *,
-        scaling: float | None,
-        soft_cap: float | None,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend in one layer; `dense` is what the model would have run, and runs on an empty cache."""
-        state = self.state
-        layer, spec = state.layers[step.layer_idx], state.layout.spec_of[step.layer_idx]
-        assert state.call is not None
-        layer.expected, self._expected = False, None
-        layer.scaling, layer.soft_cap = spec.scaling if scaling is None else scaling, soft_cap
-        if state.call.is_prefill:
+        assert self.state.call is not None
+        self._to_attend.discard(step.layer_idx)
+        if self.state.call.is_prefill:
             output = dense()
             self._first(step, queries_BQSD, keys_BHSD, values_BHSD)
             return output
@@ -314,24 +227,18 @@ class Engine:
         """Append the new tokens to a layer that holds entries, and attend to all of them."""
         state, call = self.state, self.state.call
         layer, spec = state.layers[step.layer_idx], state.layout.spec_of[step.layer_idx]
-        assert call is not None and layer.scaling is not None
+        assert call is not None
         if self.is_quick:  # in a model that is compiled
             assert layer.quick is not None
             return layer.quick.attend(queries_BQSD, keys_BHSD, values_BHSD, None, {"s_aux": spec.sinks_Q})[0]
         if layer.store is None:  # a prefill that was not evicted goes on with everything
-            layer.store = state.cut_dense(layer, None, state.valid_BT, state.positions_BT)
+            layer.store = state.cut_dense(layer)
         store, device = layer.store, keys_BHSD.device
         positions_BS = call.positions_BS.to(device)
         valid_BS = None if call.valid_BS is None else call.valid_BS.to(device)
-        seen_RS = store.plain.append_(keys_BHSD, values_BHSD, positions_BS, valid_BS)
-        out_BQSD = attend_store(
-            store,
-            queries_BQSD,
-            seen_RS,
-            scaling=layer.scaling,
-            soft_cap=layer.soft_cap,
-            sinks_Q=spec.sinks_Q,
-        )
+        seen_RS = store.append_(keys_BHSD, values_BHSD, positions_BS, valid_BS)
+        how: dict[str, Any] = {"scaling": spec.scaling, "soft_cap": spec.soft_cap, "sinks_Q": spec.sinks_Q}
+        out_BQSD = attend_store(store, queries_BQSD, seen_RS, **how)
         if self._looks_again:
             wants = state.bound_policy.wants
             if self._holds_queries:
@@ -341,7 +248,7 @@ class Engine:
             if "stream" in wants.inputs and step.stream_BSE is not None:
                 layer.recent.add("stream", step.stream_BSE.detach())
             if state.is_read(call):
-                self._store_metadata(layer, spec, self._after(call))
+                self._store_metadata(layer, spec, self._next)
         return out_BQSD.transpose(1, 2).contiguous()
 
     @without_autocast
@@ -352,8 +259,6 @@ class Engine:
         assert call is not None
         bound, eviction = state.bound_policy, self._eviction
         evidence = spec.evidence(
-            scaling=layer.scaling,
-            soft_cap=layer.soft_cap,
             output=bound.reads_output or not self.evict_at_prefill,
             queries_BQSD=queries_BQSD.detach(),
             keys_BHTD=keys_BHSD.detach(),
@@ -361,14 +266,13 @@ class Engine:
             positions_BT=call.positions_BS.to(device),
             valid_BT=call.mask_BT.to(device),
             hidden_BTE=step.hidden_BSE.detach().to(device),
-            token_ids_BT=None if call.token_ids_BS is None else call.token_ids_BS.to(device),
-            rotary=call.rotary,
+            rotary=state.layout.rotary,
             stream_BTE=None if step.stream_BSE is None else step.stream_BSE.detach().to(device),
         )
         if self._looks_again:
             evidence = bound.counted(bound.with_metadata(evidence))
             layer.recent.add("queries", queries_BQSD.detach())
-            layer.recent.keep("queries", state.num_queries(self._after(call)))
+            layer.recent.keep("queries", state.num_queries(self._next))
         if not self.evict_at_prefill:
             if state.evidence is not None:
                 state.evidence.append(evidence)
@@ -394,26 +298,34 @@ class Engine:
                 return
             state.shrink(eviction.lower, eviction.rows)
             pack = not eviction.crosses_layers
-        where = evidence.valid_BT, evidence.positions_BT
-        layer.store = state.cut_dense(
-            layer, keep_BHT, *where, metadata, bound.correction, bound.precision, pack=pack
-        )
+        layer.store = state.cut_dense(layer, keep_BHT, metadata, bound.correction, bound.precision, pack=pack)
 
     def finish(self) -> None:
         """Count the tokens of a forward that went through as seen, and evict if that is due."""
         state = self.state
         call = state.call
         assert call is not None
-        self._check_ran()
+        if self._to_attend:
+            idx = min(self._to_attend)
+            module = state.layout.spec_of[idx].module
+            raise ValueError(
+                f"layer {idx} attended without transformers' registry of attention functions, to which the "
+                "model's config points: activations are checkpointed in training mode (call model.eval()), "
+                f"or something replaced the forward of its {type(module).__name__} "
+                f"({module.forward!r:.120}). Take it away, and reset() the cache."
+            )
         if self._unscored:
             self._evict_ahead()
-        if self._waiting:
-            self._cut_waiting(call)
+        if self._waiting:  # layers of a first prompt that were decided on together
+            assert self._eviction is not None
+            for layer, keep_BHT, metadata in zip(
+                state.ragged, self._eviction.finish(), self._waiting, strict=True
+            ):
+                how = state.bound_policy.correction, state.bound_policy.precision
+                layer.store = state.cut_dense(layer, keep_BHT, metadata, *how)
         due, read, problem = state.due(call), state.is_read(call), None
-        state.history = self._after(call)
-        ends = state.prompt_B is None and state.num_seen >= state.prompt_width
-        for layer in state.ragged:
-            layer.seen = state.num_seen
+        state.history = self._next
+        ends = not state.prompt_read and state.num_seen >= state.prompt_width
         if self._looks_again:
             if read:
                 state.recorded = state.num_seen  # each layer has stored its metadata while it ran
@@ -431,42 +343,30 @@ class Engine:
         if ends:
             state.end_prompt()
         self._pack(read)
-        state.call = self._next = self._eviction = None
+        state.call = self._eviction = None
         self.is_quick = False
         if problem is not None:  # now that all is in order
             raise problem
-        if state.prompt_B is not None:
+        if state.prompt_read:
             self.generation.decode_static(state)
 
     def _pack(self, read: bool) -> None:
         """Pack all but the last entries of each row, where a precision says so: once nothing of the prompt
         will be evicted, then after each read, and while decoding whenever a group has come."""
         state = self.state
-        if (
-            state.bound_policy.precision is None
-            or state.prompt_B is None
-            and not state.bound_policy.keeps_all
-        ):
+        later = not state.prompt_read and not state.bound_policy.keeps_all
+        if state.bound_policy.precision is None or later:
             return
         if read or state.num_seen - state.packed_at >= GROUP:
             for store in state.stores:
                 store.pack_()
             state.packed_at = state.num_seen
 
-    def _cut_waiting(self, call: Call) -> None:
-        """Cut all layers of a first prompt, which were decided on together."""
-        state, bound, waiting = self.state, self.state.bound_policy, self._waiting
-        assert self._eviction is not None
-        where = call.mask_BT, call.positions_BS
-        for layer, keep_BHT, metadata in zip(state.ragged, self._eviction.finish(), waiting, strict=True):
-            layer.store = state.cut_dense(
-                layer, keep_BHT, *where, metadata, bound.correction, bound.precision
-            )
-
     @torch.no_grad()
     def _evict_ahead(self) -> None:
         """Cut all layers, which hold the first prompt whole, by the queries of lookahead tokens behind it."""
         gates = self.state.bound_policy.gates
+        assert gates is not None
         shown, self._unscored = look_ahead(self.model, gates, self.read_only(), self._unscored), []
         self._cut_ahead(shown)
 
@@ -479,19 +379,12 @@ class Engine:
         """The prompt that is held whole, for tokens that are run behind it and forgotten."""
         return ReadCache([layer.dense() for layer in self.state.ragged])
 
-    def _after(self, call: Call) -> History:
-        """The history once this call has gone through."""
-        state = self.state
-        if self._next is None:
-            self._next = History.of(call) if state.history is None else state.history.after(call)
-        return self._next
-
     @without_autocast
     def _store_metadata(self, layer: Layer, spec: LayerSpec, history: History) -> None:
         """Store what later evictions read of a layer's last tokens, and free what it was made from."""
         state = self.state
         num_tokens = history.num_seen - state.recorded
-        store_metadata_(layer, spec, state.bound_policy, history, self._rotary, num_tokens=num_tokens)
+        store_metadata_(layer, spec, state.bound_policy, history, state.layout.rotary, num_tokens=num_tokens)
         layer.recent.keep("queries", state.num_queries(history))
 
     @without_autocast
@@ -508,13 +401,13 @@ class Engine:
         """
         state = self.state
         history, layers = state.history, state.ragged
-        assert history is not None
-        held_before = sum(map(sum, state.held_BL()))
+        held_BL = state.held_BL()
+        held_before = sum(map(sum, held_BL))
         if not held_before:  # so far all sequences are padding
             return None
         # A ratio is one of what was seen, or of the whole prompt while that is being read.
         stock = Stock(
-            held_BL=state.held_BL(),
+            held_BL=held_BL,
             lengths_B=tuple(state.with_prompt(history.valid_BT).sum(-1).tolist()),
             intact_BT=intact_tokens(layers, history),
         )
@@ -537,9 +430,8 @@ class Engine:
                 layer,
                 spec,
                 history,
-                self._rotary,
+                state.layout.rotary,
                 num_queries=state.num_queries(history),
-                each=wants.queries,
                 keys=wants.keys,
                 values=wants.values,
                 output_weight=state.bound_policy.reads_output,
@@ -549,6 +441,6 @@ class Engine:
             del evidence, columns  # one layer's copy at a time
         for store, entries, keep_BHT in zip(state.stores, where, step.finish(), strict=True):
             keep_N = keep_BHT.to(store.device).flatten(0, 1)[entries]
-            spare = len(store.lengths_R) * (state.slack + state.when.every + PAGE)
-            in_place = not release and store.plain.num_places <= int(keep_N.sum()) + spare
+            spare = len(store.lengths_R) * (SLACK + state.when.every + PAGE)
+            in_place = not release and store.num_places <= int(keep_N.sum()) + spare
             cut_(store, keep_N, state.bound_policy.correction, in_place=in_place)

@@ -4,8 +4,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from jaxtyping import Int
-from torch import Tensor
 
 from retain.hf.cache.state import State
 from retain.hf.cache.static_decoding import StaticDecoding, refused, steps_unseen, unlike
@@ -24,14 +22,12 @@ class Generation:
         # Tokens that may come, where the steps are to be compiled, and whether transformers has asked for it.
         self.room: int | None = None
         self.asked = False
-        self.ids_BT: Int[Tensor, "B T"] | None = None  # as `generate` has them, with those that it sampled
         self.sampled = self.in_graph = self.began = 0  # `began`: tokens seen when the first was sampled
         self.rows: StaticDecoding | None = None  # the last rows in a pool of this `generate`
 
     @contextmanager
-    def running(self, state: State, room: int | None = None) -> Iterator[Callable[[Tensor], None]]:
-        """While the `generate` of an attached model runs; gives a function that hears the ids behind each
-        sampled token.
+    def running(self, state: State, room: int | None = None) -> Iterator[Callable[[], None]]:
+        """While the `generate` of an attached model runs; gives a function to call behind each sampled token.
 
         Args:
             state: of the cache.
@@ -42,8 +38,8 @@ class Generation:
             why = refused(state) if room else "beams select among sequences at each step"
             self.room, state.decoded = (None, f"as written: {why}") if why else (room, None)
 
-        def hear(ids_BT: Int[Tensor, "B T"]) -> None:
-            self.sampled, self.ids_BT = self.sampled + 1, ids_BT
+        def hear() -> None:
+            self.sampled += 1
             if self.static is not None and self.static.is_full(self.sampled):
                 self.decode_as_written(state)
                 self.decode_static(state)
@@ -93,10 +89,5 @@ class Generation:
         static, self.static = self.static, None
         if static is None:
             return
-        came, ids_BN = static.came, None
-        self.in_graph += came
+        self.in_graph += static.leave()
         state.decoded = f"{self.in_graph} tokens in one graph"
-        if self.ids_BT is not None:
-            first = self.ids_BT.shape[1] - self.sampled + static.before
-            ids_BN = self.ids_BT[:, first : first + came]
-        static.leave(ids_BN)

@@ -11,10 +11,9 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from retain.attention.dense_view import DenseView, align_last, dense_view, last_tokens
+from retain.attention.dense_view import DenseView, dense_view
 from retain.attention.rotary import Rotary
-from retain.cache.layer_store import Store
-from retain.cache.store import LOG_WEIGHT, tail_index_RS
+from retain.cache.store import LOG_WEIGHT, RaggedStore, tail_index_RS
 from retain.eviction import BoundPolicy
 from retain.evidence import Evidence, RunningStatistics
 from retain.hf.cache.layer import Layer
@@ -47,7 +46,6 @@ def evidence_of(
     rotary: Rotary | None,
     *,
     num_queries: int,
-    each: int | None = None,
     keys: bool = True,
     values: bool = True,
     output_weight: bool = True,
@@ -59,9 +57,7 @@ def evidence_of(
         spec: where it is in the model.
         history: of the batch, the layer's last tokens included.
         rotary: the model's rotary embedding, where it is understood.
-        num_queries: of the last tokens, those whose queries are shown.
-        each: of those, at most so many of each sequence, so that what a sequence shows does not depend on how
-            many of its last tokens are real in others; None: all.
+        num_queries: last tokens whose queries are shown, as many as the longest sequence has at most.
         keys, values, output_weight: whether they are shown; what is not is NaN.
 
     Returns:
@@ -71,9 +67,6 @@ def evidence_of(
     assert store is not None
     device = store.device
     valid_BT, positions_BT = history.valid_BT.to(device), history.positions_BT.to(device)
-    first = history.num_seen - num_queries
-    from_B = last_tokens(valid_BT, num_queries if each is None else each).clamp_min(first)
-    asked_BS = valid_BT[:, first:] & (torch.arange(first, history.num_seen, device=device) >= from_B[:, None])
     columns = dense_view(
         store.positions_C,
         store.index_N(),
@@ -81,28 +74,26 @@ def evidence_of(
         store.num_heads,
         positions_BT=positions_BT,
         valid_BT=valid_BT,
-        queries_from=from_B,
+        num_queries=num_queries,
     )
     if num_queries:
-        queries_BQSD = align_last(layer.recent.last("queries", num_queries).to(device), asked_BS)
+        asked_BS = valid_BT[:, -num_queries:]
+        queries_BQSD = layer.recent.last("queries", num_queries).to(device)
+        queries_BQSD = queries_BQSD.masked_fill(~asked_BS[:, None, :, None], 0)
     else:
         queries_BQSD = _no_queries(store, spec)
-    ids = history.token_ids_BT
     metadata = {name: columns.gather(column_C) for name, column_C in store.side.items()}
     norms, running = metadata.get(NORM), None
     if MASS in metadata:
         gap_BHT = metadata[GAP].long() if GAP in metadata else None
         running = RunningStatistics(metadata[MASS], metadata[ACCESS].long(), gap_BHT)
     evidence = spec.evidence(
-        scaling=layer.scaling,
-        soft_cap=layer.soft_cap,
         output=output_weight,
         queries_BQSD=queries_BQSD,
         keys_BHTD=_shown(columns, store, "keys", keys),
         values_BHTD=_shown(columns, store, "values", values),
         positions_BT=columns.positions_BT,
         valid_BT=columns.valid_BT,
-        token_ids_BT=None if ids is None else columns.of_tokens(ids.to(device)),
         rotary=rotary,
         running=running,
         held_BHT=columns.held_BHT,
@@ -115,16 +106,16 @@ def evidence_of(
     return evidence, columns
 
 
-def _no_queries(store: Store, spec: LayerSpec) -> Tensor:
+def _no_queries(store: RaggedStore, spec: LayerSpec) -> Tensor:
     shape = len(store.lengths_BH), spec.num_heads, 0, spec.head_dim
     return torch.zeros(shape, dtype=store.dtype, device=store.device)
 
 
-def _shown(columns: DenseView, store: Store, name: str, read: bool) -> Tensor:
+def _shown(columns: DenseView, store: RaggedStore, name: str, read: bool) -> Tensor:
     """Keys or values at the columns; NaN without memory where nothing reads them."""
+    like = store.columns[name]
     if read:
-        return columns.gather(store.keys_CD if name == "keys" else store.values_CD)
-    like = store.plain.keys_CD if name == "keys" else store.plain.values_CD
+        return columns.gather(like)
     return like.new_full((), float("nan")).expand(*columns.held_BHT.shape, like.shape[-1])
 
 
@@ -155,8 +146,9 @@ def store_metadata_(
         for name, column in metadata_of(replace(tail, running=None)).items():
             store.set_side_(name, column, valid_BS)
     if wants.running:
+        asked = min(num_tokens, max(history.lengths_B))
         evidence, columns = evidence_of(
-            layer, spec, history, rotary, num_queries=num_tokens, values=False, output_weight=False
+            layer, spec, history, rotary, num_queries=asked, values=False, output_weight=False
         )
         counted = replace(bound.counted(evidence), learned_BHT=None, value_norm_BQT=None)
         for name, column_BHT in metadata_of(counted).items():
@@ -175,14 +167,14 @@ def _tail(
 ) -> Evidence:
     """The last tokens alone, as if nothing had come before: enough for scores of one entry at a time."""
     assert layer.store is not None
-    store, num_tokens = layer.store.plain, valid_BS.shape[1]
+    store, num_tokens = layer.store, valid_BS.shape[1]
     (B, H), device = store.lengths_BH.shape, store.device
     index_RS, real_RS = tail_index_RS(store, valid_BS)
     keys_BHTD, values_BHTD = (
         column_CD[index_RS].masked_fill(~real_RS[..., None], 0).view(B, H, num_tokens, -1)
         for column_CD in (store.keys_CD, store.values_CD)
     )
-    ids, recent = history.token_ids_BT, layer.recent.tensors()
+    recent = layer.recent.tensors()
     queries_BQSD = _no_queries(layer.store, spec)
     if bound.wants.entry_queries:
         queries_BQSD = layer.recent.last("queries", num_tokens).to(device)
@@ -190,8 +182,6 @@ def _tail(
         recent[kind].to(device) if kind in recent else None for kind in ("hidden", "stream")
     )
     return spec.evidence(
-        scaling=layer.scaling,
-        soft_cap=layer.soft_cap,
         output=bound.reads_output,
         queries_BQSD=queries_BQSD,
         keys_BHTD=keys_BHTD,
@@ -199,7 +189,6 @@ def _tail(
         positions_BT=history.positions_BT[:, -num_tokens:].to(device),
         valid_BT=valid_BS,
         hidden_BTE=hidden_BTE,
-        token_ids_BT=None if ids is None else ids[:, -num_tokens:].to(device),
         rotary=rotary,
         stream_BTE=stream_BTE,
     )

@@ -8,41 +8,40 @@ the rest.
 import copy
 from typing import Any
 
-import torch
 from jaxtyping import Int
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from retain.attention.recent import Recent
 from retain.cache.equal_rows import StepRows
-from retain.cache.layer_store import Store
 from retain.cache.static_rows import StaticRows
+from retain.cache.store import RaggedStore
 
 # Decoded tokens whose queries and attention inputs are held before their metadata is stored, at most.
 MOST_RECENT = 128
 
 
 class Layer(CacheLayerMixin):
-    """A layer: nothing, dense keys and values (a prefill that was not evicted), or a ragged store."""
+    """A layer: nothing, dense keys and values (a prefill that was not evicted), or a ragged store.
+
+    Args:
+        state: of the cache (`retain.hf.cache.state.State`).
+    """
 
     is_sliding = False
     is_compileable = False
     is_croppable = False  # keeps assisted decoding away: its prefill holds speculative tokens
 
-    def __init__(self) -> None:
+    def __init__(self, state: Any) -> None:
         super().__init__()
+        self.state = state
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
-        self.store: Store | None = None
+        self.store: RaggedStore | None = None
         self.static: StaticRows | None = None  # while steps are decoded in one graph
         self.quick: StepRows | None = None  # of a step that appends and attends in one call
         self.recent = Recent()
         self.stream_BSE: Tensor | None = None  # from the decoder layer's hook to its attention's, no longer
-        self.seen = 0
-        self.expected = False
-        # As the model's attention was last called.
-        self.scaling: float | None = None
-        self.soft_cap: float | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -53,13 +52,13 @@ class Layer(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         if self.static is not None:
             return key_states, value_states
-        if not self.expected:
+        if self.state.call is None:
             raise ValueError(
                 "this model is not attached, so the cache would not be used: call retain.attach(model) first."
             )
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        if self.seen == 0:
+        if self.state.num_seen == 0:
             self.hold(key_states, value_states)
         return key_states, value_states
 
@@ -70,12 +69,12 @@ class Layer(CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         # Only the new tokens' square is ever looked at: the past is ragged, and needs no mask.
         # While steps run in one graph, no number may differ from prompt to prompt.
-        return query_length, self.seen if self.static is None else 1
+        return query_length, self.state.num_seen if self.static is None else 1
 
     def get_seq_length(self) -> Any:
         if self.static is not None:
             return self.static.pool.seen_1 + self.static.pool.clock_1
-        return self.seen
+        return self.state.num_seen
 
     def get_max_length(self) -> int:
         return -1
@@ -88,22 +87,10 @@ class Layer(CacheLayerMixin):
         assert self.keys is not None and self.values is not None
         return self.keys, self.values
 
-    def check(self, keep_BHT: Tensor | None) -> None:
-        """Refuse a keep mask that is not one of the dense entries.
-
-        Raises:
-            ValueError: another shape or type.
-        """
-        B, H, T = self.dense()[0].shape[:3]
-        if keep_BHT is not None and (keep_BHT.shape != (B, H, T) or keep_BHT.dtype != torch.bool):
-            raise ValueError(
-                f"keep mask is {keep_BHT.dtype} {tuple(keep_BHT.shape)}, but the layer holds {B} sequences x "
-                f"{H} KV heads x {T} entries: pass a bool tensor [{B}, {H}, {T}], True = kept."
-            )
-
-    def fork(self) -> "Layer":
-        """A copy: of a store a copy, dense tensors (never changed in place) are shared."""
+    def fork(self, state: Any) -> "Layer":
+        """A copy for another cache: of a store a copy, dense tensors (never changed in place) are shared."""
         other = copy.copy(self)
+        other.state = state
         other.store = None if self.store is None else self.store.fork()
         other.recent = self.recent.fork()
         return other

@@ -54,14 +54,12 @@ class LeftAloneReport:
         kind: as transformers calls the layer.
         window: tokens that it looks back on; None without a window.
         bytes_held: bytes of its keys and values, or of its states.
-        bytes_allocated: bytes of the storage behind them.
     """
 
     name: str
     kind: str
     window: int | None
     bytes_held: int
-    bytes_allocated: int
 
     def __str__(self) -> str:
         kind = self.kind if self.window is None else f"{self.kind} of {self.window:,} tokens"
@@ -117,15 +115,18 @@ def _mib(num_bytes: int | float) -> str:
 
 def report_of(state: State) -> Report:
     """The entries and bytes that a conversation has seen, holds and allocates."""
-    tokens = 0 if state.history is None else sum(state.history.lengths_B)
-    rows, alone, paths = [], [], []
+    reports, alone, paths = [], [], []
+    lengths_B = state.history.lengths_B
     for spec, layer in zip(state.specs, state.ragged, strict=True):
-        seen, held, allocated, entry, num_bytes = tokens * spec.num_kv_heads, 0, 0, 0, 0
+        seen, held, allocated, entry, num_bytes = sum(lengths_B) * spec.num_kv_heads, 0, 0, 0, 0
         if layer.store is not None:
-            store, plain = layer.store, layer.store.plain
-            held, allocated, entry = store.entries_held, store.bytes_allocated, plain.entry_bytes
-            num_bytes = store.bytes_held - int(state.unused_bytes_B(store).sum())
-            paths.append(CALLED[path_of(plain.keys_CD, plain.values_CD)])
+            store = layer.store
+            held, allocated, entry = store.entries_held, store.bytes_allocated, store.entry_bytes
+            # Of a sequence whose entries are all there, log weights are stored for others of its batch alone.
+            rows = zip(store.lengths_BH.sum(-1).tolist(), lengths_B, strict=True)
+            whole = sum(count for count, length in rows if count == length * spec.num_kv_heads)
+            num_bytes = store.bytes_held - whole * store.log_weight_bytes
+            paths.append(CALLED[path_of(store.keys_CD, store.values_CD)])
         elif layer.keys is not None:
             dense = layer.dense()
             held, allocated = seen, sum(tensor.untyped_storage().nbytes() for tensor in dense)
@@ -133,19 +134,19 @@ def report_of(state: State) -> Report:
             num_bytes = held * entry
             paths.append(CALLED[path_of(*dense)])
         allocated += layer.recent.num_bytes
-        rows.append(LayerReport(f"layer {spec.layer_idx}", seen, held, seen * entry, num_bytes, allocated))
+        reports.append(LayerReport(f"layer {spec.layer_idx}", seen, held, seen * entry, num_bytes, allocated))
     # Places of a pool that belong to no layer.
-    rows[0] = replace(rows[0], bytes_allocated=rows[0].bytes_allocated + spare_bytes(state.stores))
+    spare = reports[0].bytes_allocated + spare_bytes(state.stores)
+    reports[0] = replace(reports[0], bytes_allocated=spare)
     for idx, left in state.layout.alone.items():
-        layer = state.layers[idx]
-        sizes = pass_through_layers.held_bytes(layer), pass_through_layers.allocated_bytes(layer)
-        alone.append(LeftAloneReport(f"layer {idx}", left.name, left.window, *sizes))
+        held = sum(tensor.nbytes for tensor in pass_through_layers.tensors_of(state.layers[idx]).values())
+        alone.append(LeftAloneReport(f"layer {idx}", left.name, left.window, held))
     names = [one.name for one in fields(LayerReport)][1:]
-    total = LayerReport("total", *(sum(getattr(row, name) for row in rows) for name in names))
+    total = LayerReport("total", *(sum(getattr(row, name) for row in reports) for name in names))
     return Report(
         policy=state.bound_policy.name,
         path="; ".join(dict.fromkeys(paths)) or "nothing is held yet",
-        layers=tuple(rows),
+        layers=tuple(reports),
         total=total,
         alone=tuple(alone),
         evictions=state.evictions,

@@ -6,21 +6,17 @@ A change that breaks off midway (no memory left) leaves a state that refuses eve
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from retain.attention.dense_view import last_tokens
 from retain.attention.recent import Recent
-from retain.cache.layer_store import Store, stacked
-from retain.cache.layout import normal_tensors
 from retain.cache.precision import Precision
-from retain.cache.store import LOG_WEIGHT, RaggedStore
+from retain.cache.store import RaggedStore, stacked
 from retain.correction.cuts import correct_, cut_
 from retain.correction.merge import Merge
 from retain.eviction import Arriving, BoundPolicy, When
@@ -39,42 +35,33 @@ class History:
     Args:
         valid_BT: True on real tokens.
         positions_BT: int64 RoPE positions.
-        token_ids_BT: None once a call passed embeddings.
         last_B: position of the last real token of each sequence, -1 where there is none yet.
     """
 
     valid_BT: Bool[Tensor, "B T"]
     positions_BT: Int[Tensor, "B T"]
-    token_ids_BT: Int[Tensor, "B T"] | None
     last_B: Int[Tensor, " B"]
-    # What the device was asked for once.
-    _first_of_last: dict[int, int] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, call: Call) -> "History":
         """The history after the first call."""
-        last_B = _last(call.mask_BT, call.positions_BS)
-        return cls(call.mask_BT, call.positions_BS, call.token_ids_BS, last_B)
+        return cls(call.mask_BT, call.positions_BS, _last(call.mask_BT, call.positions_BS))
 
     def after(self, call: Call) -> "History":
         """The history once this call has gone through."""
         last_B = call.positions_BS[:, -1]
         if call.valid_BS is not None:
             last_B = torch.maximum(_last(call.valid_BS, call.positions_BS), self.last_B.to(last_B.device))
-        return self._with(call.mask_BT, call.positions_BS, call.token_ids_BS, last_B)
+        return History(call.mask_BT, self._then(call.positions_BS), last_B)
 
-    def after_decoding(self, came: int, ids_BN: Int[Tensor, "B N"] | None) -> "History":
-        """The history after `came` tokens that were decoded in a graph; None: their ids are not known."""
+    def after_decoding(self, came: int) -> "History":
+        """The history after `came` tokens that were decoded in a graph."""
         positions_BN = self.last_B[:, None] + torch.arange(1, came + 1, device=self.last_B.device)
         valid_BT = torch.cat([self.valid_BT, self.valid_BT.new_ones(positions_BN.shape)], dim=1)
-        return self._with(valid_BT, positions_BN, ids_BN, self.last_B + came)
+        return History(valid_BT, self._then(positions_BN), self.last_B + came)
 
-    def _with(
-        self, valid_BT: Tensor, positions_BS: Tensor, ids_BS: Tensor | None, last_B: Tensor
-    ) -> "History":
-        ids, device = self.token_ids_BT, self.positions_BT.device
-        ids = None if ids is None or ids_BS is None else torch.cat([ids, ids_BS.to(device)], dim=1)
-        return History(valid_BT, torch.cat([self.positions_BT, positions_BS.to(device)], dim=1), ids, last_B)
+    def _then(self, positions_BS: Tensor) -> Tensor:
+        return torch.cat([self.positions_BT, positions_BS.to(self.positions_BT.device)], dim=1)
 
     @property
     def num_seen(self) -> int:
@@ -89,34 +76,15 @@ class History:
         """Real tokens of each sequence (asks the device once)."""
         return self.valid_BT.sum(-1).tolist()
 
-    def first_of_last(self, num_tokens: int) -> int:
-        """The first token that is among the last `num_tokens` of some sequence (asks the device once)."""
-        if num_tokens not in self._first_of_last:
-            self._first_of_last[num_tokens] = int(last_tokens(self.valid_BT, num_tokens).min())
-        return self._first_of_last[num_tokens]
-
     def select_batch(self, idx: Int[Tensor, " N"]) -> "History":
         """The sequences `idx`, in that order."""
         idx = idx.to(self.valid_BT.device)
-        ids = None if self.token_ids_BT is None else self.token_ids_BT[idx]
-        return History(self.valid_BT[idx], self.positions_BT[idx], ids, self.last_B[idx])
+        return History(self.valid_BT[idx], self.positions_BT[idx], self.last_B[idx])
 
     def cut(self, length: int) -> "History":
         """The first `length` tokens."""
         valid_BT, positions_BT = self.valid_BT[:, :length], self.positions_BT[:, :length]
-        ids = None if self.token_ids_BT is None else self.token_ids_BT[:, :length]
-        return History(valid_BT, positions_BT, ids, _last(valid_BT, positions_BT))
-
-    @classmethod
-    def concat(cls, parts: "list[History]") -> "History":
-        """Stack histories of one length along the batch."""
-        known = [part.token_ids_BT for part in parts if part.token_ids_BT is not None]
-        return cls(
-            torch.cat([part.valid_BT for part in parts]),
-            torch.cat([part.positions_BT for part in parts]),
-            torch.cat(known) if len(known) == len(parts) else None,
-            torch.cat([part.last_B for part in parts]),
-        )
+        return History(valid_BT, positions_BT, _last(valid_BT, positions_BT))
 
 
 def _last(valid_BT: Bool[Tensor, "B T"], positions_BT: Int[Tensor, "B T"]) -> Int[Tensor, " B"]:
@@ -130,7 +98,6 @@ class State:
         layout: the model's layers.
         bound: decides what is kept.
         when: decides when.
-        slack: free entries per row that an evicted layer is given for new tokens.
         seeds, pinned: as the user stated them.
     """
 
@@ -140,11 +107,10 @@ class State:
         bound: BoundPolicy,
         when: When,
         *,
-        slack: int,
         seeds: Sequence[int] | None,
         pinned: Any,
     ):
-        self.layout, self.specs, self.slack = layout, layout.evicting, slack
+        self.layout, self.specs = layout, layout.evicting
         self.bound_policy, self.when = bound, when
         # As stated; a prompt that `generate` repeats has them repeated, until a reset.
         self.stated: tuple[Sequence[int] | None, Any] = (seeds, pinned)
@@ -156,15 +122,17 @@ class State:
         layout = self.layout
         # In place: transformers' side of the cache holds the same list.
         blank = layout.blank_layers()
-        self.layers[:] = [blank[idx] if idx in layout.alone else Layer() for idx in range(len(layout.kinds))]
+        self.layers[:] = [
+            blank[idx] if idx in layout.alone else Layer(self) for idx in range(len(layout.kinds))
+        ]
         self.seeds, self.pinned = self.stated
-        self.history: History | None = None
+        none = torch.zeros(0, 0, dtype=torch.int64)
+        self.history = History(none.bool(), none, none.flatten())
         self.evidence: list[Evidence] | None = None
         self.call: Call | None = None  # the forward that runs
         # Padding of the whole prompt, while it is read in chunks.
         self.prompt_mask_BT: Bool[Tensor, "B T"] | None = None
-        # Real tokens of each sequence's first prompt, once it was read.
-        self.prompt_B: list[int] | None = None
+        self.prompt_read = False  # all of the first prompt
         self.last_due = 0  # tokens seen at the last eviction that was due, or at the prompt's end
         self.recorded = 0  # tokens of which layers have stored the metadata that later evictions read
         self.broken = False  # a change broke off midway
@@ -180,36 +148,33 @@ class State:
         return [self.layers[spec.layer_idx] for spec in self.specs]
 
     @property
-    def stores(self) -> list[Store]:
+    def stores(self) -> list[RaggedStore]:
         """The stores of layers that have been cut, in the order of `specs`."""
         return [layer.store for layer in self.ragged if layer.store is not None]
 
     @property
     def num_seen(self) -> int:
         """Tokens seen, padding included: the logical length."""
-        return 0 if self.history is None else self.history.num_seen
+        return self.history.num_seen
 
     @property
     def batch_size(self) -> int:
-        return 0 if self.history is None else self.history.batch_size
+        return self.history.batch_size
 
     @property
     def valid_BT(self) -> Bool[Tensor, "B T"]:
         """True on the real tokens among those seen."""
-        assert self.history is not None, "nothing was seen yet"
         return self.history.valid_BT
 
     @property
     def positions_BT(self) -> Int[Tensor, "B T"]:
         """RoPE position of every token seen."""
-        assert self.history is not None, "nothing was seen yet"
         return self.history.positions_BT
 
     @property
     def element_size(self) -> int:
         """Bytes of a number of the entries, as far as it is known."""
-        stores = self.stores
-        return stores[0].dtype.itemsize if stores else self.specs[0].dtype.itemsize
+        return (self.stores or self.specs)[0].dtype.itemsize
 
     @property
     def prompt_width(self) -> int:
@@ -223,20 +188,21 @@ class State:
 
     def is_read(self, call: Call) -> bool:
         """True if a call is part of a prompt or a turn, rather than a decoding step."""
-        return call.is_prefill or self.prompt_B is None or call.positions_BS.shape[1] > 1
+        return call.is_prefill or not self.prompt_read or call.positions_BS.shape[1] > 1
 
     def num_queries(self, history: History) -> int:
-        """The number of last tokens whose queries a later eviction reads."""
+        """The number of last tokens whose queries a later eviction reads: of padding before all none."""
         queries = self.bound_policy.wants.queries
-        return history.num_seen - (self.last_due if queries is None else history.first_of_last(queries))
+        queries = history.num_seen - self.last_due if queries is None else queries
+        return min(queries, max(history.lengths_B))
 
     def due(self, call: Call) -> bool:
         """True if an eviction is due after this call."""
         if self.bound_policy.keeps_all:
             return False
         seen = call.mask_BT.shape[1]
-        ends = self.prompt_B is None and seen >= self.prompt_width
-        tokens = 0 if self.prompt_B is None else seen - self.last_due
+        ends = not self.prompt_read and seen >= self.prompt_width
+        tokens = seen - self.last_due if self.prompt_read else 0
         return self.when.due(read=self.is_read(call), prompt_ends=ends, tokens=tokens)
 
     def check_whole(self) -> None:
@@ -257,13 +223,6 @@ class State:
         self.broken = True
         yield
         self.broken = False
-
-    def unused_bytes_B(self, store: Store) -> Int[Tensor, " B"]:
-        """Bytes of log weights that a layer holds of each sequence whose entries are all there and count one:
-        they are stored for others of its batch alone."""
-        seen_B = torch.tensor(self.history.lengths_B if self.history else [], device=store.device)
-        held_B = store.lengths_BH.sum(-1)
-        return held_B * (held_B == seen_B * store.num_heads) * store.plain.log_weight_bytes
 
     def held_BL(self) -> tuple[tuple[int, ...], ...]:
         """Entries that each sequence holds in each layer, in one transfer."""
@@ -289,14 +248,12 @@ class State:
     def cut_dense(
         self,
         layer: Layer,
-        keep_BHT: Tensor | None,
-        valid_BT: Tensor,
-        positions_BT: Tensor,
+        keep_BHT: Tensor | None = None,
         metadata: dict[str, Tensor] | None = None,
         correction: Merge | None = None,
         precision: Precision | None = None,
         pack: bool = True,
-    ) -> Store:
+    ) -> RaggedStore:
         """Cut a layer's dense keys and values to a store, corrected and packed, and free them.
 
         Args:
@@ -305,16 +262,20 @@ class State:
             precision: of the entries that stay; None: as they are.
             pack: False where entries may still be evicted, so that they are packed later.
         """
-        layer.check(keep_BHT)
         keys, values = layer.dense()
+        if not self.num_seen:  # while the first forward runs
+            assert self.call is not None
+            valid_BT, positions_BT = self.call.mask_BT, self.call.positions_BS
+        else:
+            valid_BT, positions_BT = self.valid_BT, self.positions_BT
         exists_BHT = valid_BT.to(keys.device)[:, None].expand(keys.shape[:3])
         correction = None if keep_BHT is None else correction
         keep_BHT = exists_BHT if keep_BHT is None else keep_BHT.to(keys.device) & exists_BHT
         positions_BT = positions_BT.to(keys.device)
-        plain = RaggedStore.from_dense(keys, values, positions_BT, keep_BHT, self.slack, side=metadata)
+        store = RaggedStore.from_dense(keys, values, positions_BT, keep_BHT, side=metadata)
         if correction is not None:
-            correct_(plain, keys, values, exists_BHT, keep_BHT, correction)
-        store = Store(plain, precision)
+            correct_(store, keys, values, exists_BHT, keep_BHT, correction)
+        store.precision = precision
         if pack:
             store.pack_()
         layer.keys = layer.values = None
@@ -324,26 +285,31 @@ class State:
         """Move layers that still hold a prompt densely to stores, which keep all of it."""
         for layer in self.ragged:
             if layer.store is None:
-                layer.store = self.cut_dense(layer, None, self.valid_BT, self.positions_BT)
+                layer.store = self.cut_dense(layer)
 
     def cut_all(
         self,
-        keep: Sequence[Tensor | None],
+        keep: Sequence[Tensor],
         correction: Merge | None = None,
         precision: Precision | None = None,
     ) -> None:
-        """Cut all dense layers by keep masks, each of which is checked before the first layer is cut."""
+        """Cut all dense layers by keep masks, each of which is checked before the first layer is cut.
+
+        Raises:
+            ValueError: a mask of another shape or type.
+        """
         for layer, keep_BHT in zip(self.ragged, keep, strict=True):
-            layer.check(keep_BHT)
+            B, H, T = shape = layer.dense()[0].shape[:3]
+            if keep_BHT.shape != shape or keep_BHT.dtype != torch.bool:
+                raise ValueError(
+                    f"keep mask is {keep_BHT.dtype} {tuple(keep_BHT.shape)}, but the layer holds {B} "
+                    f"sequences x {H} KV heads x {T} entries: pass a bool tensor [{B}, {H}, {T}]."
+                )
         self.evidence = None  # it shares the dense tensors, which each layer frees in turn
         with self.changing():
             for layer, keep_BHT in zip(self.ragged, keep, strict=True):
-                where = self.valid_BT, self.positions_BT
-                layer.store = self.cut_dense(
-                    layer, keep_BHT, *where, correction=correction, precision=precision
-                )
+                layer.store = self.cut_dense(layer, keep_BHT, correction=correction, precision=precision)
         self.packed_at = self.num_seen
-        assert self.history is not None
         self.count_eviction(sum(self.history.lengths_B) * self.layout.num_kv_heads)
 
     def count_eviction(self, held_before: int) -> None:
@@ -353,13 +319,12 @@ class State:
 
     def end_prompt(self) -> None:
         """Free what only an eviction from the first prompt reads."""
-        assert self.history is not None
-        self.prompt_B, self.prompt_mask_BT = list(self.history.lengths_B), None
+        self.prompt_read, self.prompt_mask_BT = True, None
         if not self.when.again:
             for layer in self.ragged:
                 layer.recent = Recent()
                 if layer.store is not None:
-                    _drop_metadata(layer.store)
+                    layer.store.drop_side_()
         for idx in self.layout.alone:
             pass_through_layers.trim_(self.layers[idx])
 
@@ -385,14 +350,14 @@ class State:
         """A copy. Of a dense prefill nothing is copied until a fork evicts."""
         other, alone = copy.copy(self), self.layout.alone
         other.layers = [
-            copy.deepcopy(layer) if idx in alone else layer.fork() for idx, layer in enumerate(self.layers)
+            copy.deepcopy(layer) if idx in alone else layer.fork(other)
+            for idx, layer in enumerate(self.layers)
         ]
         other.evidence = None if self.evidence is None else list(self.evidence)
         return other
 
     def select_batch(self, indices: Int[Tensor, " N"]) -> None:
         """Keep these sequences, in this order; an index may repeat."""
-        assert self.history is not None
         rows = indices.tolist()
         with self.changing():
             for idx in self.layout.alone:
@@ -405,8 +370,6 @@ class State:
                 self.seeds = [self.seeds[row] for row in rows]
             if self.pinned is not None:
                 self.pinned = [self.pinned[row] for row in rows]
-            if self.prompt_B is not None:
-                self.prompt_B = [self.prompt_B[row] for row in rows]
             self.held_whole = [place for place, row in enumerate(rows) if row in self.held_whole]
             self.history = self.history.select_batch(indices)
 
@@ -414,9 +377,9 @@ class State:
         """The reason why the conversation cannot go back to a length; None if it can."""
         if length < self.evicted_at:
             return f"entries were evicted when it had seen {self.evicted_at}"
-        if self.prompt_B is None:
+        if not self.prompt_read:
             return "the first prompt is still being read"
-        if self.evicts_again and self.history is not None:
+        if self.evicts_again:
             wants, recent = self.bound_policy.wants, self.ragged[0].recent
             if wants.running:
                 return "statistics of all queries are kept, the last ones' among them"
@@ -431,7 +394,6 @@ class State:
 
     def crop(self, length: int) -> None:
         """Forget all tokens but the first `length`; `cannot_crop` was asked."""
-        assert self.history is not None
         cut, forgotten = self.history.cut(length), self.num_seen - length
         with self.changing():
             for left in (self.layers[idx] for idx in self.layout.alone):
@@ -439,7 +401,6 @@ class State:
                 pass_through_layers.trim_(left)
             for layer in self.ragged:
                 layer.recent.forget(forgotten)
-                layer.seen = length
                 if layer.store is not None:
                     layer.store.crop_(cut.last_B + 1)
                 else:
@@ -447,52 +408,34 @@ class State:
             self.evidence, self.history = None, cut
         for name in ("packed_at", "last_due", "recorded"):
             setattr(self, name, min(getattr(self, name), length))
-        if self.prompt_B is not None:
-            self.prompt_B = [*map(min, self.prompt_B, cut.lengths_B)]
 
 
-def _drop_metadata(store: Store) -> None:
-    """Free the columns that only later evictions read."""
-    store.drop_side_(*({*store.side} - {LOG_WEIGHT}))
-
-
-def concat(parts: Sequence[State], slack: int | None) -> State:
+def concat(parts: Sequence[State], slack: int) -> State:
     """Stack conversations along the batch, which have all seen equally many tokens; the parts are used up.
 
     Args:
         parts: of one model.
-        slack: free entries per row for new tokens; None: theirs.
+        slack: free entries per row for new tokens.
     """
+    bound = BoundPolicy(" + ".join(sorted({part.bound_policy.name for part in parts})))
+    whole = State(parts[0].layout, bound, When(), seeds=None, pinned=None)
     for part in parts:
         part.hold_ragged()
         for store in part.stores:
-            _drop_metadata(store)
-    bound = BoundPolicy(" + ".join(sorted({part.bound_policy.name for part in parts})))
-    whole = State(parts[0].layout, bound, When(), slack=parts[0].slack, seeds=None, pinned=None)
-    whole.layers[:] = parts[0].layers
-    for idx, layer in enumerate(whole.layers):
-        if idx in whole.layout.alone:
-            whole.layers[idx] = pass_through_layers.concat([part.layers[idx] for part in parts])
-            continue
-        layer.store = stacked(_with_weights([part.layers[idx].store for part in parts]), slack)
-        layer.recent = Recent()
-    whole.history = History.concat([part.history for part in parts if part.history is not None])
-    whole.prompt_B = list(whole.history.lengths_B)
+            store.drop_side_()
+    for idx in whole.layout.alone:
+        whole.layers[idx] = pass_through_layers.concat([part.layers[idx] for part in parts])
+    for number, spec in enumerate(whole.specs):
+        layer = whole.layers[spec.layer_idx]
+        layer.store = stacked([part.stores[number] for part in parts], slack)
+    names = ("valid_BT", "positions_BT", "last_B")
+    whole.history = History(*(torch.cat([getattr(part.history, name) for part in parts]) for name in names))
+    whole.prompt_read = True
     whole.last_due = whole.recorded = whole.num_seen
     whole.evictions = max(part.evictions for part in parts)
     whole.evicted_at = max(part.evicted_at for part in parts)
-    sizes = [0, *accumulate(part.batch_size for part in parts)]
-    whole.held_whole = [
-        size + row for size, part in zip(sizes, parts, strict=False) for row in part.held_whole
-    ]
+    row = 0
+    for part in parts:
+        whole.held_whole += [row + place for place in part.held_whole]
+        row += part.batch_size
     return whole
-
-
-@normal_tensors()
-def _with_weights(stores: list[Store]) -> list[Store]:
-    """The same stores, all with log weights if some have them: zero where an entry counts once."""
-    weights = next((store.log_weight_C for store in stores if store.log_weight_C is not None), None)
-    for store in stores if weights is not None else ():
-        if store.log_weight_C is None:
-            store.write_side_(LOG_WEIGHT, weights.new_zeros(store.entries_held))
-    return stores

@@ -9,7 +9,6 @@ as before.
 from typing import Any
 
 import torch
-from jaxtyping import Int
 from torch import Tensor
 
 from retain.cache.layout import normal_tensors
@@ -40,7 +39,7 @@ def unlike(state: State) -> str | None:
     stores = [layer.store for layer in state.ragged]
     if len({store is not None and store.packed is not None for store in stores}) > 1:
         return "some of its layers hold entries in fewer bits, and others none yet"
-    keys = [layer.dense()[0] if layer.store is None else layer.store.plain.keys_CD for layer in state.ragged]
+    keys = [layer.dense()[0] if layer.store is None else layer.store.keys_CD for layer in state.ragged]
     keys += [state.layers[idx].keys for idx in state.layout.alone]
     kinds = {(one.shape[-1], one.dtype, one.device) for one in keys}
     return "its layers differ in width, precision or device" if len(kinds) > 1 else None
@@ -86,7 +85,7 @@ def _put_back(layer: Any, store: RaggedStore, came: int) -> None:
 
 def _columns_of(store: Any) -> list[Tensor | None]:
     """The columns of a store, which are others once it was laid out anew."""
-    columns = [*store.plain.entries.values(), store.plain.log_weight_C]
+    columns = [*store.entries.values(), store.log_weight_C]
     if store.packed is not None:
         columns += [*store.packed.entries.values(), store.packed.key_scales_G2D]
     return columns
@@ -120,7 +119,7 @@ class StaticDecoding:
         self.state = state
         state.hold_ragged()
         self.windowed = {idx: state.layers[idx] for idx in state.layout.alone}
-        stores: list[Any] = [store.plain for store in state.stores]
+        stores: list[Any] = state.stores
         stores += [_windowed(layer, state) for layer in self.windowed.values()]
         coded: list[Any] = [store.packed for store in state.stores if store.packed is not None]
         weighted = any(part.log_weight_C is not None for part in (*stores, *coded))
@@ -179,8 +178,8 @@ class StaticDecoding:
         ]
         group = max(spec.num_heads // spec.num_kv_heads for spec in self.state.specs)
         work = tables(rooms, group, self.pool.values_PV.shape[1], self.pool.keys_PD.device, rounded)
-        for rows, table in zip(self.rows.values(), work, strict=True):
-            rows.work = table.tensors()
+        for rows, tensors in zip(self.rows.values(), work, strict=True):
+            rows.work = tensors
 
     def enter(self, steps: int, before: int) -> None:
         """Let steps run in the graph.
@@ -191,7 +190,6 @@ class StaticDecoding:
         """
         state, pool = self.state, self.pool
         self.before, self.room = before, min(steps, *(store.free for store in self.stores.values()))
-        assert state.history is not None
         with normal_tensors():
             pool.clock_1.zero_()
             pool.seen_1.fill_(state.num_seen)
@@ -201,7 +199,7 @@ class StaticDecoding:
                 if rows.packed:
                     rows.packed[6].copy_(state.layers[idx].store.packed.lengths_R)
         for idx in self.windowed:
-            state.layers[idx] = Layer()
+            state.layers[idx] = Layer(state)
             state.layers[idx].is_sliding = True
         for idx, rows in self.rows.items():
             state.layers[idx].static = rows
@@ -218,25 +216,15 @@ class StaticDecoding:
         which the last is still to be read."""
         return sampled - 1 - self.before >= self.room
 
-    @property
-    def came(self) -> int:
-        """Tokens that were decoded (asks the device)."""
-        return int(self.pool.clock_1)
-
-    def leave(self, ids_BN: Int[Tensor, "B N"] | None) -> None:
-        """Count the decoded tokens as seen; the cache goes on as before.
-
-        Args:
-            ids_BN: of these tokens; None: they are not known.
-        """
-        state, came = self.state, self.came
+    def leave(self) -> int:
+        """Count the decoded tokens as seen; the cache goes on as before. Returns their number (asks the
+        device)."""
+        state, history, came = self.state, self.state.history, int(self.pool.clock_1)
         state.layers[:] = [self.windowed.get(idx, layer) for idx, layer in enumerate(state.layers)]
         for layer in state.ragged:
             layer.static = None
         if not came:
-            return
-        history = state.history
-        assert history is not None
+            return 0
         with state.changing():
             for layer, spec in zip(state.ragged, state.specs, strict=True):
                 for kind, column in self.rows[spec.layer_idx].shown.items():
@@ -247,6 +235,5 @@ class StaticDecoding:
                 store.came_(came)
             for idx, layer in self.windowed.items():
                 _put_back(layer, self.stores[idx], came)
-            state.history = history.after_decoding(came, ids_BN)
-            for layer in state.ragged:
-                layer.seen = state.num_seen
+            state.history = history.after_decoding(came)
+        return came

@@ -10,7 +10,8 @@ its handle, or `detach` has taken everything away. One lock lets one thread at a
 import inspect
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from functools import cached_property, partial
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -18,7 +19,6 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface, StoppingCriteriaList
 
-from retain.attention.rotary import Rotary
 from retain.hf.intercept.interceptor import (
     PREVIOUS,
     STEP,
@@ -28,8 +28,8 @@ from retain.hf.intercept.interceptor import (
     mask_function,
     outside_graphs,
 )
-from retain.hf.model.decoder import base_model, describe, layout_of, refuse_learned_prompt, rotary_of
-from retain.hf.model.layout import LayerSpec
+from retain.hf.model.decoder import base_model, layout_of, refuse_learned_prompt
+from retain.hf.model.layout import Layout
 from retain.hf.version_names import CACHE, NAMES
 
 
@@ -50,24 +50,12 @@ def renamed(given: Mapping[str, Any]) -> dict[str, Any]:
     return others if (cache := cache_in(given)) is None else {**others, CACHE: cache}
 
 
-def _name_cache(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
-    """Model pre-hook: gives our cache the name that the installed version has for it."""
-    if CACHE not in kwargs and isinstance(cache_in(kwargs), InterceptedCache):
-        return args, renamed(kwargs)
-    return None
-
-
-def _before_model(
-    attachment: "Attachment", module: Any, args: tuple, kwargs: dict[str, Any]
-) -> tuple[tuple, dict] | None:
+def _before_model(attachment: "Attachment", module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     """Decoder pre-hook: shows our cache what a forward was given."""
     given = {**dict(zip(attachment.names, args, strict=False)), **kwargs}
     cache = cache_in(given)
-    if isinstance(cache, InterceptedCache) and cache.engine.is_static:
-        return None
-    if isinstance(cache, InterceptedCache):
+    if isinstance(cache, InterceptedCache) and not cache.engine.is_static:
         _outside_graphs(_begin, cache, module, given, attachment)
-    return _name_cache(module, args, kwargs)
 
 
 def _begin(cache: InterceptedCache, decoder: Any, given: dict[str, Any], attachment: "Attachment") -> None:
@@ -75,7 +63,7 @@ def _begin(cache: InterceptedCache, decoder: Any, given: dict[str, Any], attachm
     _refuse(given, {"model.config": decoder.config}, OF_A_FORWARD)
     if cache.engine.reads_stream:
         attachment.hook_layers()
-    cache.engine.begin(decoder, given, attachment.rotary)
+    cache.engine.begin(decoder, given)
 
 
 def _after_model(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
@@ -164,7 +152,7 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     """The `generate` of an attached model: its class's, with what cannot work on our cache refused first.
 
     Raises:
-        ValueError: something of `REFUSED` with a `retain.Cache`; or our cache was never used.
+        ValueError: something of `REFUSED` with a `retain.Cache`.
     """
     plain = type(model).generate
     names = list(inspect.signature(plain).parameters)[1:]
@@ -172,7 +160,6 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     cache = cache_in(given)
     if not isinstance(cache, InterceptedCache):
         return plain(model, *args, **kwargs)
-    engine = cache.engine
     configs = {
         "generation_config": given.get("generation_config"),
         "model.generation_config": model.generation_config,
@@ -181,47 +168,34 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     refuse_learned_prompt(getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None))
     _refuse(given, configs, {**REFUSED, **OF_A_FORWARD})
     ids = given.get("inputs") if given.get("input_ids") is None else given["input_ids"]
-    mask = given.get("attention_mask")
-    engine.check_ids(ids, mask, given.get("inputs_embeds"))
-    before, criteria = engine.num_seen, given.get("stopping_criteria")
+    cache.engine.check_ids(ids, given.get("attention_mask"), given.get("inputs_embeds"))
     room = _room(model, given, configs, ids)
-    with engine.generating(room) as hear:
+    with cache.engine.generation.running(cache.state, room) as hear:
         if room:
 
             def listen(input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
-                hear(input_ids)
+                hear()
                 return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
-            # A criterion that ends nothing, and passes on the ids behind every sampled token.
-            given["stopping_criteria"] = StoppingCriteriaList([*(criteria or ()), cast(Any, listen)])
-        by_place = [given.pop(name) for name in names[: len(args)]]
-        output = plain(model, *by_place, **renamed(given))
-    if engine.num_seen == before:
-        raise ValueError(
-            f"generate left the cache unread (it has seen {before} tokens, as before), so nothing was "
-            "evicted: something stands between, which brings a cache of its own. Generate without it."
-        )
-    return output
+            # A criterion that ends nothing, and counts sampled tokens.
+            criteria = given.get("stopping_criteria") or ()
+            given["stopping_criteria"] = StoppingCriteriaList([*criteria, cast(Any, listen)])
+        return plain(model, **renamed(given))
 
 
 def _room(model: Any, given: Mapping[str, Any], configs: Mapping[str, Any], ids: Any) -> int | None:
     """Tokens that a `generate` may add, where its steps are to be compiled, 0 where beams stand against it;
     None: they are not compiled."""
-
-    def stated(name: str) -> Any:
-        return _stated(name, given, configs)[1]
-
+    names = ("compile_config", "disable_compile", "num_beams", "max_new_tokens", "max_length")
+    config, disabled, beams, most, length = (_stated(name, given, configs)[1] for name in names)
     # As transformers has it for its StaticCache: by itself on a GPU, elsewhere where it is asked to.
-    config = stated("compile_config")
     everywhere = config is not None and config._compile_all_devices
-    if stated("disable_compile") or not (everywhere or model.device.type == "cuda"):
+    if disabled or not (everywhere or model.device.type == "cuda"):
         return None
-    if (stated("num_beams") or 1) > 1:
+    if (beams or 1) > 1:
         return 0
-    if (most := stated("max_new_tokens")) is not None:
-        return int(most)
     seen = ids.shape[1] if isinstance(ids, Tensor) else 0
-    return max(1, int(stated("max_length") or 20) - seen)
+    return int(most) if most is not None else max(1, int(length or 20) - seen)
 
 
 # Held while a model is attached or detached, or an undo of a handle looks whether it is the last.
@@ -269,31 +243,32 @@ class Attachment:
     """Connects one model: its hooks and the guard before its `generate`, there once however many handles ask
     for it, and taken away with the last."""
 
-    def __init__(self, model: nn.Module, specs: Iterable[LayerSpec]):
-        self.model, self.base = model, base_model(model)
+    def __init__(self, model: nn.Module, layout: Layout):
+        self.base: Any = base_model(model)
         self.num_handles = 0
         self.generating: list[Any] = []  # models before whose `generate` ours stands
-        self.evicting = {spec.layer_idx: spec.module for spec in specs}
-        self.hooks_layers = False  # whether decoder layers have hooks too
+        evicting = {spec.layer_idx: spec.module for spec in layout.evicting}
+        self.unhooked: Iterable[int] = evicting  # decoder layers without hooks
         base = self.base
         self.names = list(inspect.signature(base.forward).parameters)  # of a forward's arguments
         self.hooks: list[RemovableHandle] = [
             base.register_forward_pre_hook(partial(_before_model, self), with_kwargs=True),
             base.register_forward_hook(_after_model, with_kwargs=True),
         ]
-        alone = layout_of(base).alone.items()
-        windowed = [base.layers[idx].self_attn for idx, left in alone if left.window is not None]
-        for modules, hook in ((self.evicting.values(), _before_attention), (windowed, _before_window)):
+        windowed = [
+            base.layers[idx].self_attn for idx, left in layout.alone.items() if left.window is not None
+        ]
+        for modules, hook in ((evicting.values(), _before_attention), (windowed, _before_window)):
             self.hooks += [one.register_forward_pre_hook(hook, with_kwargs=True) for one in modules]
 
     def hook_layers(self) -> None:
         """Have decoder layers show the residual stream, from the first cache on whose gates look at it: to
         others these hooks would be time alone."""
         with _LOCK:
-            for layer_idx in () if self.hooks_layers or not self.hooks else self.evicting:
+            hooked, self.unhooked = self.unhooked, ()
+            for layer_idx in hooked:
                 hook, layer = partial(_before_layer, layer_idx), self.base.layers[layer_idx]
                 self.hooks.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
-            self.hooks_layers = True
 
     def guard(self, model: Any) -> None:
         """Put our `generate` before that of the model in which a peft wrapper's `generate` ends too, unless
@@ -304,21 +279,13 @@ class Attachment:
         # No method, which a copy would look up by its name.
         vars(inner)["generate"] = partial(generate, inner)
         self.generating.append(inner)
-        if inner is not self.base:
-            self.hooks.append(inner.register_forward_pre_hook(_name_cache, with_kwargs=True))
-
-    @cached_property
-    def rotary(self) -> Rotary | None:
-        """The model's rotary embedding, looked at once, where it is understood."""
-        return rotary_of(self.model)
 
 
-class Handle:
+class Handle(AbstractContextManager):
     """Undoes one `attach`: call `undo()`, or use it as a context manager."""
 
     def __init__(self, attachment: Attachment):
         self._attachment: Attachment | None = attachment
-        self.model = attachment.model
         attachment.num_handles += 1
 
     def undo(self) -> None:
@@ -331,9 +298,6 @@ class Handle:
             attachment.num_handles -= 1
             if attachment.num_handles < 1:
                 detach(attachment.base)
-
-    def __enter__(self) -> "Handle":
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self.undo()
@@ -367,10 +331,10 @@ def attach(model: nn.Module) -> Handle:
     """
     with _LOCK:
         attachment, base = attachment_of(model), base_model(model)
-        specs = describe(model) if attachment is None else []
+        layout = layout_of(model)
         _point(base)
         if attachment is None:
-            attachment = vars(base)[_PLACE] = Attachment(model, specs)
+            attachment = vars(base)[_PLACE] = Attachment(model, layout)
         attachment.guard(model)  # it may have been its decoder that was attached
         return Handle(attachment)
 

@@ -5,13 +5,13 @@ before the first layer runs, with a single transfer from the device. A decoding 
 its tokens are real, and nothing waits for the device.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
-
-from retain.attention.rotary import Rotary
 
 # In the order in which they are looked for.
 PROBLEMS = (
@@ -40,37 +40,29 @@ class Call:
         mask_BT: True on real tokens, over the past and the new tokens.
         valid_BS: the new tokens' part of it; None when it is known that nothing of it is padding.
         positions_BS: int64 RoPE positions of the new tokens.
-        token_ids_BS: None if the caller passed embeddings.
-        rotary: the model's rotary embedding, where it is understood.
     """
 
     is_prefill: bool
     mask_BT: Bool[Tensor, "B T"]
     valid_BS: Bool[Tensor, "B S"] | None
     positions_BS: Int[Tensor, "B S"]
-    token_ids_BS: Int[Tensor, "B S"] | None
-    rotary: Rotary | None = None
 
 
 def read_call(
+    given: Mapping[str, Any],
     past_BT: Bool[Tensor, "B P"] | None = None,
     last_B: Int[Tensor, " B"] | None = None,
     *,
-    input_ids: Tensor | None,
-    inputs_embeds: Tensor | None,
-    attention_mask: Tensor | None,
-    position_ids: Tensor | None,
-    rotary: Rotary | None = None,
     width: int | None = None,
     reads_prompt: bool = True,
 ) -> Call:
     """Check a forward's arguments against what was seen.
 
     Args:
+        given: `input_ids` or `inputs_embeds`; `attention_mask`, 2D over past and new tokens, or None for no
+            padding; `position_ids` of the new tokens, or None to count on from what was seen, padding
+            included, as transformers does.
         past_BT, last_B: real tokens among those seen, and the position of each sequence's last; None: none.
-        attention_mask: 2D over past and new tokens, or None for no padding.
-        position_ids: of the new tokens, or None to count on from what was seen, padding included, as
-            transformers does.
         width: tokens of the whole prompt, padding included, where it is read in chunks; a sequence may begin
             after the first of them.
         reads_prompt: the call is part of the first prompt.
@@ -79,10 +71,11 @@ def read_call(
         ValueError: right padding, a mask of another width or kind or that shows earlier padding as tokens,
             positions that do not increase, another batch size.
     """
-    tokens = input_ids if input_ids is not None else inputs_embeds
+    input_ids, attention_mask, position_ids = map(given.get, ("input_ids", "attention_mask", "position_ids"))
+    name = "inputs_embeds" if input_ids is None else "input_ids"
+    tokens = given.get(name)
     if tokens is None:
         raise ValueError("the decoder got neither input_ids nor inputs_embeds.")
-    name = "input_ids" if input_ids is not None else "inputs_embeds"
     if tokens.ndim < 2 or tokens.shape[1] == 0:
         raise ValueError(
             f"{name} are {tuple(tokens.shape)}: pass [B, S], at least one token in each of B sequences."
@@ -95,10 +88,9 @@ def read_call(
             f"the cache holds {past_BT.shape[0]} sequences, but the call has {B}: use "
             "batch_repeat_interleave (beams, several returned sequences) or batch_select_indices first."
         )
-    given = attention_mask if attention_mask is None else getattr(attention_mask, "shape", attention_mask)
-    if given is not None and given != (B, seen + S):
+    if attention_mask is not None and (shape := getattr(attention_mask, "shape", ())) != (B, seen + S):
         raise ValueError(
-            f"attention_mask is {tuple(given)}, but the cache has seen {seen} tokens and {S} are new: pass "
+            f"attention_mask is {tuple(shape)}, but the cache has seen {seen} tokens and {S} are new: pass "
             f"the 2D mask [{B}, {seen + S}] over the past and the new tokens (1 = token, 0 = padding)."
         )
     if position_ids is None:
@@ -108,7 +100,7 @@ def read_call(
     positions_BS = position_ids.to(device=device, dtype=torch.int64).expand(B, S)
     if not reads_prompt and S == 1:
         mask_BT = torch.cat([past_BT, past_BT.new_ones(B, 1)], dim=1)
-        return Call(False, mask_BT, None, positions_BS, input_ids, rotary)
+        return Call(False, mask_BT, None, positions_BS)
     mask_BT, strange = torch.cat([past_BT, past_BT.new_ones(B, S)], dim=1), past_BT.new_zeros(())
     if attention_mask is not None:
         mask_BT = attention_mask.to(device=device, dtype=torch.bool)
@@ -125,7 +117,7 @@ def read_call(
     for is_there, message in zip(found, PROBLEMS, strict=True):
         if is_there:
             raise ValueError(message)
-    return Call(seen == 0, mask_BT, valid_BS if padded else None, positions_BS, input_ids, rotary)
+    return Call(seen == 0, mask_BT, valid_BS if padded else None, positions_BS)
 
 
 def _disorder(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -103,15 +103,6 @@ def check_pointed(decoder: Any) -> None:
         )
 
 
-def refuse_unasked(module: nn.Module, layer_idx: int) -> NoReturn:
-    """Refuse (ValueError) a layer whose attention module ran, and our attention function did not."""
-    raise ValueError(
-        f"layer {layer_idx} attended without transformers' registry of attention functions, to which the "
-        f"model's config points: something replaced the forward of its {type(module).__name__} "
-        f"({module.forward!r:.120}). Take it away, and reset() the cache."
-    )
-
-
 def hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """The hidden states that a layer, or its attention, is called with: by name, or in the first place."""
     return kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
@@ -137,9 +128,7 @@ class Step:
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, dense: Callable[[], Any], given: Mapping[str, Any]
     ) -> tuple[Tensor, Tensor | None]:
-        return self.engine.attention(
-            self, query, key, value, dense, scaling=given.get("scaling"), soft_cap=given.get("softcap")
-        )
+        return self.engine.attention(self, query, key, value, dense)
 
 
 class InterceptedCache(TransformersCache):
@@ -151,6 +140,7 @@ class InterceptedCache(TransformersCache):
     """
 
     engine: Any
+    state: Any
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

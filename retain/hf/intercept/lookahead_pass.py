@@ -55,7 +55,7 @@ class QueryRecorder:
     def __init__(self) -> None:
         self.asked: dict[int, Asked] = {}
 
-    def begin(self, decoder: nn.Module, given: Any, rotary: Any) -> None:
+    def begin(self, decoder: nn.Module, given: Any) -> None:
         """Nothing is to be prepared, nor finished."""
 
     def finish(self) -> None:

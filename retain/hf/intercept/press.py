@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from retain.evidence import UNITS, Evidence, Score, masked_score
 from retain.hf.model.decoder import base_model, layout_of
@@ -73,14 +73,10 @@ def press_score(model: nn.Module, press: Any, *, unit: str = "rank") -> Callable
                     "cache_position": torch.arange(keys.shape[2], device=keys.device),
                 }
                 got, want = press.score(module, hidden, keys, values, None, kwargs), (1, *keys.shape[1:3])
-                if not isinstance(got, Tensor) or got.shape != want or bool(got.isnan().any()):
-                    what = (
-                        f"{list(got.shape)}, maybe with NaN"
-                        if isinstance(got, Tensor)
-                        else type(got).__name__
-                    )
+                if got.shape != want or bool(got.isnan().any()):
                     raise ValueError(
-                        f"{name}.score returned {what} for layer {evidence.layer_idx}; wanted a tensor "
+                        f"{name}.score returned {list(got.shape)}, maybe with NaN, for layer "
+                        f"{evidence.layer_idx}; wanted a tensor "
                         f"{list(want)} without NaN: one number an entry and KV head, higher = keep."
                     )
                 limit = torch.finfo(torch.float32).max

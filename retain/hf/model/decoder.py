@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from retain.attention.rotary import Rotary
-from retain.hf.model.families import ALONE, FAMILIES, FIXED, FULL, SUPPORTED, kinds_of
+from retain.hf.model.families import ALONE, FAMILIES, FULL, SUPPORTED, kinds_of
 from retain.hf.model.layout import LayerSpec, Layout
 from retain.hf.model.projection import input_width, stored
 
@@ -86,9 +86,8 @@ def layout_of(model: nn.Module, *, on_meta: bool = False) -> Layout:
     )
     evicting = [idx for idx, kind in enumerate(kinds) if kind.name == FULL]
     specs = tuple(_spec(base, idx, layers[idx], check, on_meta) for idx in evicting)
-    return Layout(
-        specs, {idx: kinds[idx] for idx in range(len(kinds)) if idx not in evicting}, tuple(kinds), config
-    )
+    alone = {idx: kinds[idx] for idx in range(len(kinds)) if idx not in evicting}
+    return Layout(specs, alone, tuple(kinds), base)
 
 
 def _spec(base: Any, idx: int, layer: Any, check: Callable[[object, str], None], on_meta: bool) -> LayerSpec:
@@ -117,35 +116,15 @@ def _spec(base: Any, idx: int, layer: Any, check: Callable[[object, str], None],
         head_dim=D,
         hidden_size=input_width(first) or base.config.hidden_size,
         scaling=float(attention.scaling),
+        soft_cap=getattr(attention, "attn_logit_softcapping", None),
         compute_dtype=base.dtype,
     )
 
 
 def rotary_of(model: nn.Module) -> Rotary | None:
-    """The rotary embedding of a model's evicting layers.
-
-    Returns:
-        None where the model has none, where its frequencies change with the length, where layers that evict
-        turn in several ways, or in another than by halves of a head (`Family.halves`).
+    """The rotary embedding of a model's evicting layers (`Layout.rotary`).
 
     Raises:
         ValueError: unsupported architecture.
     """
-    base, layout = base_model(model), layout_of(model)
-    embedding, stated = getattr(base, "rotary_emb", None), getattr(base.config, "rope_parameters", None) or {}
-    # A module with an embedding for each kind of layer (Gemma-3) names buffers and settings by the kind.
-    by_kind = embedding is not None and not hasattr(embedding, "inv_freq")
-    if by_kind:
-        stated = stated.get(FULL) or {}
-    prefix = f"{FULL}_" if by_kind else ""
-    frequencies = getattr(embedding, f"{prefix}inv_freq", None)
-    known = FAMILIES[base.config.model_type].halves and stated.get("rope_type", "default") in FIXED
-    if (
-        not known
-        or (by_kind and not layout.alone)
-        or frequencies is None
-        or frequencies.device.type == "meta"
-    ):
-        return None
-    scaling = float(getattr(embedding, f"{prefix}attention_scaling", 1.0))
-    return Rotary(frequencies.detach().float().clone(), scaling)
+    return layout_of(model).rotary

@@ -40,7 +40,7 @@ def fingerprint(model: nn.Module) -> dict[str, str | int]:
             offloaded, or never loaded.
     """
     base, layout = base_model(model), layout_of(model)
-    specs, config = layout.evicting, layout.config
+    specs, config = layout.evicting, base.config
     dims: dict[str, str | int] = {
         "model_type": config.model_type,
         "num_layers": len(specs),

@@ -13,8 +13,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from retain.attention.rotary import Rotary
 from retain.evidence import Evidence
-from retain.hf.model.families import Family, Kind
+from retain.hf.model.families import FAMILIES, FIXED, FULL, Family, Kind
 from retain.hf.model.projection import dense_weight, plain_weight, stored
 
 
@@ -26,6 +27,7 @@ class LayerSpec:
         family: what the attention module calls its parts.
         hidden_size: E, width of the attention input (and output).
         scaling: factor on the attention logits.
+        soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`; None: they stay.
         compute_dtype: precision in which a quantised weight is made dense.
     """
 
@@ -37,6 +39,7 @@ class LayerSpec:
     head_dim: int
     hidden_size: int
     scaling: float
+    soft_cap: float | None
     compute_dtype: torch.dtype
 
     @property
@@ -72,13 +75,10 @@ class LayerSpec:
         sinks = None if self.family.sinks is None else getattr(self.module, self.family.sinks)
         return None if sinks is None else sinks.detach()
 
-    def evidence(
-        self, *, scaling: float | None, soft_cap: float | None, output: bool = True, **shown: Any
-    ) -> Evidence:
+    def evidence(self, *, output: bool = True, **shown: Any) -> Evidence:
         """Evidence of this layer.
 
         Args:
-            scaling, soft_cap: as its attention was called; None: the layer's, and no cap.
             output: whether the output projection is looked at; else it is NaN without memory, since to make
                 it may cost a matrix.
             **shown: the other fields.
@@ -88,8 +88,8 @@ class LayerSpec:
         return Evidence(
             layer_idx=self.layer_idx,
             output_weight_QDE=self.output_weight_QDE if output else unread_QDE,
-            scaling=self.scaling if scaling is None else scaling,
-            soft_cap=soft_cap,
+            scaling=self.scaling,
+            soft_cap=self.soft_cap,
             sinks_Q=self.sinks_Q,
             **shown,
         )
@@ -112,22 +112,45 @@ class Layout:
 
     Args:
         kinds: of all layers, in order.
-        config: of the decoder.
+        base: the decoder.
     """
 
     evicting: tuple[LayerSpec, ...]
     alone: dict[int, Kind]
     kinds: tuple[Kind, ...]
-    config: Any = field(repr=False)
+    base: Any = field(repr=False)
 
     def blank_layers(self) -> list[Any]:
         """New cache layers of transformers, one a layer; those of layers left alone are used."""
-        return DynamicCache(config=self.config).layers if self.alone else []
+        return DynamicCache(config=self.base.config).layers if self.alone else []
 
     @cached_property
     def spec_of(self) -> dict[int, LayerSpec]:
         """Layers that evict, by their index."""
         return {spec.layer_idx: spec for spec in self.evicting}
+
+    @cached_property
+    def rotary(self) -> Rotary | None:
+        """The rotary embedding of the evicting layers, looked at once; None where the model has none, where
+        its frequencies change with the length, where layers turn in several ways, or in another than by
+        halves of a head (`Family.halves`)."""
+        config = self.base.config
+        embedding, stated = (
+            getattr(self.base, "rotary_emb", None),
+            getattr(config, "rope_parameters", None) or {},
+        )
+        # A module with an embedding for each kind of layer (Gemma-3) names buffers and settings by the kind.
+        by_kind = embedding is not None and not hasattr(embedding, "inv_freq")
+        if by_kind:
+            stated = stated.get(FULL) or {}
+        prefix = f"{FULL}_" if by_kind else ""
+        frequencies = getattr(embedding, f"{prefix}inv_freq", None)
+        known = FAMILIES[config.model_type].halves and stated.get("rope_type", "default") in FIXED
+        known = known and (bool(self.alone) or not by_kind)
+        if not known or frequencies is None or frequencies.device.type == "meta":
+            return None
+        scaling = float(getattr(embedding, f"{prefix}attention_scaling", 1.0))
+        return Rotary(frequencies.detach().float().clone(), scaling)
 
     @cached_property
     def num_kv_heads(self) -> int:

@@ -1,7 +1,6 @@
 """Handles the cache layers that are left to transformers: a sliding window or a recurrent state.
 
-transformers decides what such a layer is and how it is updated; here are its bytes, and its tensors for a
-file.
+transformers decides what such a layer is and how it is updated; here are its tensors.
 """
 
 import copy
@@ -36,17 +35,6 @@ def _put(layer: Any, name: str, tensor: Tensor) -> None:
         setattr(layer, attribute, tensor)
 
 
-def held_bytes(layer: Any) -> int:
-    """Bytes of the entries and states that a layer holds."""
-    return sum(tensor.nbytes for tensor in tensors_of(layer).values())
-
-
-def allocated_bytes(layer: Any) -> int:
-    """Bytes of the storages behind them; views of one storage count once."""
-    storages = [tensor.untyped_storage() for tensor in tensors_of(layer).values()]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
 def trim_(layer: Any) -> None:
     """Free what a layer's storages hold beyond its entries: transformers keeps the last as a view of all."""
     for name, tensor in tensors_of(layer).items():
@@ -65,28 +53,15 @@ def concat(layers: list[Any]) -> Any:
 
 def state(layer: Any) -> dict[str, Tensor]:
     """Returns a layer's tensors for saving, and `cumulative_length` where it counts tokens."""
-    saved = {name: tensor.contiguous() for name, tensor in tensors_of(layer).items()}
+    saved = tensors_of(layer)
     if saved and hasattr(layer, COUNT):
         saved[COUNT] = torch.tensor(int(getattr(layer, COUNT)))
     return saved
 
 
 def load_state(layer: Any, saved: Mapping[str, Tensor]) -> None:
-    """Fill an empty layer with what `state` gave, on the device that the tensors are on.
-
-    Raises:
-        ValueError: tensors that this kind of layer does not hold, or some that it needs and are missing.
-    """
-    if not saved:
-        return
-    names = {name.partition(".")[0] for name in saved}
-    known = {*TENSORS, COUNT} if hasattr(layer, COUNT) else {*STATES}
-    if names - known or (COUNT in known and known - names):
-        raise ValueError(
-            f"the state saved for a {type(layer).__name__} holds {sorted(names)}, and such a layer holds "
-            f"{sorted(known)}: it was saved from another model, or by another version of transformers."
-        )
-    if COUNT in known:
+    """Fill an empty layer of the same kind with what `state` gave, on the device that the tensors are on."""
+    if COUNT in saved:
         layer.lazy_initialization(saved["keys"], saved["values"])
         setattr(layer, COUNT, int(saved[COUNT]))
     for name, tensor in saved.items():

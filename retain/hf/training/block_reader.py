@@ -59,7 +59,7 @@ def _cut(row: Evidence, entries: Sequence[slice], queries: slice) -> Evidence:
         parts = [row.narrow(dim, run.start, run.stop - run.start) for run in entries]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
-    names = ("positions_BT", "valid_BT", "hidden_BTE", "token_ids_BT", "stream_BTE")
+    names = ("positions_BT", "valid_BT", "hidden_BTE", "stream_BTE")
     found = {name: getattr(row, name) for name in names}
     by_token: dict[str, Any] = {name: None if one is None else of(one, 1) for name, one in found.items()}
     return replace(
@@ -126,7 +126,7 @@ def forward_of(layout: Layout) -> Literal["row", "text", "branch"]:
     rotary embedding looks at the length; or a text and its only branch, where layers are recurrent."""
     if any(kind.name not in (FULL, SLIDING) for kind in layout.kinds):
         return "branch"
-    kind = str((getattr(layout.config, "rope_parameters", None) or {}).get("rope_type", "default"))
+    kind = str((getattr(layout.base.config, "rope_parameters", None) or {}).get("rope_type", "default"))
     return "row" if kind in FIXED else "text"
 
 
@@ -180,22 +180,19 @@ class _Reader:
                 ids += part
                 positions += range(first, first + len(part))
         device = self.base.get_input_embeddings().weight.device
-        self.token_ids, self.positions = (torch.tensor([row], device=device) for row in (ids, positions))
-        self.base(input_ids=self.token_ids, position_ids=self.positions, use_cache=False)
+        ids_1T, self.positions = (torch.tensor([row], device=device) for row in (ids, positions))
+        self.base(input_ids=ids_1T, position_ids=self.positions, use_cache=False)
 
-    def show(self, idx: int, query: Tensor, key: Tensor, value: Tensor, given: Mapping[str, Any]) -> None:
+    def show(self, idx: int, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Hand a layer's evidence to the visitor."""
         positions_BT = self.positions.to(key.device)
         row = self.layout.spec_of[idx].evidence(
-            scaling=given["scaling"],
-            soft_cap=given.get("softcap"),
             queries_BQSD=query,
             keys_BHTD=key,
             values_BHTD=value,
             positions_BT=positions_BT,
             valid_BT=torch.ones_like(positions_BT, dtype=torch.bool),
             hidden_BTE=self.hidden,
-            token_ids_BT=self.token_ids.to(key.device),
             rotary=self.rotary,
             stream_BTE=self.stream,
         )
@@ -222,7 +219,7 @@ class _Step:
         # A rotation in float32 leaves queries and keys wider than values.
         query, key = query.to(value.dtype), key.to(value.dtype)
         if idx in reader.layout.spec_of:
-            reader.show(idx, query, key, value, given)
+            reader.show(idx, query, key, value)
         attend = partial(
             causal_attention,
             scaling=given["scaling"],

@@ -150,7 +150,7 @@ class SoftGated(nn.Module):
         check_pointed(self._frozen[1])
         shown: dict[str, Any] = {name: given.get(name) for name in ("inputs_embeds", "position_ids")}
         shown |= {"input_ids": input_ids, "attention_mask": attention_mask}
-        step = _Step(self, read_call(**shown), ungated_BT, {})
+        step = _Step(self, read_call(shown), ungated_BT, {})
         with masks_unmade(self._masks):
             output = self._frozen[0](**{**given, **shown, "use_cache": False, STEP: step})
         return output, step.log_gates
@@ -187,8 +187,7 @@ class _Step:
         spec, ages, call = self.spec, self.gated.gates.ages, self.call
         if spec is None:
             return dense()
-        scaling, soft_cap = given.get("scaling"), given.get("softcap")
-        log_gate_BHT = self.log_gate(spec, query, key, value, soft_cap)
+        log_gate_BHT = self.log_gate(spec, query, key, value)
         # As autocast would multiply: a rotation in float32 leaves queries and keys wider than values.
         dtype, kind = value.dtype, query.device.type
         if torch.is_autocast_enabled(kind) and dtype != torch.float64:
@@ -200,24 +199,20 @@ class _Step:
             value.to(dtype),
             None if ages else log_gate_BHT,
             log_gate_BHT if ages else None,
-            scaling=spec.scaling if scaling is None else scaling,
+            scaling=spec.scaling,
             protected=self.gated.protected,
-            exists_BT=None if call.valid_BS is None else call.mask_BT.to(query.device),
-            soft_cap=soft_cap,
+            pads_B=None if call.valid_BS is None else (~call.mask_BT).sum(-1).to(query.device),
+            soft_cap=spec.soft_cap,
             sinks_Q=spec.sinks_Q,
         )
         return out.transpose(1, 2).contiguous(), None
 
-    def log_gate(
-        self, spec: LayerSpec, query: Tensor, key: Tensor, value: Tensor, soft_cap: float | None
-    ) -> Tensor:
+    def log_gate(self, spec: LayerSpec, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Log-gates of a layer, from the inputs of its gate."""
         call, device, gate = self.call, query.device, self.gated.gates[spec.layer_idx]
         if gate.device != device:
             gate.to(device)  # in place: the optimiser's parameters stay the same ones
         evidence = spec.evidence(
-            scaling=None,
-            soft_cap=soft_cap,
             output=False,  # no gate looks at it, and of a quantised model it would be made anew
             queries_BQSD=query,
             keys_BHTD=key,
@@ -225,7 +220,6 @@ class _Step:
             positions_BT=call.positions_BS.to(device),
             valid_BT=call.mask_BT.to(device),
             hidden_BTE=self.hidden_BTE,
-            token_ids_BT=None if call.token_ids_BS is None else call.token_ids_BS.to(device),
             rotary=self.gated.rotary,
             stream_BTE=self.stream_BTE,
         )

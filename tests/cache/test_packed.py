@@ -6,23 +6,62 @@ import pytest
 import torch
 
 from retain.cache.attend import attend_store
-from retain.cache.layer_store import Store, stacked
-from retain.cache.precision import Precision
-from retain.cache.store import LOG_WEIGHT, RaggedStore
-from tests.cache.test_packed_store import naive, naive_bytes
+from retain.cache.layout import bytes_of
+from retain.cache.precision import GROUPS, Precision
+from retain.cache.store import LOG_WEIGHT, RaggedStore, stacked
 from tests.close import assert_close
 from tests.refused import refused
 
-H, G, D, V, TOKENS = 2, 2, 8, 8, 4000
+# Entries are wider than the channels that share a scale of values.
+H, G, D, V, TOKENS = 2, 2, 40, 40, 4000
 PRECISIONS = {"plain": None, "8 bits": 8, "4 bits": 4, "2 bits": 2}
 every_precision = pytest.mark.parametrize("name", PRECISIONS)
 KEYS = torch.randn(TOKENS, D, generator=torch.Generator().manual_seed(1))
+KEYS[:, 1] *= 20  # a channel of outliers, and one that is constant
+KEYS[:, 2] = 0.75
 VALUES = torch.randn(TOKENS, V, generator=torch.Generator().manual_seed(2)) + 1
 SCORE = torch.arange(TOKENS).float()
 
 
 def precision_of(name):
     return None if PRECISIONS[name] is None else Precision(PRECISIONS[name], recent=3)
+
+
+def naive_codes(xs, bits):
+    """Numbers of a group after coding."""
+    most, least = max(xs), min(xs)
+    least16 = float(torch.tensor(least, dtype=torch.float64).half())
+    step16 = float(torch.tensor((most - least16) / (2**bits - 1), dtype=torch.float64).half())
+    if step16 <= 0:
+        return [least16] * len(xs)
+    codes = [min(max(round((x - least16) / step16), 0), 2**bits - 1) for x in xs]
+    return [least16 + step16 * code for code in codes]
+
+
+def naive(form, keys, values):
+    """Keys and values that entries of one row stand for, number by number, 32 to a scale."""
+    keys_out, values_out = keys.tolist(), values.tolist()
+    for first in range(0, len(keys_out), 32):
+        group = keys_out[first : first + 32]
+        for c in range(D):
+            for entry, x in zip(group, naive_codes([entry[c] for entry in group], form.bits), strict=True):
+                entry[c] = x
+    for value in values_out:
+        for c in range(0, form.value_dim, 32):
+            value[c : c + 32] = naive_codes(value[c : c + 32], form.bits)
+    return torch.tensor(keys_out), torch.tensor(values_out)
+
+
+def naive_bytes(store):
+    """Bytes of what attention reads: codes, scales of values and the number of a group, entry by entry, and
+    the scales of each group."""
+    form = store.codec
+    entry = (
+        form.head_dim * form.bits // 8 + form.value_dim * form.bits // 8 + 4 * -(-form.value_dim // 32) + 4
+    )
+    entry += 4 if LOG_WEIGHT in store.side else 0
+    groups = len(set(store.columns[GROUPS][store.index_N()].tolist()))
+    return store.entries_held * entry + groups * 2 * 2 * form.head_dim
 
 
 class Life:
@@ -37,8 +76,8 @@ class Life:
         keep[1, 0, 2:] = False  # less than the recent
         positions = torch.arange(num).expand(batch, num)
         side = {"score": SCORE[tokens]}
-        plain = RaggedStore.from_dense(KEYS[tokens], VALUES[tokens], positions, keep, 5, side)
-        self.store = Store(plain, self.precision)
+        self.store = RaggedStore.from_dense(KEYS[tokens], VALUES[tokens], positions, keep, 5, side)
+        self.store.precision = self.precision
         self.rows = [
             [[int(tokens[b, h, t]), t, None, None] for t in range(num) if keep[b, h, t]]
             for b in range(batch)
@@ -56,7 +95,7 @@ class Life:
         valid = torch.rand(batch, num, generator=self.draw) < (0.6 if padded else 2.0)
         positions = torch.tensor(self.seen)[:, None] + valid.cumsum(-1) - 1
         new = KEYS[tokens], VALUES[tokens], positions, valid if padded else None
-        seen_RS = self.store.plain.append_(*new)
+        seen_RS = self.store.append_(*new)
         self.store.set_side_("score", SCORE[tokens], valid)
         for row, held in enumerate(self.rows):
             b, h = divmod(row, H)
@@ -76,8 +115,8 @@ class Life:
             if not packed:
                 continue
             tokens = [entry[0] for entry in packed]
-            made = naive(self.store.packed.codec, KEYS[tokens], VALUES[tokens], [len(packed)])
-            for entry, key, value in zip(packed, *made[:2], strict=True):
+            made = naive(self.store.packed.codec, KEYS[tokens], VALUES[tokens])
+            for entry, key, value in zip(packed, *made, strict=True):
                 entry[2:] = key, value
 
     def order(self):
@@ -91,9 +130,9 @@ class Life:
         ]
 
     def evict(self, share, in_place):
-        order = self.order()
+        order = [(row, number) for row, number in self.order() if self.rows[row][number][2] is None]
         keep_N = torch.rand(len(order), generator=self.draw) < share
-        self.store.evict_(keep_N, in_place=in_place)
+        (self.store.compact_ if in_place else self.store.filter_)(keep_N)
         removed = {pair for pair, keep in zip(order, keep_N.tolist(), strict=True) if not keep}
         self.rows = [
             [entry for number, entry in enumerate(each) if (row, number) not in removed]
@@ -117,25 +156,17 @@ class Life:
         mask = torch.tensor(plain, dtype=torch.bool)
         assert torch.equal(keys[mask], wanted[0][mask])
         assert positions.tolist() == [entry[1] for entry in entries]
-        assert rows.tolist() == [row for row, _ in order] == self.store.rows_N().tolist()
+        assert rows.tolist() == [row for row, _ in order]
         assert self.store.lengths_BH.flatten().tolist() == [len(each) for each in self.rows]
-        score = self.store.side["score"][self.store.index_N()]
+        score = torch.cat([part.side["score"][part.index_N()] for part in self.store.parts])
         assert torch.equal(score, SCORE[[entry[0] for entry in entries]])
         plain_bytes = sum(plain) * (D + V) * 4
         packed_bytes = 0 if self.store.packed is None else naive_bytes(self.store.packed)
         assert self.store.bytes_held == plain_bytes + packed_bytes <= self.store.bytes_allocated
         assert self.store.entries_held == len(entries)
-        assert self.store.bytes_allocated == storages(self.store)
+        held = [tensor for part in self.store.parts for tensor in part.storages()]
+        assert self.store.bytes_allocated == bytes_of(held)
         assert self.store.packed is None or self.store.packed.entries_held
-
-
-def storages(store):
-    """Bytes of all storages behind a store, each counted once."""
-    held = [] if store.packed is None else [store.packed.key_scales_G2D]
-    for part in store.parts:
-        held += [part.offsets_R1, part.lengths_R, *part.pages.tables()]
-        held += part.columns.values()
-    return sum({each.data_ptr(): each.untyped_storage().nbytes() for each in held if each.numel()}.values())
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -191,9 +222,10 @@ def test_attention_is_one_softmax_over_all_entries(name, how):
     queries = torch.randn(2, H * G, S, D, generator=draw)
     sinks = torch.randn(H * G, generator=draw) if "sinks" in how else None
     if "log_weight" in how:
-        store.write_side_(LOG_WEIGHT, torch.rand(store.entries_held, generator=draw) * 2)
+        for part in store.parts:
+            part.write_side_(LOG_WEIGHT, torch.rand(len(part.index_N()), generator=draw) * 2)
     at = torch.tensor(life.seen)[:, None] + torch.arange(-S, 0)
-    seen_RS = store.plain.lengths_R[:, None] + torch.tensor([-1, 0], dtype=torch.int32)
+    seen_RS = store.lengths_R[:, None] + torch.tensor([-1, 0], dtype=torch.int32)
     seen_RS[2:, 0] = 0  # padding in the second sequence
     out = attend_store(
         store,
@@ -204,8 +236,9 @@ def test_attention_is_one_softmax_over_all_entries(name, how):
         soft_cap=how.get("soft_cap"),
     )
     keys, values, positions, rows = store.flat()
-    weight = store.log_weight_C
-    added = torch.zeros(len(keys)) if weight is None else weight[store.index_N()]
+    added = torch.zeros(len(keys))
+    if "log_weight" in how:
+        added = torch.cat([part.log_weight_C[part.index_N()] for part in store.parts])
     for b, q, s in [(b, q, s) for b in range(2) for q in range(H * G) for s in range(S)]:
         each = (rows == b * H + q // G) & (positions <= at[b, s])
         if int(seen_RS[b * H + q // G, s]) == 0:
@@ -224,10 +257,10 @@ def test_stores_packed_or_not_are_stacked(name):
     one, two, three = Life(name, 1), Life(name, 2, num=20), Life("8 bits", 3)
     one.pack()
     two.pack()
-    four = Store(Life("8 bits", 4).store.plain)
+    four = Life("plain", 4).store
     stores = [one.store, two.store, three.store, four]
     parts = [store.flat() for store in stores]
-    whole = stacked(stores)
+    whole = stacked(stores, 5)
     order = whole.flat()[3].argsort(stable=True)
     starts = [0, 2 * H, 4 * H, 6 * H]
     each = [torch.cat(sides) for sides in zip(*((*part[:3], part[3] + start) for part, start in
@@ -236,9 +269,9 @@ def test_stores_packed_or_not_are_stacked(name):
     for got, want in zip(whole.flat(), each, strict=True):
         assert torch.equal(got[order], want[wanted])
     assert torch.equal(whole.lengths_BH, torch.cat([store.lengths_BH for store in stores]))
-    assert stacked([three.store, four]).packed is None
+    assert stacked([three.store, four], 5).packed is None
     # The stack shares nothing with its parts.
-    whole.evict_(torch.arange(whole.entries_held) % 2 == 0, in_place=True)
+    whole.compact_(torch.arange(len(whole.index_N())) % 2 == 0)
     for store, part in zip(stores, parts, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(store.flat(), part, strict=True))
 
@@ -247,7 +280,7 @@ def test_numbers_that_do_not_fit_leave_all_as_it_was():
     life = Life("4 bits", 1)
     life.pack()
     life.append(8)
-    life.store.plain.values_CD[life.store.plain.index_N()[0], 2] = 1e5
+    life.store.values_CD[life.store.index_N()[0], 2] = 1e5
     before, packed = life.store.flat(), life.store.packed
     refused("float16, up to 65504", life.store.pack_)
     assert all(torch.equal(a, b) for a, b in zip(life.store.flat(), before, strict=True))
