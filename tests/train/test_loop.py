@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from retain.gates import GateSet, build_gates
+from retain.kernels.attention_stats import reference as stats
 from retain.train.data.branches import readings_of
 from retain.train.data.corpus import Corpus, load_corpus
 from retain.train.data.document import Document
@@ -155,14 +156,16 @@ def test_a_layer_of_which_nothing_is_reached_is_refused() -> None:
 
 
 @pytest.mark.parametrize("source", ["repeat", "continuation"])
-def test_memory_of_training_is_linear_and_does_not_grow_with_the_layers(source: str) -> None:
+def test_memory_of_training_is_linear_and_does_not_grow_with_the_layers(
+    source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """From documents to gradients, with a branch for every few tokens, and the layer's output in the loss."""
+    for name, floats in (("_BLOCK", 2**13), ("_LARGEST_BLOCK", 2**14), ("_ROWS", 1)):
+        monkeypatch.setattr(stats, name, floats)  # blocks that short documents fill too
     size = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
     loss = LossSettings(terms={"mse": 1.0, "layer_output": 1.0}, output_queries=16)
     settings: dict[str, Any] = {"sources": {"own": 1.0, source: 1.0}, "aggregate": "max"}
-    target = TargetSettings(
-        **settings, repeat_chunk=128, continuation_tokens=2, chunk=16, weight="value_norm"
-    )
+    target = TargetSettings(**settings, repeat_chunk=128, continuation_tokens=2, weight="value_norm")
 
     def peak(tokens: int, layers: int) -> int:
         model = tiny_model("llama", max_position_embeddings=32768, num_hidden_layers=layers, **size)

@@ -54,7 +54,7 @@ def test_the_default_recipe_is_future_risk_of_context_and_appendix(
     family: str, sources: tuple[str, ...]
 ) -> None:
     """Equal numbers, whatever else is in the row."""
-    settings = TargetSettings(sources=dict.fromkeys(sources, 1.0), horizon=16, chunk=13)
+    settings = TargetSettings(sources=dict.fromkeys(sources, 1.0), horizon=16)
     found, model = targets(family, settings), tiny_model(family)
     for row, reading in enumerate(READINGS):
         document = reading.document
