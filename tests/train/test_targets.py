@@ -16,11 +16,7 @@ from retain.hf.intercept.observe import observe
 from retain.train.data.document import Branch, Document, Reading
 from retain.train.local_stage import LayerLocal
 from retain.train.objectives.case import LossSettings
-from retain.train.objectives.targets import (
-    TargetSettings,
-    check_targets,
-    layer_target,
-)
+from retain.train.objectives.targets import TargetSettings, check_targets, layer_target
 from retain.train.recipe import check
 from retain.train.teacher import Frozen, View, walk
 from tests.naive import naive_overlap
@@ -85,8 +81,7 @@ def test_the_default_recipe_is_the_risk_of_context_and_appendix(
 def test_settings_reach_the_definition(aggregate: str, weight: str) -> None:
     sources = {"own": 0.5, "repeat": 2.0, "appendix": 1.0}
     settings = build(
-        {"sources": sources, "aggregate": aggregate, "weight": weight, "horizon": 7},
-        TargetSettings,
+        {"sources": sources, "aggregate": aggregate, "weight": weight, "horizon": 7}, TargetSettings
     )
 
     def see(views: list[View]) -> None:
@@ -138,7 +133,7 @@ def test_settings_that_mean_nothing_are_refused_together() -> None:
     check_targets(TargetSettings())
     refused("sources is empty", check_targets, TargetSettings(sources={}))
     with pytest.raises(
-        ValueError, match="'repeats': did you mean 'repeat'.*'owne': did you mean 'own'.*[^.][.]$"
+        ValueError, match="'repeats' .did you mean 'repeat'.*'owne' .did you mean 'own'.*[^.][.]$"
     ):
         check_targets(TargetSettings(sources={"repeats": 1.0, "owne": 1.0}))
 
