@@ -20,8 +20,9 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from retain.kernels.build import OPS
+
 ROOT = Path(__file__).resolve().parents[1]
-OPS = ("decode_step", "ragged_attention", "attention_stats", "gated_attention")
 LARGE = (
     "-m retain.eval.speed --shape 32,4096,32,8,14336 --tokens 32768 --dtype bfloat16 "
     "--device cuda --rounds 3 --steps 32 --keep-ratio 0.2 --policies snapkv,merge"

@@ -42,7 +42,8 @@ defensivekv.code layer_defensivekv.code -> observed_settings.norm=head_share, th
 head_classes head_importance -> allocation.weights, JSON of a number a head
 query_centres -> a .pt file of statistics from TriAttention's own code
 head_threshold -> python -m retain.eval.head_weights, by which half of the heads retrieve
-h2o.chunk lru.chunk vatp.chunk keyformer.chunk lazy_eviction.chunk -> leave it out: it changed no result
+h2o.chunk lru.chunk vatp.chunk keyformer.chunk lazy_eviction.chunk target.chunk
+    -> leave it out: it changed no result
 cake.variance -> leave it out: the paper's, over queries
 snapkv.order cake.order vatp.order snapkv.aggregate defensive.aggregate defensive.value_norm_place
     critical.norm vatp.pool vatp.pool_size observed_risk.pool observed_risk.pool_size keydiff.anchor
