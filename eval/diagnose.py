@@ -203,35 +203,31 @@ def summarise(readings: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str,
 
 
 def documents_of(given: argparse.Namespace, model: Any, tokenizer: Any) -> list[Encoded]:
-    """The documents that the command line asks for. ValueError: an unknown task, or a text that cannot be
-    read or is too short."""
-    if given.steps < 1:
-        raise ValueError(f"steps is at least 1, got {given.steps}.")
+    """The documents that the command line asks for: rows of a task, or pieces spread over all of a text, none
+    overlapping, each with the tokens that open a text.
+
+    The first token behind a piece's context is read and not measured: it is predicted before the eviction,
+    and would count as unharmed. ValueError: an unknown task, or a text that cannot be read or is too short.
+    """
+    at, steps, count = given.context_tokens, given.steps, given.documents
+    if steps < 1:
+        raise ValueError(f"steps is at least 1, got {steps}.")
     if given.task is not None:
-        how = {"context_tokens": given.context_tokens, "items": given.documents}
-        rows = [encode(row, tokenizer, model) for row in load_rows(given.task, tokenizer, **how)]
-        return [replace(row, answer_ids=row.answer_ids[: given.steps]) for row in rows]
+        rows = load_rows(given.task, tokenizer, context_tokens=at, items=count)
+        encoded = (encode(row, tokenizer, model) for row in rows)
+        return [replace(one, answer_ids=one.answer_ids[:steps]) for one in encoded]
     try:
         text = Path(given.text).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--text {given.text} cannot be read: {error}. Pass a file in UTF-8.") from error
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return cut(ids, opening_ids(tokenizer), given.context_tokens, given.steps, given.documents)
-
-
-def cut(
-    ids: Sequence[int], opening: Sequence[int], context_tokens: int, steps: int, documents: int
-) -> list[Encoded]:
-    """Documents spread over all of a text, none overlapping; each context begins with `opening`. The first
-    token behind a context is read and not measured: it is predicted before the eviction, and would count as
-    unharmed. ValueError: numbers below 1, or a text that is too short."""
-    at, size = context_tokens, context_tokens - len(opening) + 1 + steps
-    if documents < 1 or at <= len(opening) or len(ids) < documents * size:
+    ids, opening = tokenizer(text, add_special_tokens=False)["input_ids"], opening_ids(tokenizer)
+    size = at - len(opening) + 1 + steps
+    if count < 1 or at <= len(opening) or len(ids) < count * size:
         raise ValueError(
-            f"{len(ids)} tokens cannot be cut into {documents} documents of {at} tokens ({len(opening)} "
+            f"{len(ids)} tokens cannot be cut into {count} documents of {at} tokens ({len(opening)} "
             f"of them special) and {1 + steps} behind: pass a longer text, or ask for fewer or shorter ones."
         )
-    starts = [number * (len(ids) // documents) for number in range(documents)]
+    starts = [number * (len(ids) // count) for number in range(count)]
     pieces = [(*opening, *ids[start : start + size]) for start in starts]
     return [Encoded(piece[:at], piece[at : at + 1], piece[at + 1 :], ()) for piece in pieces]
 
