@@ -95,6 +95,10 @@ study claims fused-claims inspect -> retain compare, and its report
 infinitebench longproc -> lm-eval's tasks of that name, docs/lm_eval.md
 mathematics gsm8k aime -> lm-eval's gsm8k, hendrycks_math500 and aime, docs/lm_eval.md
 longmemeval chains -> facts, ruler or rows of your own, CONTRIBUTING.md
+context_marker -> retain compare with question=[unknown], on a file or hub data set
+ruler_like -> facts, or RULER as published: hub:simonjegou/ruler
+longbench_e -> longbench, or lm-eval's longbench_e
+reference_probes -> reference/multikey, which python -m retain.eval.head_weights asks
 reference_shift -> tasks=[facts] with a text of your own
 multi_turn -> rows that share a context_id
 thinking -> nothing in its place: thoughts are switched off, and what is thought is not scored

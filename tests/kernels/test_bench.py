@@ -128,7 +128,7 @@ def test_a_failure_stops_no_other_and_the_same_command_goes_on(steps, tmp_path, 
     out = tmp_path / "out"
     assert gpu.main(["--out", str(out)]) == 1
     (out / "speed-32k.json").write_text(
-        '{"rows": [{"policy": "plain"}, {"policy": "merge", "ttft_over_plain": {"median": 1.2}}]}'
+        '{"rows": [{"policy": "plain"}, {"policy": "merge", "ttft_over_plain": 1.2}]}'
     )
     summary = (out / "summary.md").read_text()
     rows = {line.split(" | ")[0][2:]: line for line in summary.splitlines() if line.startswith("| ")}
