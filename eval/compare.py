@@ -40,7 +40,7 @@ from tqdm import tqdm
 import retain
 from retain.config import to_mapping
 from retain.eval.report.render import write_report
-from retain.eval.run.checks import load_checked
+from retain.eval.run.checks import load_checked, refuse_stated
 from retain.eval.run.measure import measure
 from retain.eval.run.memory import check_equal_bytes
 from retain.eval.run.plan import Context, Loaded, Unit, task_settings, units_of
@@ -186,7 +186,7 @@ def measure_all(config: CompareConfig, loaded: Loaded, units: Sequence[Unit], pr
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parses the command line, runs, and prints the answer."""
     typed = [*(sys.argv[1:] if arguments is None else arguments)]
-    config = config_of(compare_parser().parse_args(typed))
+    config = config_of(compare_parser().parse_args(typed), refuse_stated)
     goes_on = "Lines that are written stay: the same command goes on where it was."
     with launched() as processes, disk_errors(config.folder, key="results", goes_on=lambda: goes_on):
         report = compare(config, processes, typed=shlex.join(["python", "-m", MODULE, *typed]))

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -22,7 +23,6 @@ from retain.attention.head_weights import read_weights
 from retain.budget.statement import Budget
 from retain.config import Count, Many, ProperShare, Whole, key_help, load, meanings_of
 from retain.presets import Policy, load_policy
-from retain.scores.trial import FILES
 
 When = Literal["prefill", "chunk", "decode", "prefill+decode", "chunk+decode"]
 Question = Literal["unknown", "known"]
@@ -180,9 +180,8 @@ def policy_settings(policy: Policy) -> dict[str, Any]:
     settings = asdict(replace(policy, paper="", evaluated="any", variants={}))
     if (path := policy.weights) is not None:
         settings["allocation"]["weights"] = {str(layer): [*row] for layer, row in read_weights(path).items()}
-    for name in FILES:
-        if (path := settings["observed_settings"].get(name)) is not None:
-            settings["observed_settings"][name] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    if (path := settings["observed_settings"].get("centres")) is not None:
+        settings["observed_settings"]["centres"] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
     return settings
 
 
@@ -266,7 +265,7 @@ def compare_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def config_of(given: argparse.Namespace) -> CompareConfig:
+def config_of(given: argparse.Namespace, check: Callable[[Any], object] | None = None) -> CompareConfig:
     """The config that a command line asks for; a ValueError with everything that does not fit."""
     models = [word for word in given.words if "=" not in word]
     if len(models) > 1:
@@ -282,4 +281,4 @@ def config_of(given: argparse.Namespace) -> CompareConfig:
     path = given.config
     if path is not None and (CONFIGS / f"{path}.yaml").is_file():
         path = CONFIGS / f"{path}.yaml"
-    return load(path, CompareConfig, changes)
+    return load(path, CompareConfig, changes, check=check)

@@ -272,7 +272,7 @@ def trial(device: str) -> Finding:
     from retain.reference import load_model
 
     try:
-        model = load_model(0).to(device)
+        model = load_model().to(device)
         retain.attach(model)
         begin = time.perf_counter()
         cache = retain.Cache(model, policy="defensivekv", keep_ratio=0.2)

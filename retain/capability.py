@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from retain.budget.statement import Budget
+from retain.gates import GateSet
 from retain.policy import check_budget
 from retain.presets import Policy
-from retain.scores import SCORES
-from retain.scores.trial import try_settings
 
 Use = Literal["chunks", "again", "bytes", "bits", "merge", "unknown_rope", "vllm"]
 USES: dict[Use, str] = {
@@ -107,9 +106,9 @@ TABLE = (
     ),
     Row(
         "score",
-        ("vllm",),
-        "it reads frequencies of RoPE, and the engine shows tables alone: take 'keydiff'",
-        lambda score: "rotary" in score.reads and "queries" not in score.reads,
+        ("unknown_rope",),
+        "it turns queries back to before RoPE: take a score that needs none, such as 'snapkv'",
+        lambda score: "rotary" in score.reads,
     ),
     Row("merge", ("vllm",), "packing does not change values yet: set correction=null"),
     Row("bits", ("vllm",), "the engine holds entries in its own types: set precision=null"),
@@ -123,30 +122,28 @@ TABLE = (
 )
 
 
-def methods_of(policy: Policy, gates: Any = None, scorer: Any = None) -> Iterator[Method]:
+def methods_of(policy: Policy, gates: GateSet | None = None, scorer: Any = None) -> Iterator[Method]:
     """The methods that a policy is made of.
 
     Args:
-        gates: of a learned policy: a `GateSet`, or what scores in its place; None: not loaded yet.
+        gates: of a learned policy; None: not loaded yet.
         scorer: a function that stands in for the policy's observed score.
     """
     if scorer is not None:
         yield Method("scorer", "a scorer of your own")
     elif policy.observed is not None:
-        needs = SCORES[policy.observed].needs_with(policy.observed_settings)
-        yield Method("score", f"score {policy.observed!r}", needs)
+        yield Method("score", f"score {policy.observed!r}", policy.needs)
     if policy.learned and gates is not None:
-        # A control that stands in for gates may declare nothing: it is shown the attention input.
-        inputs, contextual = getattr(gates, "inputs", ("hidden",)), getattr(gates, "contextual", False)
-        name = f"gates of family {getattr(gates, 'family', 'none')!r}"
-        yield Method("gates", name, frozenset(inputs), contextual)
+        yield Method("gates", f"gates of family {gates.family!r}", gates.inputs, gates.contextual)
     if policy.correction is not None:
         yield Method("merge", "its correction")
     if policy.precision is not None:
         yield Method("bits", "its precision")
 
 
-def problems(policy: Policy, uses: Collection[Use], *, gates: Any = None, scorer: Any = None) -> list[str]:
+def problems(
+    policy: Policy, uses: Collection[Use], *, gates: GateSet | None = None, scorer: Any = None
+) -> list[str]:
     """List the wanted uses that do not go with a policy.
 
     Args:
@@ -165,7 +162,9 @@ def problems(policy: Policy, uses: Collection[Use], *, gates: Any = None, scorer
     ]
 
 
-def refuse(policy: Policy, uses: Collection[Use], *, gates: Any = None, scorer: Any = None) -> None:
+def refuse(
+    policy: Policy, uses: Collection[Use], *, gates: GateSet | None = None, scorer: Any = None
+) -> None:
     """Refuse what does not go together.
 
     Raises:
@@ -175,29 +174,20 @@ def refuse(policy: Policy, uses: Collection[Use], *, gates: Any = None, scorer: 
         raise ValueError(f"policy {policy.name!r} cannot: {'; '.join(found)}.")
 
 
-def unit_of(gates: Any) -> str:
-    """Unit of what stands in for a gate set, or is one: a control that does not say is in `risk`."""
-    return str(getattr(gates, "unit", "risk"))
-
-
-def check_gates(policy: Policy, budget: Budget, gates: Any, *, scored_elsewhere: bool = False) -> str | None:
+def check_gates(policy: Policy, budget: Budget, gates: GateSet, *, scored_elsewhere: bool = False) -> None:
     """Refuse gates that a policy cannot use.
 
     Args:
         policy: a learned one.
         budget: as stated.
-        gates: a `GateSet`, or what scores in its place.
+        gates: that it was given.
         scored_elsewhere: whether a function stands in for the policy's own observed score.
-
-    Returns:
-        what to warn of where the gates may not be what the policy is made for; None for nothing.
 
     Raises:
         ValueError: the gates know nothing of entries that the policy may evict; a fusion of unlike units,
             or numbers wanted of a gate of which only the order means something.
     """
-    # What else scores in a gate's place (a control of an evaluation) may have no metadata.
-    window = getattr(gates, "metadata", {}).get("protected_window") or 0
+    window = gates.metadata.get("protected_window") or 0
     if window > policy.protection.recent:
         raise ValueError(
             f"policy {policy.name!r} protects the last {policy.protection.recent} entries, and its gates "
@@ -205,21 +195,17 @@ def check_gates(policy: Policy, budget: Budget, gates: Any, *, scored_elsewhere:
             f"protection.recent of at least {window}. Set protection.recent={window}, or train gates with a "
             f"smaller target.horizon (at most {policy.protection.recent})."
         )
-    unit, problems = unit_of(gates), []
-    observed = None
-    if policy.observed is not None and not scored_elsewhere:
-        tried, _ = try_settings(policy.observed, policy.observed_settings)
-        observed = None if tried is None else tried.unit
+    unit, problems = gates.unit, []
     how = policy.fusion_of(policy.observed is not None or scored_elsewhere, True)
-    alike = how in ("max", "sum") and observed is not None
-    wanted = observed if alike else unit
+    alike = how in ("max", "sum") and policy.observed is not None and not scored_elsewhere
+    wanted = policy.unit if alike else unit
     if unit != wanted:
         problems.append(
             f"fusion {how!r} wants a gate in {wanted!r}, and these gates are in {unit!r}: calibrate them to "
             "risk (train/distill.py, calibration.kind shared), or take fusion 'rank_blend' or "
             "'learned', which take any unit"
         )
-    made = "rank" if how == "rank_blend" else unit if how == "learned" else wanted
+    made = "rank" if how == "rank_blend" else wanted
     if made == "rank" and policy.layers == "entropy" and how != "observed":
         problems.append(
             "allocation.layers 'entropy' wants numbers, and the score is in 'rank', of which only the order "
@@ -229,12 +215,3 @@ def check_gates(policy: Policy, budget: Budget, gates: Any, *, scored_elsewhere:
         raise ValueError(f"policy {policy.name!r} does not go with these gates: {'; '.join(problems)}.")
     if how not in ("observed", "learned"):
         check_budget(policy, budget, made)
-    # Whoever names a gate alone and a scope has chosen to compare; what is made for risk is taken unawares.
-    if how == "learned" and policy.draw is not None and unit == "rank" and policy.scope != "head":
-        return (
-            f"policy {policy.name!r} lets heads compete by the numbers of these gates, which are in 'rank': "
-            "only their order inside a head is promised. That is right where one cut for all heads was "
-            "trained; otherwise calibrate them to risk (train/distill.py, calibration.kind shared), "
-            "or take scope='head', draw=None."
-        )
-    return None

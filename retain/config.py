@@ -10,12 +10,13 @@ import json
 import os
 import re
 import types
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, fields, is_dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass, make_dataclass
+from dataclasses import field as dataclass_field
 from fractions import Fraction
-from functools import cache
+from functools import cache, reduce
+from operator import getitem
 from pathlib import Path
-from reprlib import Repr
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
@@ -43,7 +44,13 @@ PositiveShare = Annotated[float, Field(ge=1e-6, le=1)]
 ProperShare = Annotated[float, Field(gt=0, lt=1)]
 
 
-def load(path: str | os.PathLike[str] | None, cls: type[X], overrides: Sequence[str] = ()) -> X:
+def load(
+    path: str | os.PathLike[str] | None,
+    cls: type[X],
+    overrides: Sequence[str] = (),
+    *,
+    check: Callable[[X], object] | None = None,
+) -> X:
     """Read a YAML file into a dataclass.
 
     Args:
@@ -51,6 +58,8 @@ def load(path: str | os.PathLike[str] | None, cls: type[X], overrides: Sequence[
         cls: the (frozen) dataclass to build; if it has `KINDS`, the union of dataclasses that it stands for.
         overrides: `key=value` or `section.key=value`, the value read as YAML; applied after the file, in
             order.
+        check: raises a ValueError with what else is wrong; asked where only keys are unknown, so that one
+            message has both.
 
     Returns:
         An instance of `cls`.
@@ -63,7 +72,7 @@ def load(path: str | os.PathLike[str] | None, cls: type[X], overrides: Sequence[
     problems: list[str] = []
     for override in overrides:
         _override_(mapping, override, problems)
-    return _built(mapping, cls, "", problems, f"{path or 'command line'} does not fit {cls.__name__}")
+    return _built(mapping, cls, "", problems, f"{path or 'command line'} does not fit {cls.__name__}", check)
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
@@ -112,6 +121,36 @@ def problems_of(config: Any) -> list[str]:
     return _problems(to_mapping(config), type(config), "")[1]
 
 
+def checked(
+    settings: Mapping[str, Any], function: Callable[..., Any], where: str, others: Collection[str] = ()
+) -> tuple[dict[str, Any], list[str]]:
+    """Check a function's settings by its annotations.
+
+    Args:
+        settings: keyword arguments by name.
+        function: a function, or a class by its constructor.
+        where: their name in messages.
+        others: arguments that are no settings.
+
+    Returns:
+        the settings, whole numbers for fractions as fractions, and no problem; or none, and all problems.
+    """
+    made, problems = _problems(settings, _settings_class(function, tuple(others)), where)
+    return {name: getattr(made, name) for name in settings} if not problems else {}, problems
+
+
+@cache
+def _settings_class(function: Callable[..., Any], others: tuple[str, ...]) -> type[Any]:
+    """A dataclass of a function's settings."""
+    parameters = inspect.signature(function).parameters.values()
+    made = [
+        (one.name, one.annotation, dataclass_field(default=one.default))
+        for one in parameters
+        if one.name not in others
+    ]
+    return make_dataclass(function.__name__, made)
+
+
 def to_mapping(config: Any) -> dict[str, Any]:
     """Return the resolved config as dicts, lists and scalars: `build(to_mapping(c), type(c)) == c`."""
     return {field.name: _plain(getattr(config, field.name)) for field in fields(config) if field.init}
@@ -158,19 +197,14 @@ def _typed(schema: dict[str, Any]) -> str:
         return " or ".join(map(_typed, options))
     if words := schema.get("enum", [schema["const"]] if "const" in schema else None):
         return " | ".join(map(json.dumps, words))
-    name = {"integer": "int", "number": "float", "string": "text", "boolean": "true | false"}.get(
-        schema.get("type", ""), schema.get("type", "any")
-    )
-    if name == "array":
-        return f"list of {_typed(schema.get('items') or {})}" if "items" in schema else "list"
-    if name == "object":
-        inside = schema.get("additionalProperties")
-        return f"name: {_typed(inside)}" if isinstance(inside, dict) else "mapping"
+    if "items" in schema:
+        return f"list of {_typed(schema['items'])}"
+    if isinstance(inside := schema.get("additionalProperties"), dict):
+        return f"name: {_typed(inside)}"
     signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
-    bounds = [
-        f"{sign} {schema[key]:,}" for key, sign in signs.items() if key in schema and abs(schema[key]) < 1e18
-    ]
-    return " ".join([name, *bounds])
+    bounds = [f"{sign} {schema[key]:,}" for key, sign in signs.items() if abs(schema.get(key, 1e18)) < 1e18]
+    names = {"integer": "int", "number": "float", "string": "text", "boolean": "true | false"}
+    return " ".join([names.get(kind := schema.get("type", "any"), kind), *bounds])
 
 
 def leaves(mapping: Mapping[Any, Any], separator: str = ".") -> dict[str, Any]:
@@ -189,19 +223,6 @@ def leaves(mapping: Mapping[Any, Any], separator: str = ".") -> dict[str, Any]:
     return found
 
 
-def save(config: Any, path: str | os.PathLike[str]) -> None:
-    """Write the resolved config as YAML, so that `load(path, type(config)) == config`.
-
-    Written beside and renamed, so that a failure leaves an earlier file as it was.
-    """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    text = yaml.safe_dump(to_mapping(config), sort_keys=False, allow_unicode=True)
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)
-
-
 def plain_numbers(value: Any) -> Any:
     """Convert numbers of numpy, fractions and tensors of one number to int or float, also inside mappings,
     lists and tuples."""
@@ -214,24 +235,44 @@ def plain_numbers(value: Any) -> Any:
     return float(value) if isinstance(value, Fraction) else value
 
 
-def _built(mapping: Any, cls: type[X], where: str, problems: list[str], what: str) -> X:
+def _built(
+    mapping: Any,
+    cls: type[X],
+    where: str,
+    problems: list[str],
+    what: str,
+    check: Callable[[X], object] | None = None,
+) -> X:
     """Build a dataclass, or raise all problems."""
     value, found = _problems(mapping, cls, where)
     if problems := problems + found:
+        try:
+            _ = check is None or value is None or check(value)
+        except ValueError as error:
+            problems.append(str(error))
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         raise ValueError("\n  - ".join([f"{what}: {count}", *problems]))
     return value
 
 
 def _problems(mapping: Any, cls: Any, where: str) -> tuple[Any, list[str]]:
-    """The dataclass, or what does not fit it."""
-    data = _plain(mapping)
-    try:
-        # As JSON, so that lists are tuples and text is a path, and all else is strict.
-        return _adapter(cls).validate_json(json.dumps([data], default=str))[0], []
-    except ValidationError as error:
-        found = error.errors(include_url=False)
-        return None, [_said(one, data, cls, where) for one in _of_one_member(found, data)]
+    """The dataclass, and what did not fit it. Unknown keys are left out, so that they hide no other problem;
+    None where there is one."""
+    data: Any = _plain(mapping)
+    said: list[str] = []
+    while True:
+        try:
+            # As JSON, so that lists are tuples and text is a path, and all else is strict.
+            return _adapter(cls).validate_json(json.dumps([data], default=str))[0], said
+        except ValidationError as error:
+            found = error.errors(include_url=False)
+        unknown = [one for one in found if one["type"] == "unexpected_keyword_argument"]
+        said += [_said(one, data, cls, where) for one in unknown or found]
+        if not unknown:
+            return None, said
+        for one in unknown:
+            *path, last = _keys(one, data)
+            reduce(getitem, path, data).pop(last)
 
 
 @cache
@@ -240,62 +281,39 @@ def _adapter(cls: Any) -> TypeAdapter[Any]:
     return TypeAdapter(listed, config=STRICT)
 
 
-def _split(error: Any, data: Any) -> tuple[list[Any], list[tuple[tuple[Any, ...], Any]]]:
-    """The keys that lead to an error, and which members of unions were tried on the way, each with its place.
-
-    pydantic names a member as if it were a key; keys are those that are in the data, and the last one of a
-    key that is missing.
-    """
-    _, *location = error["loc"]  # of the list that holds the data
+def _keys(error: Any, data: Any) -> list[Any]:
+    """The keys that lead to an error: of its place, which names members of unions too, those that are in the
+    data, and the last one of a key that is missing."""
     keys: list[Any] = []
-    members: list[tuple[tuple[Any, ...], Any]] = []
-    for number, name in enumerate(location):
-        there = name in data if isinstance(data, dict) else isinstance(data, list) and isinstance(name, int)
+    for name in error["loc"][1:]:  # of the list that holds the data
+        there = (
+            name in data if isinstance(data, dict) else isinstance(data, list) and name in range(len(data))
+        )
         if there:
-            data = data[name] if isinstance(data, dict) or name < len(data) else None
-        if there or (number == len(location) - 1 and error["type"] == "missing"):
+            data = data[name]
+        if there or (error["type"] == "missing" and name == error["loc"][-1]):
             keys.append(name)
-        else:
-            members.append((tuple(keys), name))
-    return keys, members
-
-
-def _of_one_member(errors: Sequence[Any], data: Any) -> list[Any]:
-    """Select the errors of that member of each union which fits best."""
-    counts: dict[tuple[Any, ...], dict[Any, int]] = {}
-    for error in errors:
-        for place, member in _split(error, data)[1]:
-            here = counts.setdefault(place, {})
-            here[member] = here.get(member, 0) + 1
-    best = {place: min(here, key=here.__getitem__) for place, here in counts.items()}
-    return [
-        error for error in errors if all(best[place] == member for place, member in _split(error, data)[1])
-    ]
+    return keys
 
 
 def _said(error: Any, data: Any, cls: Any, where: str) -> str:
     """Put a problem into words."""
-    keys, members = _split(error, data)
-    name, kind_of = where, ""
+    keys, name = _keys(error, data), where
     for key in keys:
         name = _joined(name, key)
     kind, value = error["type"], error["input"]
-    if members and members[0][0] == () and hasattr(cls, "KINDS"):
-        kind_of = (
-            f" of a {cls.__name__} with {get_args(cls.KINDS)[-1].discriminator.__name__} {members[0][1]!r}"
-        )
     if kind == "missing":
         return f"missing key {name!r}"
     if kind == "unexpected_keyword_argument":
         sections = _sections(getattr(cls, "KINDS", cls), keys[:-1])
         known = {field.name: None for section in sections for field in fields(section)}
-        hint = hint_of(name) or suggest(str(keys[-1]), known) or f"{kind_of}; known keys: {', '.join(known)}"
+        hint = hint_of(name) or suggest(str(keys[-1]), known) or f"; known keys: {', '.join(known)}"
         return f"unknown key {name!r}{hint}"
     context, said, hint = error.get("ctx", {}), error["msg"], ""
     expected = context.get("expected", "")
-    if kind == "union_tag_invalid":  # named by the function that tells the members apart
-        name, expected = _joined(name, context["discriminator"].rstrip("()")), context["expected_tags"]
-        value, said = context["tag"], f"input should be one of {expected}"
+    if kind == "union_tag_invalid":  # named by the key, or a function, that tells the members apart
+        key, expected = context["discriminator"].strip("'()"), context["expected_tags"]
+        name, value, said = _joined(name, key), value.get(key, value), f"input should be one of {expected}"
     start = f"{name}: " if name else ""
     if kind == "value_error":  # what the dataclass itself refuses
         return f"{start}{context['error']}"
@@ -303,8 +321,6 @@ def _said(error: Any, data: Any, cls: Any, where: str) -> str:
         hint = suggest(value, re.findall("'([^']*)'", expected))
     elif isinstance(value, bool):
         hint = " (YAML reads yes, no, on, off as true or false: quote a word)"
-    if kind == "none_required":
-        said += kind_of
     return f"{start}{said[0].lower()}{said[1:]}, got {_shown(value)}{hint}"
 
 
@@ -329,25 +345,14 @@ class _Loader(yaml.SafeLoader):
         for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
-
-def _unique_mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
-    seen: set[Any] = set()
-    for key_node, _ in node.value:
-        if key_node.tag == "tag:yaml.org,2002:merge":
-            continue
-        if not isinstance(key_node, yaml.ScalarNode):
-            problem = "a list or a mapping stands where a key is wanted"
-            raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
-        key = loader.construct_object(key_node, deep=True)
-        if key in seen:
-            problem = f"key {key!r} is given twice"
-            raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
-        seen.add(key)
-    loader.flatten_mapping(node)
-    return loader.construct_mapping(node, deep=True)
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
+        if twice := [key for number, key in enumerate(keys) if key in keys[:number]]:
+            problem = f"key {twice[0]!r} is given twice"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+        return super().construct_mapping(node, deep=True)  # deep: a mapping inside itself is refused
 
 
-_Loader.add_constructor("tag:yaml.org,2002:map", _unique_mapping)
 # `2e-4`, which YAML 1.1 reads as text.
 _FLOAT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
@@ -365,7 +370,7 @@ def _override_(mapping: dict[str, Any], override: str, problems: list[str]) -> N
     try:
         value = yaml.load(text, Loader=_Loader)
     except _UNREADABLE as error:
-        problems.append(f"override {_SHORT.repr(override)}: its value is not valid YAML: {error!s:.1000}")
+        problems.append(f"override {override!r:.200}: its value is not valid YAML: {error!s:.1000}")
         return
     section = mapping
     for depth, key in enumerate(keys[:-1], start=1):
@@ -395,14 +400,8 @@ def _joined(where: str, key: Any) -> str:
     return f"{where}.{key}" if where else str(key)
 
 
-# Values in messages: as they are, but for what would fill a screen.
-_SHORT = Repr()
-_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 200
-_SHORT.maxlist = _SHORT.maxdict = _SHORT.maxtuple = 20
-
-
 def _shown(value: Any) -> str:
-    return f"{_SHORT.repr(value)} ({type(value).__name__})"
+    return f"{value!r:.200} ({type(value).__name__})"
 
 
 def whole(value: Any, name: str, least: int, most: int = 2**31) -> int:

@@ -10,7 +10,6 @@ decides for each sequence what a run of its own would.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
@@ -20,7 +19,7 @@ from retain.budget.allocation import Candidates
 from retain.budget.cascade import Cascade, keep_sets
 from retain.budget.statement import Budget
 from retain.cache.precision import Precision
-from retain.capability import Use, refuse, unit_of
+from retain.capability import Use, refuse
 from retain.correction.merge import Merge
 from retain.evidence import Evidence, Stock
 from retain.gates import GateSet
@@ -28,8 +27,7 @@ from retain.kernels.backend import without_autocast
 from retain.policy import Plan, candidates_of, plan_of, score_entries, stock_of
 from retain.presets import Policy
 from retain.process.registry import check_choice
-from retain.scores import SCORES, Score, masked_score
-from retain.scores.trial import entries_read
+from retain.scores import Score, ScoreFamily
 from retain.scores.value_norm import value_norms
 from retain.shapes import LayerShape
 
@@ -161,7 +159,7 @@ class BoundPolicy:
     name: str
     policy: Policy | None = None
     budget: Budget | None = None
-    gates: Any = None
+    gates: GateSet | None = None
     scorer: Scorer | None = None
     layers: tuple[tuple[int, int], ...] = ()
     short_tokens: int = 0
@@ -186,13 +184,12 @@ class BoundPolicy:
     @property
     def gates_source(self) -> str | None:
         """Where the gates came from, for reports; None: the policy takes none."""
-        return (getattr(self.gates, "source", "") or "made by the caller") if self.learned else None
+        return (self.gates.source or "made by the caller") if self.gates is not None else None
 
     @cached_property
     def inputs(self) -> frozenset[str]:
-        """Inputs of the gates, of `retain.gates.base.INPUTS`; a control that declares none is shown the
-        attention input."""
-        return frozenset(getattr(self.gates, "inputs", ("hidden",))) if self.learned else frozenset()
+        """Inputs of the gates, of `retain.gates.base.INPUTS`."""
+        return frozenset() if self.gates is None else self.gates.inputs
 
     @property
     def looks_ahead(self) -> bool:
@@ -204,17 +201,12 @@ class BoundPolicy:
         """True where a score looks at the output projections; gates of `retain` never do."""
         if self.policy is None or self.scorer is not None:
             return not self.keeps_all
-        if self.policy.learned and not isinstance(self.gates, GateSet):
-            return True
-        return "output_weight" in self._read
+        return self._score is not None and not {"value_norm", "output_weight"}.isdisjoint(self._score.needs)
 
     @cached_property
-    def _read(self) -> frozenset[str]:
-        """Fields of an evidence that the policy's observed score reads."""
-        policy = self.policy
-        if policy is None or policy.observed is None:
-            return frozenset()
-        return frozenset(entries_read(policy.observed, policy.observed_settings))
+    def _score(self) -> ScoreFamily | None:
+        """Declaration of the policy's observed score."""
+        return None if self.policy is None else self.policy.score_family
 
     @cached_property
     def window(self) -> int:
@@ -224,14 +216,14 @@ class BoundPolicy:
     @cached_property
     def wants(self) -> Wants:
         """The record of earlier entries that a later eviction needs."""
-        policy, read = self.policy, self._read
+        policy, score = self.policy, self._score
         if policy is None:
             return Wants(queries=1)
-        if policy.observed is None:
+        if score is None:
             return Wants(learned=policy.learned, inputs=self.inputs, keys=False, values=False)
-        needs = SCORES[policy.observed].needs_with(policy.observed_settings)
+        needs, read = score.needs, score.reads
         return Wants(
-            queries=None if "queries" in needs else max(int("window" in needs), self.window),
+            queries=None if "queries" in needs else policy.window,
             learned=policy.learned,
             inputs=self.inputs,
             running="running" in needs,
@@ -254,31 +246,22 @@ class BoundPolicy:
         """The evidence with what later evictions want to know of its entries, made from what it shows now."""
         if self.policy is None:
             return evidence
-        if self.wants.learned and evidence.learned_BHT is None:
-            if hasattr(self.gates, "learned"):
-                learned_BHT = self.gates.learned(evidence)
-            else:  # a control has no more than a score, which does not age
-                learned_BHT = self.gates.score(evidence).values_BHT
-            evidence = replace(evidence, learned_BHT=learned_BHT)
+        if self.gates is not None and evidence.learned_BHT is None:
+            evidence = replace(evidence, learned_BHT=self.gates.learned(evidence))
         if self.wants.value_norm and evidence.value_norm_BQT is None:
             evidence = replace(evidence, value_norm_BQT=value_norms(evidence))
         return evidence
 
     def counted(self, evidence: Evidence) -> Evidence:
         """The evidence with running statistics that its own queries are part of, if they are wanted."""
-        policy = self.policy
-        if policy is None or policy.observed is None or not self.wants.running:
+        if self.policy is None or self._score is None or not self.wants.running:
             return evidence
-        return SCORES[policy.observed].counted(evidence, policy.observed_settings)
+        return self._score.counted(evidence, self.policy.observed_settings)
 
     def score(self, evidence: Evidence, seeds_B: Sequence[int] | None) -> Score:
         """The policy's score of one layer."""
         assert self.policy is not None
-        learned = None
-        if self.learned and evidence.learned_BHT is not None and not hasattr(self.gates, "learned"):
-            learned = masked_score(evidence.learned_BHT, evidence.exists_BHT, unit_of(self.gates))
-        elif self.learned:
-            learned = self.gates.score(evidence)
+        learned = None if self.gates is None else self.gates.score(evidence)
         observed = None if self.scorer is None else self.scorer(evidence)
         return score_entries(self.policy, evidence, learned=learned, observed=observed, seeds_B=seeds_B)
 

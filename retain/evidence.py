@@ -42,8 +42,8 @@ class RunningStatistics:
 
     def select_batch(self, idx: Int[Tensor, " N"] | slice) -> "RunningStatistics":
         """Select some of the sequences."""
-        gap_BHT = None if self.longest_gap_BHT is None else self.longest_gap_BHT[idx]
-        return RunningStatistics(self.mass_BHT[idx], self.last_access_BHT[idx], gap_BHT)
+        chosen: Any = (None if each is None else each[idx] for each in vars(self).values())
+        return RunningStatistics(*chosen)
 
 
 @dataclass(frozen=True)

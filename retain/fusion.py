@@ -41,45 +41,33 @@ def fuse(observed: Score | None, learned: Score | None, how: str = "max", *, wei
     """
     function = lookup(how, FUSIONS, what="fusion")
     for side, score, alone in (("observed", observed, "learned"), ("learned", learned, "observed")):
+        if how == side and score is not None:
+            return score
         if score is None and how != alone:
             step = "pass gates" if side == "learned" else "name an observed score"
             raise ValueError(
                 f"fusion {how!r} needs the {side} score and there is none: {step}, or use fusion {alone!r}."
             )
-    if observed is None or learned is None:
-        only = observed or learned
-        assert only is not None
-        return only
+    assert observed is not None and learned is not None and function is not None
     o_BHT, l_BHT = observed.values_BHT, learned.values_BHT
     if o_BHT.shape != l_BHT.shape:
         raise ValueError(
             f"observed scores {list(o_BHT.shape)} and learned scores {list(l_BHT.shape)} are not of the same "
             "entries [B, H, T]."
         )
-    if how in ("observed", "learned"):
-        return observed if how == "observed" else learned
-    _check_units(how, observed.unit, learned.unit)
+    alike = observed.unit == learned.unit and (how != "sum" or observed.unit != "rank")
+    if how != "rank_blend" and not alike:
+        raise ValueError(
+            f"fusion {how!r} takes numbers of one unit (of risk or mass, if added), and the observed score "
+            f"is in {observed.unit!r} while the learned one is in {learned.unit!r}: use an observed score in "
+            f"{learned.unit!r} (observed_risk is in 'risk'), or fusion 'rank_blend', which takes any units."
+        )
     fused_BHT = function(o_BHT, l_BHT, weight)
     # NaN of either side stays, so that selection refuses it by name (ranks and masks would hide it).
     missing_BHT = o_BHT.isneginf()
     nan_BHT = (o_BHT.isnan() | l_BHT.isnan()) & ~missing_BHT
     fused_BHT = fused_BHT.masked_fill(missing_BHT, float("-inf")).masked_fill(nan_BHT, float("nan"))
     return Score(fused_BHT, "rank" if how == "rank_blend" else observed.unit)
-
-
-def _check_units(how: str, observed: str, learned: str) -> None:
-    """Refuse units that a fusion does not take."""
-    both = f"the observed score is in {observed!r} while the learned one is in {learned!r}: use "
-    if how == "max" and observed != learned:
-        raise ValueError(
-            f"fusion 'max' compares numbers, and {both}an observed score in {learned!r} (observed_risk is in "
-            "'risk'), or fusion 'rank_blend', which takes any units."
-        )
-    if how == "sum" and (observed != learned or observed == "rank"):
-        raise ValueError(
-            f"fusion 'sum' adds numbers of one unit, and {both}an observed score in {learned!r}, both in "
-            "risk or in mass, or fusion 'rank_blend', which takes any units."
-        )
 
 
 def _rank_blend(o_BHT: Tensor, l_BHT: Tensor, weight: float) -> Tensor:
@@ -92,11 +80,11 @@ def _rank_share(values_BHT: Tensor) -> Tensor:
     return (others_BH1 - rank_entries(values_BHT)).float() / others_BH1.clamp_min(1)
 
 
-# Of observed scores, learned scores, and the weight of the latter.
-FUSIONS: dict[str, Callable[..., Tensor]] = {
+# Of observed scores, learned scores, and the weight of the latter; None: one of them as it is.
+FUSIONS: dict[str, Callable[[Tensor, Tensor, float], Tensor] | None] = {
     "max": lambda o_BHT, l_BHT, weight: torch.maximum(o_BHT, l_BHT),
     "sum": lambda o_BHT, l_BHT, weight: o_BHT + l_BHT,
-    "observed": lambda o_BHT, l_BHT, weight: o_BHT,
-    "learned": lambda o_BHT, l_BHT, weight: l_BHT,
+    "observed": None,
+    "learned": None,
     "rank_blend": _rank_blend,
 }

@@ -11,14 +11,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float32, Int
 from torch import Tensor
 
 from retain.attention.two_stage import stage_by_mass
-from retain.budget.allocation import Candidates, Shares
+from retain.budget.allocation import Candidates, Plan
 from retain.budget.cascade import keep_sets
 from retain.budget.joint import make_bids
 from retain.budget.statement import Budget, spread
@@ -62,45 +61,6 @@ class Decision:
     protected_BT: Bool[Tensor, "B T"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plan(Shares):
-    """Totals, protection and shares, known before any layer is scored.
-
-    Args:
-        policy: settings of the stages.
-        budget: as it was stated.
-        protected_BT: of all tokens seen, True where protected, in every layer.
-    """
-
-    policy: Policy
-    budget: Budget
-    protected_BT: Bool[Tensor, "B T"]
-
-    def select_batch(self, rows: Sequence[int]) -> "Plan":
-        """Select some of the sequences; once totals are known, sequences are independent."""
-
-        def of(values: Sequence[Any]) -> tuple[Any, ...]:
-            return tuple(values[row] for row in rows)
-
-        totals = self.totals
-        totals = replace(
-            totals,
-            lengths_B=of(totals.lengths_B),
-            equal_BL=of(totals.equal_BL),
-            held_BL=of(totals.held_BL),
-            whole_B=of(totals.whole_B),
-        )
-        protected = self.protected_BT[list(rows)], of(self.protected_B)
-        return replace(self, totals=totals, protected_BT=protected[0], protected_B=protected[1])
-
-    def hold_whole(self, rows: Sequence[int], valid_BT: Bool[Tensor, "B T"]) -> "Plan":
-        """Hold these sequences whole: all their entries are protected, and in the budget."""
-        protected_BT = self.protected_BT.clone()
-        protected_BT[list(rows)] = valid_BT[list(rows)]
-        protected_B, totals = tuple(protected_BT.sum(-1).tolist()), self.totals.hold_whole(rows)
-        return replace(self, totals=totals, protected_B=protected_B, protected_BT=protected_BT)
-
-
 def decide_layers(
     policy: Policy,
     layers: Sequence[Evidence],
@@ -140,7 +100,7 @@ def decide_layers(
     stock = stock_of(layers) if stock is None else stock
     shapes = [shape_of(layer) for layer in layers]
     plan = plan_of(policy, budget, layers[0].valid_BT, shapes, pinned_BT, stock=stock)
-    if plan.covers_all and not scored:
+    if all(plan.covers_B) and not scored:
         return [_everything(layer) for layer in layers]
     if scores is None:
         none: list[Score | None] = [None] * len(layers)
@@ -258,19 +218,12 @@ def plan_of(
         intact_BT=None if stock is None else stock.intact_BT,
         short_B=[length <= short_tokens for length in totals.lengths_B],
     )
-    protected_B = tuple(protected_BT.sum(-1).tolist())
+    plan = Plan(policy, budget, totals, protected_BT)
     if budget.threshold is None:
-        pairs = zip(protected_B, totals.per_head_B, strict=True)
-        short = [row for row, (protected, most) in enumerate(pairs) if protected > most]
-        totals = totals.hold_whole(short) if short else totals
-    return Plan(
-        policy=policy,
-        budget=budget,
-        totals=totals,
-        protected_BT=protected_BT,
-        protected_B=protected_B,
-        threshold=budget.threshold,
-    )
+        pairs = zip(plan.protected_B, totals.per_head_B, strict=True)
+        if short := [row for row, (protected, most) in enumerate(pairs) if protected > most]:
+            plan = replace(plan, totals=totals.hold_whole(short))
+    return plan
 
 
 def check_budget(policy: Policy, budget: Budget, unit: str | None = None) -> None:
@@ -347,7 +300,7 @@ def candidates_of(
         least_BH = torch.minimum(held_BH, kept_BHT.sum(-1).amax(1, keepdim=True).clamp_min(1))
     bids, free_BHT = None, None
     weight_B: tuple[Fraction, ...] = ()
-    if policy.scope != "head" and plan.threshold is None:
+    if policy.scope != "head" and plan.budget.threshold is None:
         compete = score if policy.guard.compete_by == "score" else Score(_first_of(policy, score), score.unit)
         if policy.draw is not None and score.draw_BHT is None:
             raise ValueError(

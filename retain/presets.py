@@ -7,13 +7,13 @@ made, all at once.
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import field, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Discriminator, Field, Tag
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 from pydantic.dataclasses import dataclass
 
 from retain import config
@@ -23,8 +23,7 @@ from retain.config import STRICT, Share
 from retain.correction.merge import METADATA_BYTES, Merge
 from retain.process.registry import lookup
 from retain.protection import Protection
-from retain.scores import SCORES, Score
-from retain.scores.trial import try_settings
+from retain.scores import SCORES, ScoreFamily
 from retain.shapes import LayerShape
 
 Evaluated = Literal["any", "question unknown", "question known", "chunk", "decode", "prefill+decode"]
@@ -101,6 +100,7 @@ class ByHead:
     """The heads of all layers share what is not protected in proportion to a number for each, of a file
     (`retain.attention.head_weights`; DuoAttention, HeadKV)."""
 
+    layers: Literal["by_head"]
     weights: str
 
 
@@ -134,6 +134,17 @@ class SharedPyramid(Guard, Pyramid):
 @dataclass(frozen=True, config=STRICT)
 class SharedByScore(Guard, ByScore):
     """Shares of layers go by their scores, and the heads of a layer share its own."""
+
+
+def _with_layers(stated: Any) -> Any:
+    """An allocation with the rule by which its kind is told: as stated, of a file, or uniform."""
+    rule = "by_head" if isinstance(stated, dict) and {*stated} == {"weights"} else "uniform"
+    return {"layers": rule, **stated} if isinstance(stated, dict) else stated
+
+
+ByRule = Field(discriminator="layers"), BeforeValidator(_with_layers)
+HeadAllocation = Annotated[Uniform | Pyramid | ByScore | ByHead, *ByRule]
+LayerAllocation = Annotated[SharedUniform | SharedPyramid | SharedByScore, *ByRule]
 
 
 def _known_score(name: str) -> str:
@@ -196,58 +207,50 @@ class Policy:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        score: Score | None = None
-        problems: list[str] = []
-        if self.observed is not None:
-            score, problems = try_settings(self.observed, self.observed_settings)
+        score, problems = self.score_family, []
+        if score is not None:
+            problems += score.problems(self.observed_settings)
         elif self.observed_settings:
             problems.append(f"observed_settings {self.observed_settings} belong to no score: name observed")
-        problems += self._contradictions() + (self._wanted_of(score) if score is not None else [])
+        problems += [said for wrong, said in self._rules(score) if wrong]
         if problems:
             raise ValueError(f"policy {self.name!r}: {'; '.join(problems)}.")
 
-    def _contradictions(self) -> list[str]:
-        """Settings of which one would make another one empty."""
-        problems: list[str] = []
-        by_mass = self.first_stage is not None and self.first_stage.by == "mass"
-        if self.draw is not None and self.first_stage is not None:
-            problems.append("draw stands beside one stage by score: take first_stage null")
-        if self.draw is not None and self.guard.compete_by != "score":
-            problems.append(
-                "draw wants heads to compete by what orders each of them: take allocation.compete_by 'score'"
-            )
-        if by_mass and isinstance(self.allocation, Pyramid | ByHead):
-            problems.append(
-                "a first stage by mass may take a head's whole mean budget, and layers by pyramid and "
-                "allocation.weights may give it less: take first_stage by 'budget'"
-            )
-        return problems
-
-    def _wanted_of(self, score: Score) -> list[str]:
-        """Settings that need what the observed score does not provide."""
-        layers, problems = self.layers, []
+    def _rules(self, score: ScoreFamily | None) -> Iterator[tuple[bool, str]]:
+        """Rules, each with whether it is broken: settings of which one would make another one empty, or that
+        need what the observed score (None without) does not give."""
+        stage, first = self.first_stage, self.guard.compete_by == "first"
         by_value = {
             "fusion 'sum'": self.fusion == "sum",
             "draw": self.draw is not None,
-            "allocation.layers 'entropy'": layers == "entropy" and not self.learned,
+            "allocation.layers 'entropy'": self.layers == "entropy" and not self.learned,
         }
-        if score.unit == "rank" and (wanting := [name for name, asked in by_value.items() if asked]):
-            problems.append(
-                f"{', '.join(wanting)} wants numbers, and {self.observed!r} is in 'rank', of which only the "
-                "order means something: take an observed score in 'risk' or 'mass'"
-            )
-        two_stages = self.first_stage is not None or self.guard.compete_by == "first"
-        if two_stages and score.first_BHT is None and not self.learned:
-            problems.append(
-                f"first_stage and allocation.compete_by 'first' want a score of two stages, and "
-                f"{self.observed!r} has one: take observed 'critical' or 'defensive'"
-            )
-        if layers == "cake" and score.layer_weight_B is None and not self.learned:
-            problems.append(
-                f"allocation.layers 'cake' wants CAKE's preference, and {self.observed!r} measures none: "
-                "take observed 'cake', or allocation.layers 'entropy'"
-            )
-        return problems
+        wanting = [name for name, asked in by_value.items() if asked]
+        alone = None if self.learned else score
+        yield (
+            self.draw is not None and (stage is not None or first),
+            "draw stands beside one stage by score: take first_stage null, allocation.compete_by 'score'",
+        )
+        yield (
+            stage is not None and stage.by == "mass" and isinstance(self.allocation, Pyramid | ByHead),
+            "a first stage by mass may take a head's whole mean budget, and layers by pyramid and "
+            "allocation.weights may give it less: take first_stage by 'budget'",
+        )
+        yield (
+            score is not None and score.unit == "rank" and bool(wanting),
+            f"{', '.join(wanting)} wants numbers, and {self.observed!r} is in 'rank', of which only the "
+            "order means something: take an observed score in 'risk' or 'mass'",
+        )
+        yield (
+            alone is not None and not alone.two_stages and (stage is not None or first),
+            "first_stage and allocation.compete_by 'first' want a score of two stages, and "
+            f"{self.observed!r} has one: take observed 'critical' or 'defensive'",
+        )
+        yield (
+            alone is not None and not alone.weighs_layers and self.layers == "cake",
+            f"allocation.layers 'cake' wants CAKE's preference, and {self.observed!r} measures none: "
+            "take observed 'cake', or allocation.layers 'entropy'",
+        )
 
     @property
     def guard(self) -> Guard:
@@ -280,21 +283,21 @@ class Policy:
         return self.first_stage is not None and self.first_stage.by == "budget"
 
     @property
-    def _trial(self) -> Score | None:
-        """Its observed score, of a made-up layer."""
-        return try_settings(self.observed, self.observed_settings)[0] if self.observed else None
+    def score_family(self) -> ScoreFamily | None:
+        """Declaration of its observed score, under its settings; None without one."""
+        return SCORES[self.observed].under(self.observed_settings) if self.observed else None
 
     @property
     def window(self) -> int:
-        """Entries of its score's observation window; 0 without one."""
-        trial = self._trial
-        return trial.window if trial else 0
+        """Last queries that its score observes; 0 without one."""
+        score = self.score_family
+        return score.window(self.observed_settings) if score else 0
 
     @property
     def needs(self) -> frozenset[str]:
         """Fields that scores read beyond keys and values: `window`, `running`, `seeds`, `gates`, `weights` of
         heads (`retain.attention.head_weights`), ..."""
-        fields = SCORES[self.observed].needs_with(self.observed_settings) if self.observed else frozenset()
+        fields = frozenset(self.score_family.needs if self.score_family else ())
         fields |= {"gates"} if self.learned else frozenset()
         return fields | ({"weights"} if self.weights is not None else frozenset())
 
@@ -332,8 +335,8 @@ class Policy:
         """Unit of its score, as far as it is known before any layer is scored."""
         if self.fusion == "rank_blend":
             return "rank"
-        trial = self._trial
-        return trial.unit if trial else "risk" if self.learned else "rank"
+        score = self.score_family
+        return score.unit if score else "risk" if self.learned else "rank"
 
 
 @dataclass(frozen=True, config=STRICT, kw_only=True)
@@ -341,7 +344,7 @@ class HeadPolicy(Policy):
     """Each head gets the same, or what its layer's share or its own number says."""
 
     scope: Literal["head"] = "head"
-    allocation: Uniform | Pyramid | ByScore | ByHead = Uniform()
+    allocation: HeadAllocation = Uniform()
     draw: None = None
 
 
@@ -350,7 +353,7 @@ class LayerPolicy(Policy):
     """The heads of a layer share one budget by score."""
 
     scope: Literal["layer"] = "layer"
-    allocation: SharedUniform | SharedPyramid | SharedByScore = SharedUniform()
+    allocation: LayerAllocation = SharedUniform()
 
 
 @dataclass(frozen=True, config=STRICT, kw_only=True)

@@ -64,8 +64,8 @@ def protected_mask(
         short_B: sequences of which more entries may be protected than the budget holds; None for none.
 
     Raises:
-        ValueError: if more entries are protected than the budget holds (says by how much, and by which parts)
-            of a sequence that is not short.
+        ValueError: if more entries are protected than the budget holds (says by how much) of a sequence that
+            is not short.
     """
     B = len(valid_BT)
     assert pinned_BT is None or (pinned_BT.dtype == torch.bool and pinned_BT.shape == valid_BT.shape)
@@ -73,21 +73,17 @@ def protected_mask(
     counts = [_counts(protection, budget) for budget in budget_tokens_B or [0] * B]
     first_B1, last_B1 = lengths_B.new_tensor(counts).reshape(B, 2, 1).unbind(1)
     place_BT = valid_BT.cumsum(-1) - 1
-    ends_BT = ((place_BT < first_B1) | (place_BT >= lengths_B[:, None] - last_B1)) & valid_BT
-    mask_BT = ends_BT if pinned_BT is None else ends_BT | (pinned_BT.to(valid_BT.device) & valid_BT)
+    mask_BT = ((place_BT < first_B1) | (place_BT >= lengths_B[:, None] - last_B1)) & valid_BT
+    if pinned_BT is not None:
+        mask_BT = mask_BT | (pinned_BT.to(valid_BT.device) & valid_BT)
     if intact_BT is not None:
-        mask_BT, ends_BT = mask_BT & intact_BT.to(valid_BT.device), ends_BT & intact_BT.to(valid_BT.device)
-    # All that a message may need, in one transfer.
-    totals = torch.stack([mask_BT.sum(-1), ends_BT.sum(-1), lengths_B], dim=-1).tolist()
-    budgets = [None] * B if budget_tokens_B is None else budget_tokens_B
-    for row, (budget, parts, total) in enumerate(zip(budgets, counts, totals, strict=True)):
-        count, ends, length = total
-        if budget is not None and count > budget and not (short_B is not None and short_B[row]):
-            pinned = f"; {count - ends} more in pinned spans" if count > ends else ""
+        mask_BT = mask_BT & intact_BT.to(valid_BT.device)
+    pairs = zip(budget_tokens_B or (), mask_BT.sum(-1).tolist(), strict=budget_tokens_B is not None)
+    for row, (budget, count) in enumerate(pairs):
+        if count > budget and not (short_B is not None and short_B[row]):
             raise ValueError(
                 f"sequence {row} has a budget of {float(budget):g} entries per head, "
-                f"{math.ceil(count - budget)} fewer than the {count} protected ({ends} at the ends: "
-                f"{parts[0]} first and {parts[1]} last of {length}{pinned}): raise the budget (keep_ratio, "
+                f"{math.ceil(count - budget)} fewer than the {count} protected: raise it (keep_ratio, "
                 "tokens_per_head or bytes), or protect less (sinks, prefix_fraction, suffix_fraction, "
                 "minimum, recent; pinned spans)."
             )
@@ -95,46 +91,34 @@ def protected_mask(
 
 
 def pinned_mask(
-    spans: Sequence[Sequence[int]] | Sequence[Sequence[Sequence[int]]], valid_BT: Bool[Tensor, "B T"]
+    spans: Sequence[Sequence[Sequence[int]]], valid_BT: Bool[Tensor, "B T"]
 ) -> Bool[Tensor, "B T"]:
     """Mask of spans that the caller pins; `pinned_BT` of `protected_mask`.
 
     Args:
-        spans: `(start, stop)` pairs, half-open, in a sequence's own tokens (padding not counted): one list of
-            pairs for every sequence alike, or a list of such lists, one a sequence. They may overlap.
+        spans: a list for each sequence (`pins_per_sequence`) of `(start, stop)` pairs, half-open, in the
+            sequence's tokens (padding not counted). They may overlap.
 
     Raises:
-        ValueError: names every span that is empty, reversed or out of range; or the lists do not fit the
-            sequences.
+        ValueError: names every span that is empty, reversed or out of range.
 
     Examples:
         >>> valid = torch.tensor([[False, True, True, True, True]])
-        >>> pinned_mask([(1, 3)], valid).int().tolist()
+        >>> pinned_mask([[(1, 3)]], valid).int().tolist()
         [[0, 0, 1, 1, 0]]
     """
-    B, T = valid_BT.shape
-    each = spans_by_sequence(spans)
-    rows: list[Any] = [spans] * B if each is None else each
-    if len(rows) != B:
-        raise ValueError(
-            f"there are spans for {len(rows)} sequences, and the batch has {B}: pass one list of (start, "
-            "stop) pairs for each sequence, empty where nothing is pinned, or one list for all."
-        )
-    covered_BT = torch.zeros(B, T, dtype=torch.bool)
+    covered_BT = torch.zeros(valid_BT.shape, dtype=torch.bool)
     problems = []
-    for row, (pairs, length) in enumerate(zip(rows, valid_BT.sum(-1).tolist(), strict=True)):
+    for row, (pairs, length) in enumerate(zip(spans, valid_BT.sum(-1).tolist(), strict=True)):
         for start, stop in pairs:
-            where = f"span ({start}, {stop}) of sequence {row}"
-            if start < 0 or stop > length:
-                problems.append(f"{where} leaves its {length} tokens")
-            elif start >= stop:
-                problems.append(f"{where} is {'empty' if start == stop else 'reversed'}")
-            else:
+            if 0 <= start < stop <= length:
                 covered_BT[row, start:stop] = True
+            else:
+                problems.append(f"span ({start}, {stop}) of sequence {row}, which has {length} tokens")
     if problems:
         raise ValueError(
             f"pinned spans: {'; '.join(problems)}. A span is (start, stop) with 0 <= start < stop <= the "
-            "sequence's own number of tokens, padding not counted."
+            "sequence's number of tokens, padding not counted."
         )
     place_BT = (valid_BT.cumsum(-1) - 1).clamp_min(0)
     return covered_BT.to(valid_BT.device).gather(-1, place_BT) & valid_BT

@@ -1,4 +1,4 @@
-"""Chat templates written like those of five families, and tokenizers trained on the spot that use them."""
+"""Chat templates written like those of three families, and tokenizers trained on the spot that use them."""
 
 from functools import cache
 from typing import Any
@@ -26,29 +26,7 @@ LLAMA3 = (
     "{{ m.content | tojson if m.role == 'tool' else m.content | trim }}<|eot|>{% endfor %}"
     "{% if add_generation_prompt %}<|head|>assistant<|/head|>\n\n{% endif %}"
 )
-ALTERNATE = (
-    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) or m.role not in ['user', 'assistant'] %}"
-    "{{ raise_exception('roles must alternate') }}{% endif %}"
-)
-GEMMA = (
-    "<|bos|>{% for m in messages %}" + ALTERNATE + "<start_of_turn>{{ 'model' if m.role == 'assistant' else "
-    "m.role }}\n{{ m.content | trim }}<end_of_turn>\n{% endfor %}"
-    "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
-)
-# Neither a token of the beginning nor of the end at every turn: nothing but text stands between contents.
-MISTRAL = (
-    "<|bos|>{% for m in messages %}"
-    + ALTERNATE
-    + "{% if m.role == 'user' %}{{ ' ' if not loop.first }}[INST] "
-    "{{ m.content }} [/INST]{% else %} {{ m.content }}{% endif %}{% endfor %}"
-)
-TEMPLATES = {
-    "chatml": CHATML,
-    "qwen": QWEN,
-    "llama3": LLAMA3,
-    "gemma": GEMMA,
-    "mistral": MISTRAL,
-}
+TEMPLATES = {"chatml": CHATML, "qwen": QWEN, "llama3": LLAMA3}
 SPECIAL = [
     *("<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>", "<|head|>", "<|/head|>", "<|eot|>"),
     *("<start_of_turn>", "<end_of_turn>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|end|>"),

@@ -3,7 +3,7 @@ checked."""
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -71,10 +71,6 @@ def naive_attention(evidence: Evidence) -> Tensor:
                 for i, x in zip(seen, logits, strict=True):
                     attention[b, q, s, i] = math.exp(x) / total
     return attention
-
-
-def query_heads(evidence: Evidence, h: int) -> range:
-    return range(h * evidence.group, (h + 1) * evidence.group)
 
 
 def existing(evidence: Evidence, b: int) -> list[int]:
@@ -171,19 +167,9 @@ def naive_pool(row: Tensor, kind: str | None, size: int, split: int) -> Tensor:
     return pooled
 
 
-def naive_value(evidence: Evidence, b: int, h: int, i: int) -> float:
-    """`||v_i||_1` by a loop in float64."""
-    return sum(abs(float(x)) for x in evidence.values_BHTD[b, h, i].double())
-
-
-def naive_running_mass(attention: Tensor, b: int, h: int, i: int, group: int) -> float:
-    """Attention that every query paid to entry `i`, averaged over the group of KV head `h`, by loops."""
-    heads = range(h * group, h * group + group)
-    return sum(float(attention[b, q, j, i]) for q in heads for j in range(attention.shape[2])) / group
-
-
-def mean(numbers: Sequence[float]) -> float:
-    return sum(numbers) / len(numbers)
+def masked(values_BHT: Tensor, evidence: Evidence) -> Tensor:
+    """-inf on what does not exist."""
+    return values_BHT.double().masked_fill(~evidence.exists_BHT, float("-inf"))
 
 
 def naive_scores(evidence: Evidence, number: Callable[[int, int, int], float]) -> Tensor:
@@ -193,22 +179,6 @@ def naive_scores(evidence: Evidence, number: Callable[[int, int, int], float]) -
         if evidence.valid_BT[b, i]:
             naive[b, h, i] = number(b, h, i)
     return naive
-
-
-def naive_pooled(evidence, window: int, pool, pool_size: int, of=mean, group=mean) -> Tensor:
-    """`[B, H, T]` in float64: `of` the numbers that the window's queries paid to an entry, pooled and reduced
-    by `group` over the query heads; -inf on padding."""
-    attention, G = naive_attention(evidence)[:, :, -window:].transpose(2, 3).tolist(), evidence.group
-    B, H, T = evidence.keys_BHTD.shape[:3]
-    rows = torch.zeros(B, H, T, dtype=torch.float64)
-    for b, h in itertools.product(range(B), range(H)):
-        heads = [[of(paid) for paid in attention[b][q]] for q in range(h * G, h * G + G)]
-        pooled = [
-            naive_pool(torch.tensor(row, dtype=torch.float64), pool, pool_size, T - window) for row in heads
-        ]
-        paid_T = [group(paid) for paid in torch.stack(pooled, -1).tolist()]
-        rows[b, h] = torch.tensor(paid_T, dtype=torch.float64)
-    return naive_scores(evidence, lambda b, h, i: float(rows[b, h, i]))
 
 
 def naive_overlap(score_HT: Tensor, target_HT: Tensor, reached_HT: Tensor) -> list[float]:

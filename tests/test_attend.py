@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from retain.cache.attend import attend
-from retain.cache.equal_rows import find_runs, step_rows_of
+from retain.cache.equal_rows import step_rows_of
 from retain.cache.store import LOG_WEIGHT, RaggedStore
 from retain.kernels.decode_step import build
 from retain.kernels.ragged_attention import reference
-from retain.kernels.ragged_attention.pages import PAGE, Pages, read_pages
+from retain.kernels.ragged_attention.pages import PAGE
 from tests.close import assert_close
 
 # name -> (B, H, G, S, D, kept lengths per row); covers an empty row, one entry, odd lengths, several pages,
@@ -194,30 +194,3 @@ def test_steps_in_one_call_equal_the_op(monkeypatch, lengths, dtype, counted, th
             for each in (store, other):
                 each.compact_(keep_N)
             assert store.step_rows is None  # rows may have become unequal
-
-
-def test_equal_rows_are_one_run():
-    def runs(*lengths, slack=0):
-        T = max(lengths)
-        keep = torch.arange(T) < torch.tensor(lengths)[:, None]
-        dense = torch.randn(2, 1, len(lengths), T, 8)
-        store = RaggedStore.from_dense(*dense, torch.arange(T)[None], keep[None], slack)
-        return find_runs(store, store.lengths_R[:, None], 1)
-
-    def found(*lengths):
-        return [(run.row, len(run.keys), run.length) for run in runs(*lengths)]
-
-    assert found(9, 9, 9) == [(0, 3, 9)]
-    assert found(10, 9, 9) == [(0, 1, 10), (1, 2, 9)]
-    assert found(64, 65, 65) == [(0, 1, 64), (1, 2, 65)]  # rooms of 1 and 2 pages
-    assert runs(*[1, 65] * 40) is None  # too many calls: the op
-
-
-def test_pages_of_offsets():
-    pages = read_pages([0, PAGE, PAGE, 3 * PAGE], "cpu")
-    assert pages.counts == (1, 0, 2) and pages.row_pages.tolist() == [0, 2, 2]
-    assert pages.first_pages.tolist() == [0, 0, PAGE]
-    assert pages.offsets().tolist() == [0, PAGE, PAGE, 3 * PAGE]
-    assert pages.of_rows([2, 0, 2]).tolist() == [1, 2, 0, 1, 2]
-    assert pages.num_pages == 3 and Pages.of([], "cpu").offsets().tolist() == [0]
-    assert read_pages([0, PAGE - 1], "cpu") is None

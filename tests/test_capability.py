@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import retain
-from retain.capability import TABLE, USES, problems
+from retain.capability import problems
 from retain.gates import GATES
 from retain.hf.cache.cache import Cache
 from retain.hf.intercept.press import press_score
@@ -92,12 +92,6 @@ def test_all_else_runs(method: str) -> None:
         given = {"input_ids": whole[0], "attention_mask": whole[1], CACHE: cache}
         cache.model.generate(**given, max_new_tokens=4, min_new_tokens=4)
         assert (cache.evictions > before) == (use == "again")
-
-
-def test_rows_name_uses_that_there_are_and_say_what_to_do_instead() -> None:
-    for row in TABLE:
-        assert row.uses and {*row.uses} <= set(USES)
-        assert any(word in row.why for word in ("take", "state", "set", "read")), row
 
 
 def test_presets_that_vllm_can_serve() -> None:

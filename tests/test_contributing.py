@@ -86,12 +86,3 @@ def test_every_recipe_names_files_that_exist() -> None:
         missing = [name for name in re.findall(FILE, RECIPES[recipe]) if not (ROOT / name).exists()]
         assert {name for name in missing if "NAME" not in name} <= made.keys(), recipe
     assert len(listed("Change when eviction happens")) <= 4
-
-
-def test_names_in_the_recipe_of_evictions_are_in_their_files() -> None:
-    recipe = "Change when eviction happens"
-    for name, said in re.findall(rf"^\d\. {FILE}: (.*)$", RECIPES[recipe], flags=re.MULTILINE):
-        for word in re.findall(r"`([\w.]+)`", said) if name.endswith(".py") else ():
-            assert re.search(rf"\b{word.split('.')[-1]}\b", (ROOT / name).read_text()), (
-                f"{name} has no {word}"
-            )

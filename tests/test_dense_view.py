@@ -30,12 +30,6 @@ class Store:
             num_queries=num_queries,
         )
 
-    def put(self, dense_BHT: Tensor, held_BHT: Tensor) -> Tensor:
-        """Columns of entries, where they lie; NaN in the rooms between."""
-        store = torch.full((len(self.positions_C), *dense_BHT.shape[3:]), float("nan"), dtype=dense_BHT.dtype)
-        store[self.index_N] = dense_BHT.flatten(0, 1)[self.rows_N, held_BHT.flatten(0, 1).nonzero()[:, 1]]
-        return store
-
 
 def make_store(positions_BT: Tensor, held_BHT: Tensor, seed: int, slack: int = 5) -> Store:
     rows_N, token_N = held_BHT.flatten(0, 1).nonzero(as_tuple=True)
@@ -100,29 +94,3 @@ def test_columns_are_the_union_of_what_heads_hold_and_what_is_asked(seed, B, H, 
                     assert (columns.entries[1][n], columns.index_BHT[b, h, i]) == (i, index)
     assert not (columns.held_BHT & ~columns.valid_BT[:, None]).any()
     assert (columns.index_BHT[~columns.held_BHT] == 0).all()
-
-
-@settings(max_examples=40, deadline=None, derandomize=True)
-@CASES
-def test_there_and_back(seed, B, H, seen):
-    positions_BT, valid_BT, held_BHT = draw_case(seed, B, H, seen)
-    store = make_store(positions_BT, held_BHT, seed)
-    columns = store.columns(positions_BT, valid_BT, seen // 3)
-    keys_BHTD = torch.randn(B, H, seen, 2)
-    kept_BHTD = columns.gather(store.put(keys_BHTD, held_BHT))
-    source_BHTD = columns.token_BT[:, None, :, None].expand_as(kept_BHTD)
-    held = columns.held_BHT
-    assert torch.equal(kept_BHTD[held], keys_BHTD.gather(2, source_BHTD)[held])
-    # From the columns back to the entries, in the order of the store.
-    assert torch.equal(
-        kept_BHTD.flatten(0, 1)[columns.entries], store.put(keys_BHTD, held_BHT)[store.index_N]
-    )
-    keep_BHT = torch.rand(held.shape) < 0.5
-    keep_N = keep_BHT.flatten(0, 1)[columns.entries]
-    assert keep_N.sum() == (keep_BHT & held).sum()
-    assert all(index_N.dtype == torch.int32 for index_N in columns.entries)
-    held_N = (keep_BHT & held).flatten(0, 1)[columns.entries]
-    assert torch.equal(held_N, keep_N)  # it asks about nothing else
-    assert torch.equal(columns.index_BHT.flatten(0, 1)[columns.entries], store.index_N)
-    kept = set(columns.index_BHT[keep_BHT & held].tolist())
-    assert kept == set(store.index_N[keep_N].tolist())

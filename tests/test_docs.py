@@ -70,7 +70,7 @@ def test_every_page_and_every_block_is_run_here() -> None:
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The reference model with a tokenizer that knows turns, and untrained gates for it."""
     root = tmp_path_factory.mktemp("docs")
-    model, tokenizer = load_model(0), chat_tokenizer("chatml", "words")
+    model, tokenizer = load_model(), chat_tokenizer("chatml", "words")
     # Answers as long as they are asked for, and the tokenizer's padding.
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, tokenizer.pad_token_id
     model.save_pretrained(root / "model")
@@ -109,7 +109,7 @@ def test_the_blocks_of_every_page_run_and_what_they_cache_takes_less_memory(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     tiny_model("gemma3").save_pretrained(tmp_path / "gemma3")
-    ids = torch.arange(3000)[None] % load_model(0).config.vocab_size
+    ids = torch.arange(3000)[None] % load_model().config.vocab_size
     prompt = {**folders, "context_ids": ids[:, :1200]}
     learned = {**prompt, "folder": trained("gates")}
     said = [" ".join(SENTENCES[turn : turn + 3]) for turn in range(5)]

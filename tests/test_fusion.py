@@ -91,11 +91,9 @@ def test_what_is_no_number_is_refused_and_not_hidden(how, side, scope):
 
 
 def test_unlike_units_are_not_fused():
-    said = "observed score is in 'mass' while the learned one is in 'risk'.*observed_risk"
-    refused(said, fuse, _score(0, "mass"), _score(1), "max")
-    for observed, learned in (("mass", "risk"), ("rank", "rank")):
-        wanted = f"'sum' adds numbers of one unit.*in '{observed}' while .*in '{learned}'.*'rank_blend'"
-        refused(wanted, fuse, _score(0, observed), _score(1, learned), "sum")
+    for how, observed, learned in (("max", "mass", "risk"), ("sum", "mass", "risk"), ("sum", "rank", "rank")):
+        wanted = f"'{how}' takes numbers of one unit.*in '{observed}' while .*in '{learned}'.*'rank_blend'"
+        refused(wanted, fuse, _score(0, observed), _score(1, learned), how)
     assert fuse(_score(0, "mass"), _score(1, "mass"), "sum").unit == "mass"
     assert fuse(_score(0, "mass"), _score(1), "rank_blend").unit == "rank"
 

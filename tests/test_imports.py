@@ -15,17 +15,6 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = {"retain": "retain", "kernels": "retain.kernels", "train": "retain.train", "eval": "retain.eval"}
 
-# Stages are composed by retain.policy and do not know one another, nor what composes them.
-STAGES = (
-    *("scores", "gates", "fusion", "protection"),
-    *("budget.statement", "budget.joint"),
-    *("attention.two_stage", "correction.merge"),
-)
-COMPOSED = (
-    *("policy", "budget.allocation", "budget.cascade", "presets", "cache"),
-    *("hf", "future", "reference", "train", "eval"),
-)
-
 
 @cache
 def sources() -> dict[str, Path]:
@@ -123,21 +112,6 @@ def test_imports_go_one_way(inside: tuple, outside: tuple, forbidden: tuple) -> 
 def test_kernels_import_nothing_else_of_retain() -> None:
     found = offenders(("retain.kernels",), (), ("retain",))
     assert [line for line in found if not within(line.split()[-1], "retain.kernels")] == []
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_stages_do_not_import_one_another(stage: str) -> None:
-    each = f"retain.{stage}"
-    modules = [module for module in sources() if within(module, each)]
-    assert modules, f"no module of stage {stage}"
-    forbidden = [f"retain.{other}" for other in (*STAGES, *COMPOSED) if other != stage]
-    foreign = sorted(
-        f"{module} imports {name or 'all'} from {target}"
-        for module in modules
-        for target, name in imports(module)
-        if within(target, *forbidden)
-    )
-    assert foreign == []
 
 
 IMPORT_NAMES = {"PyYAML": "yaml"}

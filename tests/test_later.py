@@ -8,7 +8,7 @@ import torch
 
 from retain.budget.cascade import keep_sets
 from retain.budget.statement import Budget
-from retain.policy import candidates_of, decide_layers
+from retain.policy import candidates_of
 from retain.protection import Protection
 from retain.scores import masked_score
 from tests.evictions import (
@@ -20,7 +20,6 @@ from tests.evictions import (
     made_scores,
     make_evidence,
     plan_for,
-    ragged,
     stock_of,
 )
 from tests.refused import refused
@@ -55,7 +54,7 @@ def test_covered_sequences_keep_everything_in_a_batch_with_others(heads_file, na
     layers = [replace(one, held_BHT=one.exists_BHT.clone()) for one in layers]
     scores = held_scores(layers, made_scores(layers, 4, ties=False))
     plan = plan_for(policy, layers, Budget(tokens_per_head=20), stock_of(layers, [40, 40, 40]))
-    assert plan.covers_B == [False, True, True] and not plan.covers_all
+    assert plan.covers_B == [False, True, True]
     keeps = keep_sets(plan, [candidates_of(plan, score) for score in scores])
     assert not all(torch.equal(keep[0], one.exists_BHT[0]) for keep, one in zip(keeps, layers, strict=True))
     for keep, one in zip(keeps, layers, strict=True):
@@ -64,7 +63,7 @@ def test_covered_sequences_keep_everything_in_a_batch_with_others(heads_file, na
     alone = keeps_of_columns(plan, layers, scores, [0])
     assert all(torch.equal(each[0], keep[0]) for each, keep in zip(alone, keeps, strict=True))
     few = plan.select_batch([1, 2])
-    assert few.covers_all and few.totals.held_BL == ((12,) * 3, (0,) * 3)
+    assert few.covers_B == [True, True] and few.totals.held_BL == ((12,) * 3, (0,) * 3)
     assert torch.equal(few.protected_BT, plan.protected_BT[1:])
 
 
@@ -84,13 +83,3 @@ def test_the_first_chunk_of_a_declared_prompt_has_the_budget_of_the_prompt():
     assert plan.protected_BT.sum(-1).tolist() == [20, 0] and plan.covers_B == [True, True]
     assert plan.totals.per_head_B == (80, 60)
     assert plan.totals.total_B == [120, 0]
-
-
-def test_a_covered_batch_needs_no_score():
-    layers = ragged(make_evidence(2, 1, 21, (0, 9), num_layers=2), 2)
-    policy = made(scope="layer", protection=SMALL)
-    once = decide_layers(policy, layers, Budget(keep_ratio=1.0), stock=stock_of(layers))
-    for one, layer in zip(once, layers, strict=True):
-        assert torch.equal(one.keep_BHT, layer.exists_BHT)
-        assert torch.equal(one.score_BHT > float("-inf"), layer.exists_BHT)
-        assert torch.equal(one.protected_BT, layer.exists_BHT.all(1))

@@ -121,7 +121,7 @@ def test_it_is_drawn_by_what_was_observed_and_by_the_gate_where_nothing_was():
 CANNOT: list[tuple[str, dict[str, Any]]] = [
     ("draw: input should be null", {"scope": "head"}),
     ("one stage by score: take first_stage null", {"first_stage": {"by": "budget"}}),
-    ("orders each of them: take allocation.compete_by 'score'", {"allocation": {"compete_by": "first"}}),
+    ("draw stands beside one stage by score", {"allocation": {"compete_by": "first"}}),
     ("draw wants numbers, and 'keydiff' is in 'rank'", {"observed": "keydiff"}),
     ("draw.share: input should be less than or equal to 1, got 1.5", {"draw": {"share": 1.5}}),
 ]

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retain.protection import Protection, pinned_mask, protected_mask
+from retain.protection import Protection, pinned_mask, pins_per_sequence, protected_mask
 from tests.refused import refused
 
 
@@ -105,7 +105,7 @@ def test_pinned_spans_are_counted_in_the_tokens_of_a_sequence(data):
         for top in tops
     ]
     valid = _valid(*lengths)
-    mask = pinned_mask(rows[0] if shared else rows, valid)
+    mask = pinned_mask(pins_per_sequence(rows[0] if shared else rows, len(lengths)), valid)
     for row, length in enumerate(lengths):
         start = valid.shape[1] - length
         for i in range(valid.shape[1]):
@@ -114,14 +114,10 @@ def test_pinned_spans_are_counted_in_the_tokens_of_a_sequence(data):
 
 
 def test_bad_spans_are_named_all_at_once():
-    valid = _valid(6, 4)
-    with pytest.raises(
-        ValueError,
-        match=r"\(2, 2\) of sequence 0 is empty; span \(3, 1\) of sequence 0 is reversed; span \(2, 5\) of "
-        r"sequence 1 leaves its 4 tokens; span \(-1, 2\) of sequence 1 leaves",
-    ):
-        pinned_mask([[(2, 2), (3, 1), (0, 6)], [(2, 5), (-1, 2)]], valid)
-    # One list for all must fit the shortest.
-    refused(r"span \(0, 5\) of sequence 1 leaves its 4 tokens", pinned_mask, [(0, 5)], valid)
-    refused("spans for 3 sequences, and the batch has 2", pinned_mask, [[], [], [(0, 1)]], valid)
-    refused("must be one list of", pinned_mask, [(0, 1), [(0, 1)]], valid)
+    said = (
+        r"spans: span \(2, 2\) of sequence 0, which has 6 tokens; span \(3, 1\) of sequence 0, .*; "
+        r"span \(2, 5\) of sequence 1, which has 4 tokens; span \(-1, 2\) of sequence 1, "
+    )
+    refused(said, pinned_mask, [[(2, 2), (3, 1), (0, 6)], [(2, 5), (-1, 2)]], _valid(6, 4))
+    refused("got 3 pinned span lists for 2 sequences", pins_per_sequence, [[], [], [(0, 1)]], 2)
+    refused("must be one list of", pins_per_sequence, [(0, 1), [(0, 1)]], 2)

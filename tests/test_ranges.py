@@ -21,7 +21,6 @@ OUTSIDE = {
     **dict.fromkeys(("data.shuffle_rows", "target.repeat_chunk"), 0),
     "soft.budget": 0,
     **dict.fromkeys(("data.max_tokens", "data.documents"), 10**12),
-    "calibration.knots": 1,
     "data.held_out_share": 0.0,
     "training.betas": [1.5, 2],
     "loss.keep_ratios": [1.2],

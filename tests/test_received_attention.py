@@ -6,6 +6,7 @@ from dataclasses import fields, is_dataclass, replace
 import pytest
 import torch
 
+from retain.attention import received
 from retain.attention.received import advance, advance_with_gaps, received_attention
 from retain.evidence import Evidence
 from retain.kernels import backend
@@ -122,10 +123,9 @@ def test_statistics_are_their_formula(layer, latest, share):
     evidence = special_layer(held_evidence(latest=latest), layer)
     mass, last = naive_running(evidence, share)
     exists, before = evidence.exists_BHT, [x.clone() for x in vars(evidence.running).values()]
-    for chunk in (1, 3, 128):
-        got = advance(filled(evidence, float("nan")), evidence.running, chunk, share=share)
-        assert_close(got.mass_BHT[exists], mass[exists])
-        assert torch.equal(got.last_access_BHT[exists], last[exists])
+    got = advance(filled(evidence, float("nan")), evidence.running, share=share)
+    assert_close(got.mass_BHT[exists], mass[exists])
+    assert torch.equal(got.last_access_BHT[exists], last[exists])
     assert all(map(torch.equal, before, vars(evidence.running).values()))
 
 
@@ -149,7 +149,7 @@ def naive_gaps(evidence, alpha, before):
 @pytest.mark.parametrize("layer", [None, *LAYERS])
 @pytest.mark.parametrize("latest", [True, False])
 @pytest.mark.parametrize("alpha", [1e-4, 0.1, 0.4])
-def test_gaps_are_their_formula(layer, latest, alpha):
+def test_gaps_are_their_formula(layer, latest, alpha, monkeypatch):
     evidence = special_layer(held_evidence(latest=latest), layer)
     # A cache has never seen an access that is later than the queries before these.
     first_B11 = evidence.places_BT[:, None, -evidence.num_queries, None]
@@ -158,8 +158,9 @@ def test_gaps_are_their_formula(layer, latest, alpha):
     for before in (None, past):
         last, gap = naive_gaps(evidence, alpha, before)
         assert len(gap[exists].unique()) > 2
-        for chunk in (1, 3, None):
-            got = advance_with_gaps(filled(evidence, float("nan")), before, chunk, alpha=alpha)
+        for numbers in (1, 700, 2**27):
+            monkeypatch.setattr(received, "ROW_NUMBERS", numbers)
+            got = advance_with_gaps(filled(evidence, float("nan")), before, alpha=alpha)
             assert torch.equal(got.last_access_BHT[exists], last[exists])
             assert torch.equal(got.longest_gap_BHT[exists], gap[exists])
             assert_close(got.mass_BHT[exists], advance(evidence, before).mass_BHT[exists])

@@ -31,7 +31,7 @@ def carries(value: Any, depth: int = 2) -> bool:
 
 
 def test_a_prefill_takes_the_tensor_through_fifteen_files() -> None:
-    model = load_model(0)
+    model = load_model()
     ids = torch.randint(20, 200, (1, 300), generator=torch.Generator().manual_seed(0))
     gates = retain.new_gates(model)
     passed: dict[str, set[str]] = defaultdict(set)

@@ -5,7 +5,6 @@ DESIGN.md, section 2, has the table of words.
 
 import ast
 import re
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -76,25 +75,3 @@ def test_names_have_the_words_of_the_field() -> None:
 def test_docstrings_open_with_a_noun_and_a_verb() -> None:
     found = [line for path in modules() for line in openings(path)]
     assert not found, "\n".join([f"{len(found)} docstrings:", *found])
-
-
-def test_the_lists_find_what_they_ban() -> None:
-    """House words in every kind of name; English that only contains one is not found."""
-    code = (
-        "import a as own_a\nclass SparedRow: ...\ndef f(noted_BHT, *, known): ...\nself.gone = 1\nf(moment=2)"
-    )
-    found = {
-        name for name, _ in names(ast.parse(code)) if BANNED.keys() & {p.lower() for p in PARTS.findall(name)}
-    }
-    assert found == {"own_a", "SparedRow", "noted_BHT", "gone", "moment"}
-
-
-if __name__ == "__main__":  # counts by room
-    for what, finds in (("names", banned), ("docstrings", openings)):
-        counts: Counter[str] = Counter()
-        for path in modules():
-            counts[path.parent.relative_to(ROOT).as_posix()] += len(list(finds(path)))
-        print(what, sum(counts.values()))
-        for room, count in sorted(counts.items(), key=lambda pair: -pair[1]):
-            if count:
-                print(f"  {room:<28} {count}")

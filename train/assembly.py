@@ -2,9 +2,11 @@
 
 from typing import Any
 
+import torch
+
 from retain.gates import GateSet
 from retain.hf.model.decoder import describe
-from retain.models.named import Precision, named_config, precision_of
+from retain.models.named import Precision, named_config, named_precision
 from retain.process.half_precision import multiplies
 from retain.train.data.branches import row_tokens
 from retain.train.data.corpus import AnyCorpus, load_corpus
@@ -66,7 +68,7 @@ def lesson_of(
 def _objective(config: DistillConfig, gates: GateSet, frozen: Frozen) -> Stage:
     target, seed = config.target, config.seed
     if config.stage == "end_to_end":
-        return EndToEnd(gates, frozen, config.soft, target, steps=config.training.steps, seed=seed)
+        return EndToEnd(gates, frozen, config.soft, steps=config.training.steps, seed=seed)
     if config.stage == "lookahead":
         return Lookahead(gates, frozen, target, seed=seed)
     return LayerLocal(gates, frozen, target, config.loss, seed=seed)
@@ -86,7 +88,7 @@ def _dtype(config: DistillConfig, accelerator: Accelerator) -> Precision:
     instructions for it, and else float32."""
     if config.dtype != "auto" or accelerator.device.type != "cpu" or config.quantization is not None:
         return config.dtype
-    stored = precision_of(named_config(config.model, **_origin(config)))
+    stored = named_precision(named_config(config.model, **_origin(config))) or torch.float32
     return "auto" if multiplies(accelerator.device, stored) else "float32"
 
 

@@ -22,26 +22,19 @@ if __name__ == "__main__":
 from tqdm import tqdm
 
 from retain.config import leaves, load, to_mapping
-from retain.gates.artifact import save_gates
+from retain.gates.artifact import read_metadata, save_gates
+from retain.gates.card import CARD, card_of
 from retain.hf.model.identity import fingerprint
 from retain.models.named import commit_of
 from retain.models.named_gates import new_gates
 from retain.process.extras import require
+from retain.process.provenance import write_text
 from retain.train.assembly import corpus_of, frozen_of, lesson_of, score_unit_of
 from retain.train.loop import train
 from retain.train.recipe import DistillConfig, check
 from retain.train.run import parallel
-from retain.train.run.artifact import calibration_of, command_line, metadata_of
-from retain.train.run.card import write_card
-from retain.train.run.checkpoint import (
-    adopt_,
-    begin_,
-    check_inputs,
-    disk_errors,
-    finish_,
-    inspect_run,
-    locked,
-)
+from retain.train.run.artifact import calibration_of, metadata_of
+from retain.train.run.checkpoint import begin_, check_inputs, disk_errors, finish_, inspect_run, locked
 from retain.train.run.dry_run import dry_run
 from retain.train.run.parallel import Accelerator, make_accelerator, on_main_process
 from retain.train.run.signals import EXIT_INTERRUPTED, STOP_FILE, StopRequested
@@ -112,8 +105,6 @@ def _distill(config: DistillConfig, accelerator: Accelerator) -> Path:
     accelerator.wait_for_everyone()  # every process has looked at the folder before one of them changes it
     if state == "fresh":
         on_main_process(accelerator, partial(begin_, folder, mapping, inputs))
-    else:  # with another calibration, perhaps
-        on_main_process(accelerator, partial(adopt_, folder, mapping))
     if config.tracker != "none":
         settings = {
             key: value if isinstance(value, float) else str(value) for key, value in leaves(mapping).items()
@@ -134,7 +125,7 @@ def _distill(config: DistillConfig, accelerator: Accelerator) -> Path:
     if accelerator.is_main_process:
         with disk_errors(folder):
             save_gates(gates, folder, fingerprint=base, metadata=metadata)
-            write_card(folder, command=command_line())
+            write_text(folder / CARD, f"{card_of(read_metadata(folder), place=str(folder))}\n")
         finish_(folder)
         tqdm.write(f"gates: {folder} (retain.load_gates({str(folder)!r}, model))", file=sys.stdout)
     return folder
@@ -145,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parsed = distill_parser().parse_args(arguments)
     try:
         path, overrides = recipe_of(parsed)
-        config = load(path, DistillConfig, overrides)
+        config = load(path, DistillConfig, overrides, check=lambda stated: check(stated, 1))
         if parsed.dry_run:
             accelerator = make_accelerator("none")
             accelerator.print(try_step(config, accelerator))

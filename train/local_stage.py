@@ -5,7 +5,7 @@ kept, no graph leads through the model, and memory does not grow with the number
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -14,42 +14,18 @@ from torch import Tensor
 from retain.gates import GateInputs, GateSet, inputs_of
 from retain.train.data.branches import readings_of
 from retain.train.data.document import Document
-from retain.train.objectives.case import LossSettings
+from retain.train.objectives.case import Case, LossSettings
 from retain.train.objectives.losses import local_losses, total_loss
-from retain.train.objectives.overlap import baselines_of
-from retain.train.objectives.targets import (
-    Example,
-    TargetSettings,
-    layer_target,
-)
+from retain.train.objectives.overlap import baseline_overlaps
+from retain.train.objectives.targets import TargetSettings, layer_target
 from retain.train.stage import Stage, Tally, joined
 from retain.train.teacher import Frozen, View, walk
 
 # Entries of a layer from which input statistics are made, and the fewest documents that they come from (where
 # the first step has as many): one long document is not what all are like.
 PREPARED_ENTRIES, PREPARED_DOCUMENTS = 8192, 4
-
-
-def teacher_examples(
-    gates: GateSet,
-    frozen: Frozen,
-    target: TargetSettings,
-    documents: Sequence[Document],
-    visit: Callable[[list[Example]], None],
-) -> None:
-    """Shows examples out of the frozen model, layers ascending; `visit` gets those of a layer, or (models
-    that are read a document at a time) of a layer and one document."""
-    readings = readings_of(documents, target, frozen)
-
-    def see(views: list[View]) -> None:
-        examples = []
-        for view in views:
-            target_HT, reached_HT = layer_target(view, target)
-            inputs = inputs_of(view.document, gates[view.layer_idx])
-            examples.append(Example(view.layer_idx, view.row, view.key, inputs, target_HT, reached_HT, view))
-        visit(examples)
-
-    walk(frozen, readings, see, wanted=gates.inputs)
+# A view, the gate's inputs, the target, and where it is defined.
+Example = tuple[View, GateInputs, Tensor, Tensor]
 
 
 class LayerLocal(Stage):
@@ -59,8 +35,18 @@ class LayerLocal(Stage):
         self, gates: GateSet, frozen: Frozen, target: TargetSettings, loss: LossSettings, *, seed: int
     ):
         super().__init__(gates, ("loss", *loss.terms, "overlap"))
-        self.target, self.loss, self.seed = target, loss, seed
-        self.examples = partial(teacher_examples, gates, frozen, target)
+        self.frozen, self.target, self.loss, self.seed = frozen, target, loss, seed
+
+    def examples(self, documents: Sequence[Document], visit: Callable[[list[Example]], None]) -> None:
+        """Shows examples out of the frozen model, layers ascending; `visit` gets those of a layer, or (models
+        that are read a document at a time) of a layer and one document."""
+
+        def see(views: list[View]) -> None:
+            inputs = (inputs_of(view.document, self.gates[view.layer_idx]) for view in views)
+            targets = (layer_target(view, self.target) for view in views)
+            visit([(view, x, *y) for view, x, y in zip(views, inputs, targets, strict=True)])
+
+        walk(self.frozen, readings_of(documents, self.target, self.frozen), see, wanted=self.gates.inputs)
 
     @torch.no_grad()
     def prepare_(self, documents: Sequence[Document]) -> None:
@@ -74,19 +60,18 @@ class LayerLocal(Stage):
                 that a gate cannot start from them.
         """
         found: dict[int, list[tuple[GateInputs, Tensor]]] = {}
-        documents = _enough(documents)
+        seen = enumerate(accumulate(len(document.context_ids) for document in documents), start=1)
+        enough = (n for n, tokens in seen if tokens >= PREPARED_ENTRIES and n >= PREPARED_DOCUMENTS)
+        documents = documents[: next(enough, None)]
         share = max(1, PREPARED_ENTRIES // len(documents))
 
         def see(examples: list[Example]) -> None:
-            for example in examples:
-                entries = example.reached_HT.any(0).nonzero()[:, 0]
+            for view, inputs, target_HT, reached_HT in examples:
+                entries = reached_HT.any(0).nonzero()[:, 0]
                 # Evenly spread, where a document is longer than is needed.
                 entries = entries[:: -(-len(entries) // share) or 1]
-                risk_HN = example.target_HT[:, entries].masked_fill(
-                    ~example.reached_HT[:, entries], torch.nan
-                )
-                inputs = example.inputs.entries(entries)
-                found.setdefault(example.layer_idx, []).append((inputs, risk_HN))
+                risk_HN = target_HT[:, entries].masked_fill(~reached_HT[:, entries], torch.nan)
+                found.setdefault(view.layer_idx, []).append((inputs.entries(entries), risk_HN))
 
         for document in documents:
             self.examples([document], see)
@@ -115,38 +100,28 @@ class LayerLocal(Stage):
                     "or nothing pays some head's entries anything."
                 )
 
-    def rows_of(
-        self, documents: Sequence[Document], step: int, scale: float | None, *, baselines: bool = False
-    ) -> list[dict[str, Any]]:
+    def rows_of(self, documents: Sequence[Document], step: int, scale: float | None) -> list[dict[str, Any]]:
         layers = len(self.gates.layers)
         tally = Tally(len(documents))
 
         def see(examples: list[Example]) -> None:
-            for example in examples:
-                gate = self.gates[example.layer_idx]
-                key = (self.seed, step, example.key, example.layer_idx)
+            for view, inputs, target_HT, reached_HT in examples:
+                gate, key = self.gates[view.layer_idx], (self.seed, step, view.key, view.layer_idx)
                 with torch.set_grad_enabled(scale is not None):
-                    output_HT = gate(example.inputs)[0]
-                    known = (output_HT, gate, example.target_HT, example.reached_HT, example.view)
-                    terms = local_losses(*known, self.loss, key, horizon=self.target.horizon)
+                    output_HT = gate(inputs)[0]
+                    output_BHT = output_HT.to(torch.promote_types(output_HT.dtype, torch.float32))[None]
+                    known = (target_HT[None], reached_HT[None], gate, self.loss, key, view)
+                    terms = local_losses(Case(output_BHT, *known, self.target.horizon))
                     loss = total_loss(terms, self.loss)
                     if scale is not None:
                         (loss * (scale / layers)).backward()
                 terms = {"loss": loss, **terms}
                 found: dict[str, Any] = {name: value.detach() for name, value in terms.items()}
-                found |= baselines_of(example, self.seed) if baselines else {}
-                place, compared = (example.row, example.layer_idx), (example.target_HT, example.reached_HT)
-                tally.add_(*place, found, output_HT, *compared)
+                if scale is None:
+                    keyed, shown = (self.seed, view.key, view.layer_idx), view.document
+                    values = shown.values_BHTD, shown.output_weight_QDE
+                    found |= baseline_overlaps(*values, target_HT, reached_HT, keyed)
+                tally.add_(view.row, found, output_HT, target_HT, reached_HT)
 
         self.examples(documents, see)
-        return tally.means(layers, heads=scale is None)
-
-
-def _enough(documents: Sequence[Document]) -> Sequence[Document]:
-    """The first documents that give as many entries as are looked at."""
-    tokens = 0
-    for number, document in enumerate(documents, start=1):
-        tokens += len(document.context_ids)
-        if tokens >= PREPARED_ENTRIES and number >= PREPARED_DOCUMENTS:
-            return documents[:number]
-    return documents
+        return tally.means(layers)

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from retain.gates import GateInputs, GateSet
-from retain.gates.lookahead import LookaheadExtension, LookaheadGate
+from retain.gates.lookahead import LookaheadExtension
 from retain.hf.cache.cache import Cache
 from retain.hf.intercept.attach import attach
 from retain.hf.intercept.lookahead_pass import Asked, lookahead_embeds, run_behind
@@ -51,20 +51,14 @@ class Lookahead(Stage):
         assert isinstance(gates.extension, LookaheadExtension), "retain.train.recipe refuses other families"
         self.extension = gates.extension
 
-    def parameters(self) -> list[torch.nn.Parameter]:
-        """The parameters that the optimiser trains."""
-        return list(self.extension.parameters())
-
     def prepare_(self, documents: Sequence[Document]) -> None:
         """Nothing starts from data: tokens begin as embeddings, adapters at zero."""
 
-    def rows_of(
-        self, documents: Sequence[Document], step: int, scale: float | None, *, baselines: bool = False
-    ) -> list[dict[str, Any]]:
+    def rows_of(self, documents: Sequence[Document], step: int, scale: float | None) -> list[dict[str, Any]]:
         readings = readings_of(documents, self.target, self.frozen)
-        return [self._run(reading, scale, baselines) for reading in readings]
+        return [self._run(reading, scale) for reading in readings]
 
-    def _run(self, reading: Reading, scale: float | None, baselines: bool = False) -> dict[str, Any]:
+    def _run(self, reading: Reading, scale: float | None) -> dict[str, Any]:
         """Reads one document: loss, overlap, and the gradient if there is a scale."""
         model = self.frozen.model
         with attach(model):
@@ -76,7 +70,7 @@ class Lookahead(Stage):
             with torch.set_grad_enabled(scale is not None), self.extension.extend(base_model(model)):
                 asked = self._behind(cache, lookahead_embeds(model, self.extension, 1))
                 # Inside, where the adapters are, since checkpointed layers run again on the way back.
-                return self._compare(cache, asked, targets, scale, reading.key if baselines else None)
+                return self._compare(cache, asked, targets, scale, reading.key)
 
     @property
     def _embedding(self) -> Any:
@@ -84,10 +78,8 @@ class Lookahead(Stage):
 
     def _behind(self, cache: Cache, embeds: Tensor) -> dict[int, Asked]:
         """Queries and keys of tokens behind the document, per layer."""
-        state = cache.state
-        return run_behind(
-            self.frozen.model, cache.engine.read_only(), embeds, state.valid_BT, state.positions_BT
-        )
+        where = cache.state.valid_BT, cache.state.positions_BT
+        return run_behind(self.frozen.model, cache.engine.read_only(), embeds, *where)
 
     def _targets(self, reading: Reading, cache: Cache) -> dict[int, Float[Tensor, "H T"]]:
         """Normalised attention of the answers, per layer."""
@@ -96,14 +88,13 @@ class Lookahead(Stage):
         for branch in reading.branches:
             embeds = embedding(torch.tensor([branch.ids], device=embedding.weight.device))
             for layer, asked in self._behind(cache, embeds).items():
-                share_HT = self.target.sources[branch.source] * normalised(self._score(cache, layer, asked))
+                share_HT = self.target.sources[branch.source] * self._shares(cache, layer, asked)
                 totals[layer] = totals[layer] + share_HT if layer in totals else share_HT
         return {layer: normalised(total_HT) for layer, total_HT in totals.items()}
 
-    def _score(self, cache: Cache, layer: int, asked: Asked) -> Float[Tensor, "H T"]:
-        """The layer's gate applied to tokens behind the document."""
-        gate, spec, held = self.gates[layer], cache.state.layout.spec_of[layer], cache.layers[layer]
-        assert isinstance(gate, LookaheadGate)
+    def _shares(self, cache: Cache, layer: int, asked: Asked) -> Float[Tensor, "H T"]:
+        """The layer's gate applied to tokens behind the document, normalised."""
+        held, spec = cache.layers[layer], cache.state.layout.spec_of[layer]
         inputs = GateInputs(
             keys_BHTD=held.dense()[0],
             lookahead_BQSD=asked.queries_BQSD,
@@ -112,40 +103,34 @@ class Lookahead(Stage):
             soft_cap=spec.soft_cap,
             sinks_Q=spec.sinks_Q,
         )
-        return gate(inputs)[0]
+        return normalised(self.gates[layer](inputs)[0])
 
     def _compare(
-        self,
-        cache: Cache,
-        asked: dict[int, Asked],
-        targets: dict[int, Tensor],
-        scale: float | None,
-        key: int | None,
+        self, cache: Cache, asked: dict[int, Asked], targets: dict[int, Tensor], scale: float | None, key: int
     ) -> dict[str, Any]:
-        """Loss and overlap over all layers (with a document's `key` also overlaps that cost no training), and
-        the gradient: a layer's rows of attention are gone before the next one's are made, and then one way
-        back leads through the model."""
-        tally = Tally(1)
-        behind: list[tuple[Tensor, Tensor]] = []  # ends in the model, their gradients
-        for layer in self.gates.layers:
-            ends = (asked[layer].queries_BQSD, asked[layer].keys_BHSD)
-            cut = Asked(*(end.detach().requires_grad_(scale is not None) for end in ends))
-            score_HT = normalised(self._score(cache, layer, cut))
-            loss = divergence(targets[layer], score_HT)
-            if scale is not None:
-                (loss * (scale / len(self.gates.layers))).backward()
-                got = zip(ends, (cut.queries_BQSD.grad, cut.keys_BHSD.grad), strict=True)
-                behind += [(end, grad) for end, grad in got if end.requires_grad and grad is not None]
+        """Loss and overlap over all layers (without a `scale` also overlaps that cost no training), and the
+        gradient: a layer's rows of attention are gone before the next one's are made, and then one way back
+        leads through the model."""
+        tally, layers = Tally(1), self.gates.layers
+        behind: list[tuple[Tensor, Tensor | None]] = []  # ends in the model, their gradients
+        for layer in layers:
+            cut = Asked(*(end.detach().requires_grad_(scale is not None) for end in asked[layer]))
+            score_HT, target_HT = self._shares(cache, layer, cut), targets[layer]
             reached_HT = torch.ones_like(score_HT, dtype=torch.bool)
+            loss = divergence(target_HT, score_HT)
             found: dict[str, Any] = {"loss": loss.detach()}
-            if key is not None:
+            if scale is None:
                 values_BHTD, spec = cache.layers[layer].dense()[1], cache.state.layout.spec_of[layer]
-                known = (values_BHTD, spec.output_weight_QDE, targets[layer], reached_HT)
+                known = (values_BHTD, spec.output_weight_QDE, target_HT, reached_HT)
                 found |= baseline_overlaps(*known, (self.seed, key, layer))
-            tally.add_(0, layer, found, score_HT, targets[layer], reached_HT)
-        if behind:
-            torch.autograd.backward([end for end, _ in behind], [grad for _, grad in behind])
-        return tally.means(len(self.gates.layers), heads=scale is None)[0]
+            else:
+                (loss * (scale / len(layers))).backward()
+                behind += zip(asked[layer], (one.grad for one in cut), strict=True)
+            tally.add_(0, found, score_HT, target_HT, reached_HT)
+        ends = [(end, grad) for end, grad in behind if end.requires_grad and grad is not None]
+        if ends:
+            torch.autograd.backward([end for end, _ in ends], [grad for _, grad in ends])
+        return tally.means(len(layers))[0]
 
 
 def normalised(score_HT: Float[Tensor, "H T"]) -> Float[Tensor, "H T"]:

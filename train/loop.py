@@ -30,7 +30,7 @@ from retain.train.run.checkpoint import (
 from retain.train.run.parallel import Accelerator, Synchroniser, gather_object, on_main_process
 from retain.train.run.schedule import TrainingSettings, learning_rate
 from retain.train.run.signals import Signals
-from retain.train.stage import Stage
+from retain.train.stage import HELD_OUT_STEP, Stage
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,8 @@ class Lesson:
 
 def train(lesson: Lesson, accelerator: Accelerator, folder: Path, *, resume: bool) -> dict[str, Any]:
     """Trains in place, writing log and checkpoints into `folder`, which is ready (`begin_`), or has a
-    checkpoint to go on from with `resume`. Returns a summary for the artifact: steps, processes, documents of
-    each process, seconds, held-out numbers.
+    checkpoint to go on from with `resume`. Returns a summary for the artifact: steps, processes, seconds,
+    tokens, held-out numbers.
 
     Raises:
         FloatingPointError: the loss or the gradient is not finite; names step and documents, keeps the last
@@ -79,14 +79,13 @@ def train(lesson: Lesson, accelerator: Accelerator, folder: Path, *, resume: boo
     training, corpus = lesson.training, lesson.corpus
     start = 0
     held_out: dict[str, Any] = {}
-    so_far: dict[str, Any] = {"seconds": 0.0, "tokens": 0, "documents_of_process": {}}
+    so_far: dict[str, Any] = {"seconds": 0.0, "tokens": 0}
     if not resume:
         lesson.objective.prepare_(corpus.documents_of(0))
     synchroniser = synchroniser_of(lesson, accelerator)
     if resume and (checkpoint := latest(folder)) is not None:
         start, extra = load_checkpoint(checkpoint[1], synchroniser)
         so_far = extra["so_far"]
-        corpus.restore_(extra["corpus"])
         on_main_process(accelerator, lambda: rewind_log_(folder, start))
         # Nothing may be left to do but to write the artifact, which says how the last look went.
         looks = gather_object([[record for record in read_log(folder) if "held_out" in record]])[0]
@@ -101,8 +100,8 @@ def train(lesson: Lesson, accelerator: Accelerator, folder: Path, *, resume: boo
             }
             accelerator.log(numbers, step=record["step"])
 
-    def look(step: int, *, baselines: bool = False) -> dict[str, Any]:
-        found = held_out_record(lesson, accelerator, baselines=baselines)
+    def look(step: int) -> dict[str, Any]:
+        found = held_out_record(lesson, accelerator)
         log({"step": step, "held_out": found})
         return found
 
@@ -111,33 +110,28 @@ def train(lesson: Lesson, accelerator: Accelerator, folder: Path, *, resume: boo
     bar = tqdm(total=training.steps, initial=start, desc="distill", unit="step", disable=not show)
     with Signals(accelerator, folder) as signals, bar:
         if start == 0 and corpus.held_out:
-            held_out = look(0, baselines=True)
+            held_out = look(0)
             before = time.perf_counter() - so_far["seconds"]
         for step in range(start, training.steps):
             record = take_step_(lesson, synchroniser, accelerator, step, folder)
             so_far["tokens"] += record["tokens"]
-            for process, keys in enumerate(record["documents"]):
-                counts = so_far["documents_of_process"]
-                counts[str(process)] = counts.get(str(process), 0) + len(keys)
             log(record)
             done, last = step + 1, step + 1 == training.steps
             if corpus.held_out and (last or _due(done, training.held_out_every)):
                 held_out = look(done)
-            numbers = {"loss": record["loss"], "held-out": held_out.get("overlap", math.nan)}
+            numbers = {"loss": record["loss"], "held-out": held_out.get("loss", math.nan)}
             bar.set_postfix(**numbers, tokens=record["tokens"], refresh=False)
             bar.update()
             stop = signals.requested
             if last or stop or _due(done, training.checkpoint_every):
                 so_far["seconds"] = time.perf_counter() - before
-                extra = {"corpus": corpus.state(), "so_far": so_far}
-                save_checkpoint(accelerator, folder, done, synchroniser, extra)
+                save_checkpoint(accelerator, folder, done, synchroniser, {"so_far": so_far})
             if stop and not last:
                 signals.stop(done)
     return {
         "steps": training.steps,
         "num_processes": accelerator.num_processes,
         **so_far,
-        "documents_of_process": list(so_far["documents_of_process"].values()),
         "held_out": held_out,
     }
 
@@ -160,10 +154,10 @@ def take_step_(
     batch = lesson.corpus.documents_of(step)
     mine = lesson.packs(batch, accelerator)
     documents = sum(len(pack) for pack, counts in mine if counts)
-    outcomes: list[dict[str, float]] = []
+    outcomes: list[dict[str, Any]] = []
     read: list[Document] = []
     for pack, counts in mine:
-        found = lesson.objective.accumulate_(pack, step, 1 / documents if counts else 0.0)
+        found = lesson.objective.rows_of(pack, step, 1 / documents if counts else 0.0)
         if counts:
             outcomes += found
             read += pack
@@ -213,23 +207,11 @@ def _stop(step: int, what: str, bad: Sequence[int], batch: Sequence[Document], f
 
 
 @torch.no_grad()
-def held_out_record(lesson: Lesson, accelerator: Accelerator, *, baselines: bool) -> dict[str, Any]:
-    """Means over the held-out documents, each process its share; `overlap_of`, where the objective has it, of
-    each layer's heads."""
-    documents = lesson.corpus.held_out
+def held_out_record(lesson: Lesson, accelerator: Accelerator) -> dict[str, float]:
+    """Means over the held-out documents, each process its share."""
     rows: list[dict[str, Any]] = []
-    for pack, counts in lesson.packs(documents, accelerator):
-        found = lesson.objective.look(pack, baselines=baselines)
+    for pack, counts in lesson.packs(lesson.corpus.held_out, accelerator):
+        found = lesson.objective.rows_of(pack, HELD_OUT_STEP, None)
         rows += found if counts else []
     everyone = [row for part in gather_object([rows]) for row in part]
-    record: dict[str, Any] = {
-        name: math.fsum(row[name] for row in everyone) / len(everyone)
-        for name, value in everyone[0].items()
-        if isinstance(value, int | float)
-    }
-    if "overlap_of" in everyone[0]:
-        record["overlap_of"] = {}
-        for layer in everyone[0]["overlap_of"]:
-            heads = zip(*(row["overlap_of"][layer] for row in everyone), strict=True)
-            record["overlap_of"][layer] = [math.fsum(values) / len(everyone) for values in heads]
-    return record
+    return {name: math.fsum(row[name] for row in everyone) / len(everyone) for name in everyone[0]}

@@ -24,13 +24,11 @@ from retain.gates import GateInputs, GateSet, inputs_of
 from retain.hf.model.decoder import base_model
 from retain.hf.training.soft_attention import SoftGated
 from retain.train.data.document import Batch, Document, Reading, collate
-from retain.train.local_stage import PREPARED_ENTRIES, teacher_examples
+from retain.train.local_stage import PREPARED_ENTRIES
 from retain.train.objectives import soft_losses
-from retain.train.objectives.overlap import baselines_of
-from retain.train.objectives.soft_threshold import SoftThreshold, SoftThresholdStep
-from retain.train.objectives.targets import Example, TargetSettings
+from retain.train.objectives.soft_threshold import SoftThreshold
 from retain.train.settings import refuse, section, unknown
-from retain.train.stage import Stage, Tally, joined
+from retain.train.stage import Stage, joined
 from retain.train.teacher import Frozen, View, walk
 
 # Distances of the gated from the full model, and costs of what is open.
@@ -38,12 +36,8 @@ FIDELITY = ("kl_forward", "kl_reverse", "next_token", "hidden")
 COST = ("capacity_head", "capacity_global", "closed", "admitted", "eviction_rate")
 # Costs that know a decay, whose openness changes with every token.
 AGEING = ("capacity_head", "capacity_global")
-# Costs that know a budget.
-BUDGETED = {*COST} - {"admitted"}
 # Queries of each document at which the open entries of decays are counted.
 CAPACITY_ROWS = 256
-# Of the kind that asks for no gradient of the embeddings.
-CHECKPOINT = partial(checkpoint, use_reentrant=False)
 # Documents from which input statistics are made: of `PREPARED_ENTRIES` of a layer over all of them.
 PREPARED_DOCUMENTS = 8
 
@@ -106,14 +100,9 @@ def check_loophole(settings: SoftSettings, gates: GateSet) -> None:
             f"add one of {', '.join(FIDELITY)}",
         ),
         (
-            gates.ages and strange,
-            f"soft.terms {', '.join(strange)}: gates of family {gates.family!r} say a decay, whose "
-            f"openness changes with age; use {' or '.join(AGEING)}",
-        ),
-        (
-            gates.ages and settings.hard != "none",
-            f"soft.hard={settings.hard} is for gates that open and close, and those of family "
-            f"{gates.family!r} say a decay: set hard=none",
+            gates.ages and (strange or settings.hard != "none"),
+            f"soft.terms={settings.terms}, soft.hard={settings.hard}: gates of family {gates.family!r} say a "
+            f"decay, whose openness changes with age; use {' or '.join(AGEING)}, and hard=none",
         ),
     )
 
@@ -139,7 +128,6 @@ class EndToEnd(Stage):
     ramp=compression, protected=512 (`kl_reverse` is what its code computes).
 
     Args:
-        target: for the overlap with it on held-out documents; None: no overlap is reported.
         steps: of the whole run, for the ramp.
         seed: of the noise.
 
@@ -153,7 +141,6 @@ class EndToEnd(Stage):
         gates: GateSet,
         frozen: Frozen,
         soft: SoftSettings,
-        target: TargetSettings | None = None,
         *,
         steps: int = 1,
         seed: int = 0,
@@ -162,18 +149,13 @@ class EndToEnd(Stage):
         check_loophole(soft, gates)
         for layer in gates.layers:  # refused now, not in the first step
             gates[layer].log_gate(torch.zeros(1, gates[layer].H, 1))
-        keep = ("keep",) if soft.terms.keys() & BUDGETED else ()
-        super().__init__(gates, ("loss", *soft.terms, "open", *keep))
-        self.frozen, self.soft, self.target = frozen, soft, target
+        super().__init__(gates, ("loss", *soft.terms, "open", "keep"))
+        self.frozen, self.soft = frozen, soft
         self.steps, self.seed = steps, seed
         self.base = base_model(frozen.model)
-        self.soft_threshold = SoftThreshold(
-            gates, hard=soft.hard, temperature=soft.hard_temperature, seed=seed
-        )
-        self.gated = SoftGated(self.base, gates, protected=soft.protected, to_log_gate=self.soft_threshold)
-        self.head: soft_losses.Head | None = None
-        if soft.terms.keys() & set(soft_losses.VOCABULARY):
-            self.head = soft_losses.head_of(frozen.model)
+        self.gated = SoftGated(self.base, gates, protected=soft.protected)
+        vocabulary = soft.terms.keys() & set(soft_losses.VOCABULARY)
+        self.head = soft_losses.head_of(frozen.model) if vocabulary else None
 
     @torch.no_grad()
     def prepare_(self, documents: Sequence[Document]) -> None:
@@ -202,18 +184,17 @@ class EndToEnd(Stage):
                 gate.prepare_(inputs, inputs.valid_BT, zeros_H, zeros_H)
                 gate.open_()
 
-    def rows_of(
-        self, documents: Sequence[Document], step: int, scale: float | None, *, baselines: bool = False
-    ) -> list[dict[str, Any]]:
+    def rows_of(self, documents: Sequence[Document], step: int, scale: float | None) -> list[dict[str, Any]]:
         """Returns the loss, every term, the open share and the budget (`keep`, as a share of the tokens) of
         each document. Hard decisions are drawn where there is a gradient; held-out documents are read at the
-        final budget, and have overlaps where there is a target. ValueError: a document in which nothing is
-        gated."""
+        final budget. ValueError: a document in which nothing is gated."""
         device = self.frozen.model.get_input_embeddings().weight.device
         batch = collate(documents, pad_id=self.frozen.pad_id, device=device)
         valid_BT, counted_BT = batch.valid_BT, counted_tokens(batch, self.soft)
         keep = keep_ratio_at(step, self.soft, self.steps)
-        self.soft_threshold.current = SoftThresholdStep(valid_BT, batch.keys, step, scale is not None)
+        keys = None if scale is None else [(self.seed, step, key) for key in batch.keys]
+        decisions = (self.soft.hard, self.soft.hard_temperature, valid_BT, keys)
+        self.gated.to_log_gate = SoftThreshold(self.gates, *decisions)
         place_BT = (valid_BT.cumsum(-1) - 1).clamp_min(0)
         inputs: dict[str, Any] = {
             "input_ids": batch.input_ids_BT,
@@ -236,30 +217,7 @@ class EndToEnd(Stage):
         if self.soft.budget is not None:
             terms["keep"] = (self.soft.budget / valid_BT.sum(-1).to(loss_B)).clamp_max(1.0)
         values = torch.stack([terms[name].detach().double().cpu() for name in self.fields]).T.tolist()
-        rows: list[dict[str, Any]] = [dict(zip(self.fields, row, strict=True)) for row in values]
-        if scale is None and self.target is not None:
-            for row, found in zip(rows, self._overlaps(documents, self.target, baselines), strict=True):
-                row |= found
-        return rows
-
-    def _overlaps(
-        self, documents: Sequence[Document], target: TargetSettings, baselines: bool
-    ) -> list[dict[str, Any]]:
-        """Share of the target's top fifth that the gates' order at the end of each document finds."""
-        tally = Tally(len(documents))
-
-        def see(examples: list[Example]) -> None:
-            for example in examples:
-                output_HT = self.gates[example.layer_idx](example.inputs)[0].float()
-                if self.gates.ages:
-                    T = output_HT.shape[-1]
-                    output_HT = output_HT * (T - 1 - torch.arange(T, device=output_HT.device))
-                found = baselines_of(example, self.seed) if baselines else {}
-                place, compared = (example.row, example.layer_idx), (example.target_HT, example.reached_HT)
-                tally.add_(*place, found, output_HT, *compared)
-
-        teacher_examples(self.gates, self.frozen, target, documents, see)
-        return tally.means(len(self.gates.layers), heads=True)
+        return [dict(zip(self.fields, row, strict=True)) for row in values]
 
     def _fidelity(
         self,
@@ -315,8 +273,10 @@ class EndToEnd(Stage):
             "capacity_global": lambda: soft_losses.capacity_term(
                 open_BXR.mean(1, keepdim=True), seen_BR, limit_BR
             ),
-            "closed": lambda: soft_losses.closed_term(log_gates, valid_BT, keep),
-            "eviction_rate": lambda: soft_losses.eviction_rate_term(log_gates, valid_BT, keep),
+            # One-sided, so that more may be closed (DMS, over the whole batch; here each document is the same
+            # in any batch), and two-sided (Attention-Gate, arXiv 2410.12876).
+            "closed": lambda: ((1 - keep) - (1 - soft_losses.open_share(log_gates, valid_BT))).relu(),
+            "eviction_rate": lambda: (soft_losses.open_share(log_gates, valid_BT) - keep).abs(),
             "admitted": lambda: soft_losses.admitted_term(log_gates, valid_BT, soft.protected),
         }
         found = {name: term() for name, term in made.items() if name in soft.terms}
@@ -342,15 +302,9 @@ def counted_tokens(batch: Batch, settings: SoftSettings) -> Bool[Tensor, "B T"]:
 def _checkpointed(base: Any) -> Iterator[None]:
     """Inside, decoder layers are computed again for the gradient. They alone are set to train, which
     transformers asks for; their parts are not, so that nothing drops out."""
-    if not all(hasattr(layer, "gradient_checkpointing") for layer in base.layers):
-        raise ValueError(
-            f"{type(base).__name__} has layers that cannot be computed again for the gradient: set "
-            "soft.checkpointing=false."
-        )
+    again = partial(checkpoint, use_reentrant=False)  # the kind that asks for no gradient of the embeddings
     for layer in base.layers:
-        vars(layer).update(
-            training=True, gradient_checkpointing=True, _gradient_checkpointing_func=CHECKPOINT
-        )
+        vars(layer).update(training=True, gradient_checkpointing=True, _gradient_checkpointing_func=again)
     try:
         yield
     finally:

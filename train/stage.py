@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from retain.gates import GateInputs, GateSet
 from retain.train.data.document import Document
@@ -26,32 +26,14 @@ class Stage(ABC):
     def __init__(self, gates: GateSet, fields: tuple[str, ...]):
         self.gates, self.fields = gates, fields
 
-    def parameters(self) -> list[nn.Parameter]:
-        """The parameters that the optimiser trains."""
-        return list(self.gates.parameters())
-
     @abstractmethod
     def prepare_(self, documents: Sequence[Document]) -> None:
         """Sets, before the first step, what starts from data, alike on every process."""
 
     @abstractmethod
-    def rows_of(
-        self, documents: Sequence[Document], step: int, scale: float | None, *, baselines: bool = False
-    ) -> list[dict[str, Any]]:
+    def rows_of(self, documents: Sequence[Document], step: int, scale: float | None) -> list[dict[str, Any]]:
         """Returns the numbers of each document. With a scale, the gradient of `scale` times the documents'
-        summed loss is added to the parameters'."""
-
-    def accumulate_(self, documents: Sequence[Document], step: int, scale: float) -> list[dict[str, float]]:
-        """Adds the gradient of `scale` times the documents' summed loss to the parameters', and returns the
-        fields of each document."""
-        rows = self.rows_of(documents, step, scale)
-        return [{name: row[name] for name in self.fields} for row in rows]
-
-    @torch.no_grad()
-    def look(self, documents: Sequence[Document], *, baselines: bool = False) -> list[dict[str, Any]]:
-        """Returns the numbers of held-out documents, without a gradient, and `overlap_of`: layer -> overlap
-        of each head. With `baselines`, also overlaps that need no training."""
-        return self.rows_of(documents, HELD_OUT_STEP, None, baselines=baselines)
+        summed loss is added to the parameters'; without, documents are held out."""
 
 
 class Tally:
@@ -60,36 +42,27 @@ class Tally:
 
     def __init__(self, documents: int) -> None:
         self._sums: list[dict[str, Any]] = [{} for _ in range(documents)]
-        self._heads: list[dict[str, Tensor]] = [{} for _ in range(documents)]
 
     def add_(
         self,
         row: int,
-        layer: int,
         found: Mapping[str, Tensor | float],
         output_HT: Float[Tensor, "H T"],
         target_HT: Float[Tensor, "H T"],
         reached_HT: Bool[Tensor, "H T"],
     ) -> None:
         """Counts one layer of one document (its place is `row`): a number per name, and how far the output
-        finds the target (`head_overlaps`), of each head and in the mean."""
-        sums, overlap_H = self._sums[row], head_overlaps(output_HT.detach(), target_HT, reached_HT)
-        for name, value in (*found.items(), ("overlap", overlap_H.mean())):
+        finds the target, in the mean over heads (`head_overlaps`)."""
+        sums, overlap = self._sums[row], head_overlaps(output_HT.detach(), target_HT, reached_HT).mean()
+        for name, value in (*found.items(), ("overlap", overlap)):
             if isinstance(value, Tensor) and name in sums:
                 # Where the first layer is: layers may lie on several devices, and the host waits for none.
                 value = value.to(sums[name].device, non_blocking=True)
             sums[name] = sums[name] + value if name in sums else value
-        self._heads[row][str(layer)] = overlap_H
 
-    def means(self, layers: int, *, heads: bool) -> list[dict[str, Any]]:
-        """Returns per document the means over so many layers, and `overlap_of` (layer -> overlap of each
-        head) with `heads`."""
-        rows: list[dict[str, Any]] = [
-            {name: float(value) / layers for name, value in sums.items()} for sums in self._sums
-        ]
-        for row, overlaps in zip(rows, self._heads if heads else (), strict=heads):
-            row["overlap_of"] = {layer: overlap_H.tolist() for layer, overlap_H in overlaps.items()}
-        return rows
+    def means(self, layers: int) -> list[dict[str, Any]]:
+        """Returns per document the means over so many layers."""
+        return [{name: float(value) / layers for name, value in sums.items()} for sums in self._sums]
 
 
 def joined(parts: Sequence[GateInputs]) -> GateInputs:

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from retain.evidence import Evidence
-from retain.gates.base import INPUTS
 from retain.hf.model.decoder import layout_of
 from retain.hf.model.layout import Layout
 from retain.hf.training.block_reader import Shown, Text, forward_of, read_texts
@@ -105,8 +104,6 @@ def walk(
     Raises:
         ValueError: nothing to read, or a model that is not understood.
     """
-    if strange := sorted(set(wanted) - set(INPUTS)):
-        raise ValueError(f"wanted={strange}: gates look at {', '.join(INPUTS)}.")
 
     def show(shown: list[Shown]) -> None:
         views = []
@@ -117,12 +114,7 @@ def walk(
         visit(views)
 
     texts = [Text(one.document.context_ids, tuple(b.ids for b in one.branches)) for one in readings]
-    read_texts(
-        frozen.model,
-        texts,
-        show,
-        wanted=[name for name in ("stream",) if name in wanted],
-    )
+    read_texts(frozen.model, texts, show, wanted=[name for name in ("stream",) if name in wanted])
 
 
 def load_frozen(name: str, **how: Any) -> Frozen:

@@ -47,7 +47,7 @@ REPEATABLE = ("seeds", "tasks", "when", "question", "keep_ratios", "tokens_per_h
 def load_checked(config: CompareConfig, local_rank: int = 0) -> tuple[Loaded, dict[str, list[Context]]]:
     """Loads a model with everything that scores it, and the contexts of each task; a ValueError with all
     problems in one message."""
-    _refuse(stated_problems(config))
+    refuse_stated(config)
     model, tokenizer = load_model(config, local_rank)
     problems: list[str] = []
     contexts: dict[str, list[Context]] = {}
@@ -76,6 +76,11 @@ def _refuse(problems: Sequence[str]) -> None:
     if problems:
         lines = "\n".join(f"  - {problem}" for problem in dict.fromkeys(problems))
         raise ValueError(f"This comparison cannot start:\n{lines}")
+
+
+def refuse_stated(config: CompareConfig) -> None:
+    """Raises ValueError with all problems that a config shows by itself."""
+    _refuse(stated_problems(config))
 
 
 def stated_problems(config: CompareConfig) -> list[str]:

@@ -1,7 +1,7 @@
 """Tasks of the reference model, in its vocabulary, for tests and machines without a network.
 
-Six families that gates are trained on, and three that they are not (format, lists, quote); the reference
-model itself was trained on all of them. Rows are on text that no training saw, except `probes`, on which
+Six families that gates are trained on, and one that they are not (lists); the reference model itself was
+trained on all of them. Rows are on text that no training saw, except `probes`, on which
 heads of the model are measured. They are token ids (`Row.extra["token_ids"]`), since a text would not be
 cut into the same tokens again; their answers are names of tokens, and are scored at their places.
 """
@@ -16,7 +16,6 @@ import numpy as np
 from retain.eval.tasks.row import Request, Row, Source, one_by_one
 from retain.reference.documents import (
     FACT_FORMATS,
-    HELD_OUT_FACT_FORMATS,
     LINK_FORMATS,
     Question,
     Writer,
@@ -32,9 +31,7 @@ ABOUT = {
     "multiquery": "the values of four keys",
     "tracing": "every variable on a chain of assignments",
     "common": "the words that occur most often",
-    "format": "multikey, in formats of a fact that gate training never uses",
     "lists": "the items of one list among several",
-    "quote": "what stands after a word of the plain text",
 }
 # Tasks of which probes are written, in turn: a fact, one among many, and a chain of them.
 PROBED = ("single", "multikey", "tracing")
@@ -105,7 +102,7 @@ def _stated(context_ids: Sequence[int], question: Question) -> list[tuple[int, i
 
 def _first_span(context_ids: Sequence[int], key: int, value: int) -> tuple[int, int] | None:
     ids, found = np.asarray(context_ids), []
-    for template in (*FACT_FORMATS, *HELD_OUT_FACT_FORMATS, *LINK_FORMATS):
+    for template in (*FACT_FORMATS, *LINK_FORMATS):
         run = np.asarray(fill(template, key, value))
         windows = np.lib.stride_tricks.sliding_window_view(ids, len(run))
         found += [(start, start + len(run)) for start in np.flatnonzero((windows == run).all(1)).tolist()]

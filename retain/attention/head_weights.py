@@ -11,12 +11,17 @@ importance and the rest equally.
 """
 
 import json
-import math
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
+from typing import Annotated
 
-Weights = Mapping[int, tuple[float, ...]]
+from pydantic import Field, TypeAdapter, ValidationError
+
+from retain.config import STRICT
+
+Weight = Annotated[float, Field(ge=0)]
+Weights = dict[Annotated[int, Field(ge=0)], Annotated[tuple[Weight, ...], Field(min_length=1)]]
+_FILE = TypeAdapter(Annotated[Weights, Field(min_length=1)], config=STRICT)
 
 
 def read_weights(path: str) -> Weights:
@@ -31,63 +36,34 @@ def read_weights(path: str) -> Weights:
             f"head weights {path!r} do not exist: pass allocation={{'weights': path}}, JSON of a number for "
             "each KV head, by layer (python -m retain.eval.head_weights measures them)."
         )
-    return _parsed(path, Path(path).stat().st_mtime_ns)
-
-
-@cache
-def _parsed(path: str, changed_ns: int) -> Weights:
-    """Parse a file, cached until it changes: every layer of every prefill needs it."""
-    wanted = 'wanted a list of numbers of at least 0 for each layer, such as {"0": [1, 0], "1": [0.5, 0.25]}.'
     try:
-        rows = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"head weights {path!r} are no JSON ({error}); {wanted}") from None
-    if not isinstance(rows, dict) or not rows:
-        raise ValueError(f"head weights {path!r} hold no layers; {wanted}")
-    for layer, row in rows.items():
-        if not (layer.isdecimal() and isinstance(row, list) and row and all(map(_is_weight, row))):
-            raise ValueError(f"head weights {path!r} hold {row!r} for layer {layer!r}; {wanted}")
-    return {int(layer): tuple(map(float, rows[layer])) for layer in sorted(rows, key=int)}
+        return dict(sorted(_FILE.validate_json(Path(path).read_bytes()).items()))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"])) or "the top"
+        raise ValueError(
+            f"head weights {path!r}, at {place}: {first['msg']}; wanted "
+            'a list of numbers of at least 0 for each layer, such as {"0": [1, 0], "1": [0.5, 0.25]}.'
+        ) from None
 
 
-def _is_weight(number: object) -> bool:
-    return isinstance(number, int | float) and not isinstance(number, bool) and 0 <= number < math.inf
-
-
-def check_weights(
-    path: str, heads_L: Sequence[int], layers_L: Sequence[int] | None = None
-) -> list[tuple[float, ...]]:
-    """Read the numbers, and check that they are of these layers and heads.
+def check_weights(path: str, heads_L: Sequence[int], layers_L: Sequence[int]) -> None:
+    """Refuse numbers of other layers and heads.
 
     Args:
         heads_L: KV heads of the layers that evict.
-        layers_L: their indices in the model; None: not compared.
-
-    Returns:
-        the numbers of each layer, in order.
+        layers_L: their indices in the model.
 
     Raises:
         FileNotFoundError: no such file.
         ValueError: it is not JSON of this form, or another model's.
     """
-    weights = read_weights(path)
-    widths = [len(row) for row in weights.values()]
-    if widths != [*heads_L]:
+    got = {layer: len(row) for layer, row in read_weights(path).items()}
+    if got != (wanted := dict(zip(layers_L, heads_L, strict=True))):
         raise ValueError(
-            f"head weights {path!r} are of {_said(widths)}, and the model evicts from {_said(heads_L)}: pass "
-            "those of this model."
+            f"head weights {path!r} are of another model: they have layers and heads {got}, and the model "
+            f"evicts from {wanted}. Pass those of this model."
         )
-    if layers_L is not None and [*weights] != [*layers_L]:
-        raise ValueError(
-            f"head weights {path!r} are of layers {' '.join(map(str, weights))}, and the model evicts from "
-            f"{' '.join(map(str, layers_L))}: pass those of this model."
-        )
-    return [*weights.values()]
-
-
-def _said(heads_L: Sequence[int]) -> str:
-    """Layers and KV heads, for an error."""
-    return f"{len(heads_L)} layers of {' or '.join(map(str, dict.fromkeys(heads_L)))} KV heads"
 
 
 def format_weights(weights: Mapping[int, Sequence[float]]) -> str:

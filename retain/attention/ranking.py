@@ -67,27 +67,10 @@ def select(
         budget_BH: entries to keep, protected ones included.
 
     Raises:
-        ValueError: if a score is NaN, or a budget is below the protected count, above what exists, or 0.
+        ValueError: if a score is NaN.
     """
     refuse_nan(score_BHT)
-    exists_BHT = score_BHT > float("-inf")
-    protected_count_BH = protected_BHT.sum(-1)
-    held_BH = exists_BHT.sum(-1)
-    empty_BH = (budget_BH < 1) & (held_BH > 0)
-    if (bad_BH := (budget_BH < protected_count_BH) | (budget_BH > held_BH) | empty_BH).any():
-        b, h = bad_BH.nonzero()[0].tolist()
-        budget, protected, held = (int(count[b, h]) for count in (budget_BH, protected_count_BH, held_BH))
-        why = (
-            f"{protected - budget} fewer than the {protected} protected"
-            if budget < protected
-            else f"{budget - held} more than the {held} that exist"
-            if budget > held
-            else "and no head may be empty"
-        )
-        raise ValueError(
-            f"sequence {b}, head {h} has a budget of {budget} entries, {why}: "
-            f"pass a budget between {max(1, protected)} and {held}."
-        )
+    assert (protected_BHT.sum(-1) <= budget_BH).all(), "a budget holds what is protected"
     return rank_kept_first(score_BHT, protected_BHT) < budget_BH[..., None]
 
 

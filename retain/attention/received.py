@@ -85,11 +85,7 @@ def received_attention(
 
 
 def advance(
-    evidence: Evidence,
-    running: RunningStatistics | None = None,
-    chunk: int | None = None,
-    *,
-    share: int | float = 1.0,
+    evidence: Evidence, running: RunningStatistics | None = None, *, share: int | float = 1.0
 ) -> RunningStatistics:
     """Fold the S held queries into the statistics of the queries before them.
 
@@ -100,7 +96,6 @@ def advance(
     Args:
         running: statistics of all queries before the held ones, over the same entries; of an entry that came
             after those, a mass of 0 and any place not above its place. None: there were no queries before.
-        chunk: queries at a time; changes memory, not the result. None: as many as are quick.
         share: of uniform attention, from which on a query counts as an access, at least 0.
 
     Returns:
@@ -110,9 +105,7 @@ def advance(
     place_BT = evidence.places_BT
     place_BHT = place_BT[:, None].expand(-1, evidence.num_heads, -1)
     least_BQS = share * (1 - ROUNDING) / _entries_seen(evidence).clamp_min(1)
-    sum_BHT, entry_BHT = received_attention(
-        evidence, "sum", "last", least_BQs=least_BQS, group=True, chunk=chunk
-    )
+    sum_BHT, entry_BHT = received_attention(evidence, "sum", "last", least_BQs=least_BQS, group=True)
     mass_BHT, last_BHT = sum_BHT / evidence.group, _places_of(entry_BHT, place_BT)
     if running is None:
         return RunningStatistics(mass_BHT, torch.maximum(last_BHT, place_BHT))
@@ -121,19 +114,14 @@ def advance(
 
 
 def advance_with_gaps(
-    evidence: Evidence,
-    running: RunningStatistics | None = None,
-    chunk: int | None = None,
-    *,
-    alpha: float = 1e-4,
+    evidence: Evidence, running: RunningStatistics | None = None, *, alpha: float = 1e-4
 ) -> RunningStatistics:
     """As `advance`, where an access is attention of at least `alpha`, with the longest gap between accesses.
 
     With the accesses `j_1 < j_2 < ...` of an entry, and `j_0` its place (writing it is one),
     `gap[h, i] = max_n (place(j_n) - place(j_{n-1}))`, at least 1 once a query (also its token's)
     has accessed it.
-    Rows of attention are made, `chunk` queries at a time (`rows_of`), at the cost of a prefill's attention
-    without a fused kernel.
+    Rows of attention are made (`rows_of`), at the cost of a prefill's attention without a fused kernel.
 
     Args:
         running: as in `advance`; of an entry that came since, a gap of 0.
@@ -151,7 +139,7 @@ def advance_with_gaps(
         mass_BHT = running.mass_BHT.to(mass_BHT.dtype).clone()
         gap_BHT = running.longest_gap_BHT.long().clone()
         last_BHT = torch.maximum(running.last_access_BHT.long(), last_BHT)
-    for start, rows_BQsK in rows_of(evidence, chunk):
+    for start, rows_BQsK in rows_of(evidence):
         seen = rows_BQsK.shape[-1]
         rows_BHGsK = rows_BQsK.unflatten(1, (H, -1))
         hit_BHsK = rows_BHGsK.amax(2) >= alpha * (1 - ROUNDING)
@@ -165,17 +153,13 @@ def advance_with_gaps(
     return RunningStatistics(mass_BHT, last_BHT, gap_BHT)
 
 
-def rows_of(evidence: Evidence, chunk: int | None = None) -> Iterator[tuple[int, Float[Tensor, "B Q s K"]]]:
-    """Yield the rows of attention of the held queries, some at a time: the entry index of the first, and rows
-    over the entries up to the last (`retain.attention.chunked.attention_chunks`).
-
-    Args:
-        chunk: queries at a time; None: as many as `ROW_NUMBERS` numbers hold, one at least.
-    """
+def rows_of(evidence: Evidence) -> Iterator[tuple[int, Float[Tensor, "B Q s K"]]]:
+    """Yield the rows of attention of the held queries, as many at a time as `ROW_NUMBERS` numbers hold: the
+    entry index of the first, and rows over the entries up to the last (`attention_chunks`)."""
     B, Q, S, _ = evidence.queries_BQSD.shape
     T = evidence.num_seen
     evidence = replace(evidence, keys_BHTD=evidence.keys_BHTD.to(accumulated_in(evidence)))
-    return attention_chunks(evidence, chunk or max(1, ROW_NUMBERS // (B * Q * T)), first=T - S)
+    return attention_chunks(evidence, max(1, ROW_NUMBERS // (B * Q * T)), first=T - S)
 
 
 def accumulated_in(evidence: Evidence) -> torch.dtype:

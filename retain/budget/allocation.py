@@ -18,33 +18,54 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from retain.attention.head_weights import check_weights
+from retain.attention.head_weights import read_weights
 from retain.budget.joint import Bids, Won
 from retain.budget.largest_remainder import exact, largest_remainder
-from retain.budget.statement import Totals
+from retain.budget.statement import Budget, Totals
 from retain.presets import Policy, Pyramid
+from retain.shapes import axis_of
 
 
 @dataclass(frozen=True)
-class Shares:
-    """Totals and shares that are known before any layer comes.
+class Plan:
+    """Totals, protection and shares, known before any layer comes.
 
     Args:
         policy: how it splits a budget.
+        budget: as it was stated; under a threshold the totals are all that exists, and no budget decides.
         totals: entries of each sequence, over all layers.
-        protected_B: entries of every head that are protected by their place.
-        threshold: of admission; then the totals are all that exists, and no budget decides.
+        protected_BT: of all tokens seen, True where protected, in every layer.
     """
 
     policy: Policy
+    budget: Budget
     totals: Totals
-    protected_B: tuple[int, ...]
-    threshold: float | None = None
+    protected_BT: Bool[Tensor, "B T"]
+
+    @cached_property
+    def protected_B(self) -> tuple[int, ...]:
+        """Entries of every head that are protected by their place."""
+        return tuple(self.protected_BT.sum(-1).tolist())
+
+    def select_batch(self, rows: Sequence[int]) -> "Plan":
+        """Select some of the sequences; once totals are known, sequences are independent."""
+        each = {
+            name: tuple(values[row] for row in rows)
+            for name, values in vars(self.totals).items()
+            if axis_of(name, "B") == 0
+        }
+        return replace(self, totals=replace(self.totals, **each), protected_BT=self.protected_BT[list(rows)])
+
+    def hold_whole(self, rows: Sequence[int], valid_BT: Bool[Tensor, "B T"]) -> "Plan":
+        """Hold these sequences whole: all their entries are protected, and in the budget."""
+        protected_BT = self.protected_BT.clone()
+        protected_BT[list(rows)] = valid_BT[list(rows)]
+        return replace(self, totals=self.totals.hold_whole(rows), protected_BT=protected_BT)
 
     @property
     def crosses_layers(self) -> bool:
         """True where the keep set of a layer depends on other layers."""
-        return self.threshold is None and self.policy.crosses_layers
+        return self.budget.threshold is None and self.policy.crosses_layers
 
     @cached_property
     def least_B(self) -> list[int]:
@@ -82,15 +103,15 @@ class Shares:
         return tuple(largest_remainder(total, weights, most, protected=inside, least=least))
 
     @cached_property
-    def static_LBH(self) -> list[list[list[int]]]:
-        """Entries of each head by its weight while heads of a layer hold the same."""
-        return self.static_of(None)
+    def alike_LBH(self) -> list[list[list[int]]]:
+        """Entries of each head by its weight, while heads of a layer hold the same."""
+        return self.by_head_LBH(None)
 
-    def static_of(self, capacity_LBH: Sequence[Sequence[Sequence[int]]] | None) -> list[list[list[int]]]:
+    def by_head_LBH(self, capacity_LBH: Sequence[Sequence[Sequence[int]]] | None) -> list[list[list[int]]]:
         """Entries of each head by its weight, of heads that hold so many; None: alike in a layer."""
         path, heads_L = self.policy.weights, self.totals.heads_L
         assert path is not None
-        weights = [exact(weight) for row in check_weights(path, heads_L) for weight in row]
+        weights = [exact(weight) for row in read_weights(path).values() for weight in row]
         flat_B = []
         for row, stated in enumerate(self.totals.stated_B):
             if capacity_LBH is None:
@@ -113,16 +134,11 @@ class Shares:
         """Which sequences keep everything whatever the scores: their budget holds all, or, under a threshold,
         all of it is protected. They need no score."""
         kept_B = self.totals.total_B
-        if self.threshold is not None:
+        if self.budget.threshold is not None:
             kept_B = [protected * sum(self.totals.heads_L) for protected in self.protected_B]
         elif self.fixed_LB is not None and self.policy.weights is None:
             kept_B = [sum(column) for column in zip(*self.fixed_LB, strict=True)]
         return [kept == sum(held) for kept, held in zip(kept_B, self.totals.held_BL, strict=True)]
-
-    @property
-    def covers_all(self) -> bool:
-        """True where all sequences keep everything, so that nothing needs a score."""
-        return all(self.covers_B)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from retain.attention.ranking import admit, select
 from retain.attention.two_stage import stage_by_budget
-from retain.budget.allocation import Candidates, Shares, allocate_uniform
+from retain.budget.allocation import Candidates, Plan, allocate_uniform
 from retain.budget.joint import Won, allocate_joint
 from retain.budget.largest_remainder import largest_remainder
 from retain.presets import Policy
@@ -26,7 +26,7 @@ from retain.presets import Policy
 LEFT_OVER = Fraction(1, 2)
 
 
-def keep_sets(shares: Shares, layers: Sequence[Candidates], *, first: int = 0) -> list[Bool[Tensor, "B H T"]]:
+def keep_sets(plan: Plan, layers: Sequence[Candidates], *, first: int = 0) -> list[Bool[Tensor, "B H T"]]:
     """Compute the keep mask of each layer; their sum is exact when all layers have come.
 
     Args:
@@ -36,28 +36,27 @@ def keep_sets(shares: Shares, layers: Sequence[Candidates], *, first: int = 0) -
     Raises:
         ValueError: if a budget cannot hold the guaranteed entries.
     """
-    if shares.threshold is not None:
-        return [admit(layer.score_BHT, layer.kept_BHT, shares.threshold) for layer in layers]
-    budgets = head_budgets(shares, layers, first=first)
-    return [_keep(shares.policy, layer, won) for layer, won in zip(layers, budgets, strict=True)]
+    if plan.budget.threshold is not None:
+        return [admit(layer.score_BHT, layer.kept_BHT, plan.budget.threshold) for layer in layers]
+    budgets = head_budgets(plan, layers, first=first)
+    return [_keep(plan.policy, layer, won) for layer, won in zip(layers, budgets, strict=True)]
 
 
-def head_budgets(shares: Shares, layers: Sequence[Candidates], *, first: int = 0) -> list[Won]:
+def head_budgets(plan: Plan, layers: Sequence[Candidates], *, first: int = 0) -> list[Won]:
     """Compute the entries of each head of each layer; arguments as of `keep_sets`."""
-    split, totals = shares.policy, shares.totals
+    split, totals = plan.policy, plan.totals
     here = slice(first, first + len(layers))
     final = here.stop == len(totals.heads_L)
     bids = [layer.bids for layer in layers if layer.bids is not None]
     if split.scope == "model":
         return allocate_joint(bids, totals.total_B, split.drawn_share)
     if split.weights is not None:
-        whole = first == 0 and final  # all have come: the entries of each head are known
-        budgets_LBH = shares.static_LBH[here]
-        if whole:
-            budgets_LBH = shares.static_of([layer.capacity_BH.tolist() for layer in layers])
+        budgets_LBH = plan.alike_LBH[here]
+        if first == 0 and final:  # all have come: the entries of each head are known
+            budgets_LBH = plan.by_head_LBH([layer.capacity_BH.tolist() for layer in layers])
         pairs = zip(budgets_LBH, layers, strict=True)
         return [Won(torch.tensor(counts, device=layer.score_BHT.device)) for counts, layer in pairs]
-    totals_LB = _by_weight(shares, layers, final) if shares.fixed_LB is None else shares.fixed_LB[here]
+    totals_LB = _by_weight(plan, layers, final) if plan.fixed_LB is None else plan.fixed_LB[here]
     if split.scope == "head":
         counts = [layer.capacity_BH for layer in layers]
         return [Won(allocate_uniform(*each)) for each in zip(totals_LB, counts, strict=True)]
@@ -65,12 +64,12 @@ def head_budgets(shares: Shares, layers: Sequence[Candidates], *, first: int = 0
     return [allocate_joint([one], total_B, split.drawn_share)[0] for one, total_B in each]
 
 
-def _by_weight(shares: Shares, layers: Sequence[Candidates], final: bool) -> list[list[int]]:
+def _by_weight(plan: Plan, layers: Sequence[Candidates], final: bool) -> list[list[int]]:
     """Entries of each layer and sequence by the layers' weights, rounded up while layers are to come."""
-    totals, columns = shares.totals, []
+    totals, columns = plan.totals, []
     for row, total in enumerate(totals.total_B):
         # Protected entries of layers that are still to come are set aside; the rest is for those here.
-        inside = [shares.protected_B[row] * heads for heads in totals.heads_L]
+        inside = [plan.protected_B[row] * heads for heads in totals.heads_L]
         held = [layer.held_B[row] for layer in layers]
         pairs = zip(layers, totals.heads_L, strict=False)
         columns.append(
@@ -109,8 +108,8 @@ class Cascade:
     """Decides layer by layer, and shrinks lower layers as layers come: to their budget and `LEFT_OVER`, and
     exactly with the last layer."""
 
-    def __init__(self, shares: Shares):
-        self.shares = shares
+    def __init__(self, plan: Plan):
+        self.plan = plan
         self.num_added = 0
         self.held: list[Candidates] = []
 
@@ -121,16 +120,16 @@ class Cascade:
             its keep mask; and one for each lower layer, over the entries that it holds, row after row in
             order of time; None for one that keeps them all.
         """
-        split, self.num_added = self.shares.policy, self.num_added + 1
-        if not self.shares.crosses_layers:
-            (keep_BHT,) = keep_sets(self.shares, [layer], first=self.num_added - 1)
+        split, self.num_added = self.plan.policy, self.num_added + 1
+        if not self.plan.crosses_layers:
+            (keep_BHT,) = keep_sets(self.plan, [layer], first=self.num_added - 1)
             return keep_BHT, [None] * (self.num_added - 1)
         layers = [*self.held, layer]
-        budgets = head_budgets(self.shares, layers)
+        budgets = head_budgets(self.plan, layers)
         # Remaining entries of each sequence in each layer, in one transfer.
         device = budgets[0].budget_BH.device
         counts_LB = torch.stack([won.budget_BH.sum(-1).to(device) for won in budgets]).tolist()
-        last = self.num_added == len(self.shares.totals.heads_L)
+        last = self.num_added == len(self.plan.totals.heads_L)
         # Budgets only shrink: the same sum is the same budgets.
         lost = [sum(held.held_B) - sum(count_B) for held, count_B in zip(self.held, counts_LB, strict=False)]
         left_over, spare = sum(lost), 0 if last else LEFT_OVER * sum(layer.held_B)

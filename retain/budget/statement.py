@@ -140,13 +140,10 @@ def spread(
                 if length <= short_tokens:
                     short.append(row)
                     break
-                least = math.ceil(sum(layer.bytes_of(layer.num_heads) for layer in layers))
-                more = max(1 + Fraction(other.metadata_bytes, other.entry_bytes) for other in layers)
                 raise ValueError(
                     f"sequence {row} of {length} tokens gets {entries} entries for the {layer.num_heads} KV "
                     f"heads of layer {idx}, and no head may be empty: state more than is protected, and at "
-                    f"the very least one entry a head (keep_ratio {float(more) / max(1, length):.3g}, "
-                    f"tokens_per_head {math.ceil(more)}, or {least} bytes a sequence)."
+                    "the very least one entry a head."
                 )
         equal_BL.append(equal)
     whole_B = (False,) * len(lengths_B)

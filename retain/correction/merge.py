@@ -8,7 +8,6 @@ of them: 4 bytes an entry, which are part of every budget.
 """
 
 from collections.abc import Iterator
-from itertools import accumulate
 from typing import Annotated, NamedTuple
 
 import torch
@@ -24,8 +23,6 @@ from retain.config import STRICT, Whole
 COSINES = 1 << 24
 # Bytes of what is added to the logits of an entry.
 METADATA_BYTES = torch.float32.itemsize
-# Kept entries of a row that others are compared with at a time: rows that keep fewer cost less.
-KEPT = 1024
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -71,8 +68,8 @@ def merge(
     `v_j <- (w_j v_j + sum_{e in E_j} w_e v_e) / (w_j + sum_{e in E_j} w_e)`, and the denominator becomes
     `w_j`.
 
-    It costs `2 R T K D` operations for K kept entries a row, in blocks: no more than `COSINES` cosines exist.
-    It waits for the device: how many entries each row keeps is data.
+    It costs `2 M K D` operations for M evicted entries that are compared with K kept ones each, in blocks: no
+    more than `COSINES` cosines exist. It waits for the device: how many entries each row keeps is data.
 
     Args:
         keys_RTD: of each row, a sequence's KV head; after norm and RoPE; in order of time.
@@ -83,17 +80,20 @@ def merge(
     keep_RT = keep_RT & exists_RT
     if weight_RT is None:
         weight_RT = torch.ones_like(keep_RT, dtype=torch.float32)
-    places = _Places.of(keep_RT, _takes(exists_RT, how.recent))
-    cosine_RT, to_RT = _targets(keys_RTD, keep_RT, places)
-    goes_RT = exists_RT & ~keep_RT & (cosine_RT >= how.threshold)
-    row_M, column_M = goes_RT.nonzero(as_tuple=True)
-    to_M = to_RT[row_M, column_M]
+    row_N, column_N = keep_RT.nonzero(as_tuple=True)
+    number_RT = exists_RT.cumsum(-1)
+    takes_RT = number_RT <= number_RT[:, -1:] - how.recent
+    number_K = takes_RT[row_N, column_N].nonzero()[:, 0]  # of kept entries that others may be merged into
+    row_M, column_M = (exists_RT & ~keep_RT).nonzero(as_tuple=True)
+    cosine_M, place_M = _nearest(keys_RTD, row_M, column_M, row_N[number_K], column_N[number_K])
+    goes_M = cosine_M >= how.threshold
+    row_M, column_M, to_M = row_M[goes_M], column_M[goes_M], number_K[place_M[goes_M]]
     added_M = weight_RT[row_M, column_M]
-    count_N = weight_RT[places.row_N, places.column_N]
+    count_N = weight_RT[row_N, column_N]
     weight_N = count_N.index_add(0, to_M, added_M)
 
     # The weighted means; an entry that nothing was added to stays as it was, to the bit.
-    old_NV = values_RTV[places.row_N, places.column_N]
+    old_NV = values_RTV[row_N, column_N]
     exact = torch.promote_types(old_NV.dtype, torch.float32)
     sums_NV = old_NV.to(exact) * count_N[:, None]
     for here in _blocks(len(row_M), values_RTV.shape[-1]):
@@ -103,56 +103,28 @@ def merge(
     return Merged(torch.where((weight_N > count_N)[:, None], new_NV, old_NV), weight_N)
 
 
-class _Places(NamedTuple):
-    """Kept entries: row and column of each, row after row. And those that others may be merged into: column
-    and number among all kept, a row, filled up with zeros, and how many a row."""
-
-    row_N: Int[Tensor, " N"]
-    column_N: Int[Tensor, " N"]
-    column_RK: Int[Tensor, "R K"]
-    number_RK: Int[Tensor, "R K"]
-    counts: list[int]
-
-    @classmethod
-    def of(cls, keep_RT: Bool[Tensor, "R T"], takes_RT: Bool[Tensor, "R T"]) -> "_Places":
-        row_N, column_N = keep_RT.nonzero(as_tuple=True)
-        number_K = takes_RT[row_N, column_N].nonzero()[:, 0]
-        row_K = row_N[number_K]
-        counts = torch.bincount(row_K, minlength=len(keep_RT)).tolist()
-        begins_R = torch.tensor([0, *accumulate(counts)][:-1], device=row_N.device)
-        place_K = torch.arange(len(row_K), device=row_N.device) - begins_R[row_K]
-        empty_RK = row_N.new_zeros(len(counts), max(counts, default=0))
-        column_RK = empty_RK.index_put((row_K, place_K), column_N[number_K])
-        return cls(row_N, column_N, column_RK, empty_RK.index_put((row_K, place_K), number_K), counts)
-
-
-def _takes(exists_RT: Bool[Tensor, "R T"], recent: int) -> Bool[Tensor, "R T"]:
-    """Which entries others may be merged into, if they stay."""
-    number_RT = exists_RT.cumsum(-1)
-    return exists_RT & (number_RT <= number_RT[:, -1:] - recent)
-
-
-def _targets(
+def _nearest(
     keys_RTD: Float[Tensor, "R T D"],
-    keep_RT: Bool[Tensor, "R T"],
-    places: _Places,
-) -> tuple[Float32[Tensor, "R T"], Int[Tensor, "R T"]]:
-    """Finds for every entry the largest cosine with a kept one that it may go to (-inf: there is none), and
-    that one's number among all kept."""
-    cosine_RT = keys_RTD.new_full(keep_RT.shape, float("-inf"), dtype=torch.float32)
-    to_RT = torch.zeros_like(cosine_RT, dtype=torch.int64)
-    # Rows that keep most come first, so that those that are still compared are the first few.
-    order = sorted(range(len(places.counts)), key=lambda row: -places.counts[row])
-    order_R = torch.tensor(order, device=keep_RT.device, dtype=torch.int64)
-    kept_RK = places.column_RK[order_R]
-    kept_RKD = _directions(keys_RTD[order_R[:, None], kept_RK])
-    counts = [places.counts[row] for row in order]
-    for here in _blocks(keep_RT.shape[1], KEPT * max(1, len(order))):
-        best_Rt, place_Rt = _nearest(_directions(keys_RTD[order_R, here]), kept_RKD, counts)
-        cosine_RT[order_R, here] = best_Rt
-        if places.column_RK.shape[1]:
-            to_RT[order_R, here] = places.number_RK[order_R].gather(1, place_Rt)
-    return cosine_RT, to_RT
+    row_M: Int[Tensor, " M"],
+    column_M: Int[Tensor, " M"],
+    row_K: Int[Tensor, " K"],
+    column_K: Int[Tensor, " K"],
+) -> tuple[Float32[Tensor, " M"], Int[Tensor, " M"]]:
+    """Finds for each of M entries, row after row, the largest cosine with one of the K of its row, the first
+    of equal ones (-inf: the row has none), and that one's number among the K."""
+    cosine_M = keys_RTD.new_full(row_M.shape, float("-inf"), dtype=torch.float32)
+    place_M = torch.zeros_like(row_M)
+    counts = torch.stack([torch.bincount(row, minlength=len(keys_RTD)) for row in (row_M, row_K)], 1).tolist()
+    asked, first = 0, 0
+    for row_TD, (num_asked, num_kept) in zip(keys_RTD, counts, strict=True):
+        kept_kD = _directions(row_TD[column_K[first : first + num_kept]])
+        for here in _blocks(num_asked, num_kept) if num_kept else ():
+            block = slice(asked + here.start, asked + here.stop)
+            cosine_mk = (_directions(row_TD[column_M[block]]) @ kept_kD.mT).float()
+            cosine_M[block], place_m = cosine_mk.max(-1)
+            place_M[block] = place_m + first
+        asked, first = asked + num_asked, first + num_kept
+    return cosine_M, place_M
 
 
 def _directions(keys: Tensor) -> Tensor:
@@ -165,29 +137,3 @@ def _blocks(count: int, size: int) -> Iterator[slice]:
     step = max(1, COSINES // size)
     for start in range(0, count, step):
         yield slice(start, min(start + step, count))
-
-
-def _nearest(
-    asked_RtD: Float[Tensor, "R t D"],
-    kept_RKD: Float[Tensor, "R K D"],
-    counts: list[int],
-) -> tuple[Float32[Tensor, "R t"], Int[Tensor, "R t"]]:
-    """Largest cosine with a kept entry of the row, and its place among the row's; -inf where there is none.
-
-    Args:
-        counts: kept entries of each row, descending.
-    """
-    best_Rt = asked_RtD.new_full(asked_RtD.shape[:2], float("-inf"), dtype=torch.float32)
-    place_Rt = torch.zeros_like(best_Rt, dtype=torch.int64)
-    count_R11 = torch.tensor(counts, device=asked_RtD.device)[:, None, None]
-    for start in range(0, max(counts, default=0), KEPT):
-        rows = slice(sum(count > start for count in counts))
-        kept_rkD = kept_RKD[rows, start : start + KEPT]
-        cosine_rtk = (asked_RtD[rows] @ kept_rkD.mT).float()
-        number_k = torch.arange(start, start + kept_rkD.shape[1], device=asked_RtD.device)
-        barred_rtk = number_k >= count_R11[rows]
-        top_rt, number_rt = cosine_rtk.masked_fill_(barred_rtk, float("-inf")).max(-1)
-        better_rt = top_rt > best_Rt[rows]
-        place_Rt[rows] = torch.where(better_rt, number_rt + start, place_Rt[rows])
-        best_Rt[rows] = torch.where(better_rt, top_rt, best_Rt[rows])
-    return best_Rt, place_Rt

@@ -5,35 +5,7 @@ Reading order: `base` (interface, `GateSet`), `families` (by name), then one fil
 others).
 """
 
-from retain.gates.admission import AdmissionGate, DMSGate
-from retain.gates.base import Gate, GateInputs, GateSet, HiddenGate, inputs_of
-from retain.gates.context import ContextGate
-from retain.gates.decay import DecayGate, SharedDecayGate
-from retain.gates.families import GATES, build_gates, dims_for, settings_of
-from retain.gates.lookahead import LookaheadExtension, LookaheadGate
-from retain.gates.lowrank import LowRankGate
-from retain.gates.mlp import LinearGate, MLPGate
-from retain.gates.qkv import QKVGate
+from retain.gates.base import Gate, GateInputs, GateSet, inputs_of
+from retain.gates.families import GATES, build_gates, dims_for
 
-__all__ = [
-    "GATES",
-    "AdmissionGate",
-    "ContextGate",
-    "DMSGate",
-    "DecayGate",
-    "Gate",
-    "GateInputs",
-    "GateSet",
-    "HiddenGate",
-    "LinearGate",
-    "LookaheadExtension",
-    "LookaheadGate",
-    "LowRankGate",
-    "MLPGate",
-    "QKVGate",
-    "SharedDecayGate",
-    "build_gates",
-    "dims_for",
-    "inputs_of",
-    "settings_of",
-]
+__all__ = ["GATES", "Gate", "GateInputs", "GateSet", "build_gates", "dims_for", "inputs_of"]

@@ -6,21 +6,20 @@ numbers say whether an entry stays, by a threshold, and not how much attention i
 """
 
 import math
+from typing import Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
 
+from retain.config import Positive, ProperShare, Whole
 from retain.gates.base import OPEN, Gate, GateInputs
-from retain.gates.mlp import activation_of, width_of
-from retain.process.registry import lookup
+from retain.gates.mlp import ACTIVATIONS, Activation
 
 # The score of an entry about which nothing has been decided yet: its `log_gate` is 0 in every precision, and
 # no threshold or budget takes it before others.
 UNDECIDED = 1e4
-# Which entry's hidden state decides about an entry -> whether that is another entry.
-DECIDES = {"own": False, "next": True}
 
 
 class AdmissionGate(Gate):
@@ -38,7 +37,7 @@ class AdmissionGate(Gate):
 
     Args:
         expand: hidden width of each head's MLP, in head widths (released: 4 for Llama, 1.5 for Qwen3).
-        floor: smallest `g`, between 0 and 1.
+        floor: smallest `g`.
         opens_at: output bias that `open_` sets.
     """
 
@@ -53,18 +52,16 @@ class AdmissionGate(Gate):
         E: int,
         H: int,
         D: int,
-        expand: float = 4.0,
-        activation: str = "gelu",
-        floor: float = 1e-3,
+        expand: Positive = 4.0,
+        activation: Activation = "gelu",
+        floor: ProperShare = 1e-3,
         opens_at: float = OPEN,
     ):
         super().__init__(E=E, H=H)
-        if not 0 < floor < 1:
-            raise ValueError(f"an admission gate's floor lies between 0 and 1, got {floor}.")
-        F = width_of(round(expand * D), "an admission gate")
+        F = max(1, round(expand * D))
         self.D, self.F, self.expand = D, F, expand
         self.activation, self.floor, self.opens_at = activation, floor, opens_at
-        self.act = activation_of(activation)
+        self.act = ACTIVATIONS[activation]
         self.norm_before = nn.RMSNorm(D, eps=1e-6)
         self.norm_after = nn.RMSNorm(D, eps=1e-6)
         # As a convolution starts: uniform within one over the root of what each output sums over.
@@ -126,7 +123,7 @@ class DMSGate(Gate):
         offset: score before training; high is open.
         eps: of the norm.
         bias: whether the projection has a bias (theirs has one where the model's attention has).
-        decides: the entry whose hidden state decides: `own` or `next`.
+        decides: the entry whose hidden state decides.
         query_width: width of the query head whose last neuron is the logit; 0: a projection of its own.
     """
 
@@ -143,14 +140,11 @@ class DMSGate(Gate):
         offset: float = 5.0,
         eps: float = 1e-6,
         bias: bool = False,
-        decides: str = "own",
-        query_width: int = 0,
+        decides: Literal["own", "next"] = "own",
+        query_width: Whole = 0,
     ):
         super().__init__(E=E, H=H)
-        if query_width < 0:
-            raise ValueError(f"a DMS gate's query_width is 0 or a width, got {query_width}.")
-        self.contextual = lookup(decides, DECIDES, what="entry that decides about an entry")
-        self.decides = decides
+        self.decides, self.contextual = decides, decides == "next"
         self.scale, self.offset, self.eps, self.bias = scale, offset, eps, bias
         self.query_width = query_width
         self.inputs = frozenset({"hidden" if query_width else "stream"})

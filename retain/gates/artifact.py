@@ -15,7 +15,7 @@ the arguments of the extension; `unit`, `score_unit` (unit of `GateSet.score` be
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,25 +24,18 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
+from retain.evidence import UNITS as SCORE_UNITS
 from retain.gates.base import UNITS, GateSet
-from retain.gates.calibrate import Calibrator, build_calibrator, check_curve
+from retain.gates.calibrate import Calibrator, check_curve
 from retain.gates.families import GATES, build_gates, dims_for
 from retain.process.disk import write_new
-from retain.process.registry import lookup
+from retain.process.registry import check_choice, lookup
 
 SCHEMA_VERSION = 2
 WEIGHTS_FILE = "gates.safetensors"
 METADATA_FILE = "gates.json"
-# Entries that `save_gates` writes itself, and those that it wrote before: never carried over, and refused in
-# `metadata`.
-RESERVED = (
-    *("schema_version", "family", "layers", "extension", "unit", "fingerprint", "sha256"),
-    *("settings", "ties", "inputs"),
-)
 AGAIN = "Fetch or train the gates again"
 Fingerprint = Mapping[str, Any]
-# A model's, or a function that gives it.
-FingerprintOf = Fingerprint | Callable[[], Fingerprint]
 
 
 def save_gates(
@@ -60,27 +53,16 @@ def save_gates(
         folder: where; made if missing.
         fingerprint: of the base model (`retain.hf.model.identity.fingerprint`).
         metadata: JSON to keep with it: target and loss recipe, data revision, protected window, `score_unit`,
-            `calibration` (its `layers` are written from the gates' calibrators). It is added to the metadata
-            that the gates were loaded with, and wins where both name something.
+            `calibration`. It is added to the metadata that the gates were loaded with, and wins where both
+            name something; what the artifact itself says wins over both.
         half: store matrices in float16, half the bytes, as those that ship; all else stays as it is.
 
     Returns:
         the folder.
 
     Raises:
-        ValueError: if `metadata` uses a key that the artifact itself writes, or names no unit.
         OSError: if the files could not be written; an older artifact is then as it was.
     """
-    clash = sorted(set(metadata or {}) & set(RESERVED))
-    if clash:
-        raise ValueError(
-            f"metadata of a gate artifact may not set {clash}: the artifact writes {list(RESERVED)} itself."
-        )
-    carried = {name: value for name, value in gates.metadata.items() if name not in RESERVED}
-    kept = {**carried, **(metadata or {})}
-    unit = gates[gates.layers[0]].unit
-    score_unit = kept.pop("score_unit", None) or UNITS[unit]
-    _check_unit(score_unit)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     ties, state = _ties_of(gates), gates.state_dict()
@@ -89,23 +71,27 @@ def save_gates(
         matrices = {name for name, one in gates.named_parameters() if one.dim() > 1}
         tensors |= {name: tensors[name].half() for name in tensors if name in matrices}
     payload = save_tensors(tensors)
+    kept, unit = {**gates.metadata, **(metadata or {})}, gates[gates.layers[0]].unit
     record = {
         "schema_version": SCHEMA_VERSION,
         "family": gates.family,
         "layers": {str(layer): gates[layer].dims() for layer in gates.layers},
         "unit": unit,
-        "score_unit": score_unit,
+        "score_unit": kept.get("score_unit") or UNITS[unit],
         "fingerprint": dict(fingerprint),
         "sha256": hashlib.sha256(payload).hexdigest(),
-        **{name: value for name, value in kept.items() if name != "calibration"},
+    }
+    record |= {
+        name: value for name, value in kept.items() if name not in (*record, "calibration", "extension")
     }
     if gates.extension is not None:
         record["extension"] = gates.extension.dims()
-    calibrators = {layer: cast(Calibrator, each).dims() for layer, each in gates.calibrators.items()}
     # Without calibrators no `layers` may stand there, from which calibrators would be built.
     calibration = {name: value for name, value in (kept.get("calibration") or {}).items() if name != "layers"}
-    if calibrators:
-        calibration["layers"] = calibrators
+    if gates.calibrators:
+        calibration["layers"] = {
+            layer: cast(Calibrator, one).dims() for layer, one in gates.calibrators.items()
+        }
     if calibration:
         record["calibration"] = calibration
     text = json.dumps(record, indent=2, allow_nan=False) + "\n"
@@ -118,10 +104,6 @@ def save_gates(
     os.replace(weights, folder / WEIGHTS_FILE)
     os.replace(description, folder / METADATA_FILE)
     return folder
-
-
-def _check_unit(unit: Any) -> None:
-    lookup(unit, dict.fromkeys(sorted({*UNITS.values()})), what="score_unit")
 
 
 def _ties_of(gates: GateSet) -> dict[str, str]:
@@ -156,15 +138,14 @@ def read_metadata(folder: str | os.PathLike[str]) -> dict[str, Any]:
 def load_gates(
     folder: str | os.PathLike[str],
     *,
-    fingerprint: FingerprintOf | None = None,
+    fingerprint: Fingerprint | None = None,
     allow_other_weights: bool = False,
 ) -> GateSet:
     """Read gates back, in float32 on the CPU, in eval mode and without gradients.
 
     Args:
         folder: the artifact.
-        fingerprint: of the model that they are about to be used on (or a function that gives it, called only
-            once the files are known to be sound); None skips the check.
+        fingerprint: of the model that they are about to be used on; None skips the check.
         allow_other_weights: take a model of the same dimensions whose weights differ, such as a fine-tune.
 
     Returns:
@@ -191,8 +172,9 @@ def load_gates(
         )
     gates = _build(metadata, tensors, path)
     if fingerprint is not None:
-        allowed = check_fingerprint(metadata, fingerprint, folder, allow_other_weights=allow_other_weights)
-        gates.allowed_on = allowed
+        gates.allowed_on = check_fingerprint(
+            metadata, fingerprint, folder, allow_other_weights=allow_other_weights
+        )
     gates.metadata = metadata
     return gates.eval().requires_grad_(False)
 
@@ -208,23 +190,32 @@ def _build(metadata: Mapping[str, Any], tensors: dict[str, torch.Tensor], path: 
             f"({type(error).__name__}: {error}): upgrade retain. Or: {AGAIN.lower()}."
         ) from None
     ties, state = _ties_of(described), described.state_dict()
-    wanted = {name: tuple(tensor.shape) for name, tensor in state.items() if name not in ties}
-    got = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    if wanted != got:
-        wrong = sorted(name for name in wanted.keys() | got.keys() if wanted.get(name) != got.get(name))
-        name = wrong[0]
-        raise ValueError(
-            f"{path} does not hold the tensors that {METADATA_FILE} describes: {len(wrong)} differ, the "
-            f"first is {name!r}, wanted {wanted.get(name)}, got {got.get(name)}. {AGAIN}."
-        )
-    for name, tensor in tensors.items():
-        if not tensor.is_floating_point() or not bool(tensor.isfinite().all()):
-            raise ValueError(f"{path}: {name!r} holds numbers that are not finite fractions. {AGAIN}.")
+    check_tensors({name: tensor for name, tensor in state.items() if name not in ties}, tensors, path)
     gates = _described(metadata)
     gates.load_state_dict({**tensors, **{name: tensors[first] for name, first in ties.items()}})
     for layer, calibrator in gates.calibrators.items():
         check_curve(cast(Calibrator, calibrator), f"{path}: the calibrator of layer {layer}")
     return gates
+
+
+def check_tensors(state: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Refuse tensors of a file that do not fill a state dict, or are not finite.
+
+    Raises:
+        ValueError: names a tensor that is wrong.
+    """
+    wanted = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    got = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if wanted != got:
+        wrong = sorted(name for name in wanted.keys() | got.keys() if wanted.get(name) != got.get(name))
+        name = wrong[0]
+        raise ValueError(
+            f"{path} does not hold the tensors of these gates: {len(wrong)} differ, the first is {name!r}, "
+            f"wanted {wanted.get(name)}, got {got.get(name)}: it is of another model, or incomplete. {AGAIN}."
+        )
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point() or not bool(tensor.isfinite().all()):
+            raise ValueError(f"{path}: {name!r} holds numbers that are not finite fractions. {AGAIN}.")
 
 
 def _described(metadata: Mapping[str, Any]) -> GateSet:
@@ -235,20 +226,19 @@ def _described(metadata: Mapping[str, Any]) -> GateSet:
         sizes = {name: given[name] for name in gate_class.sizes}
         settings = {name: value for name, value in given.items() if name not in sizes}
         dims |= dims_for(metadata["family"], {int(layer): sizes}, settings)
-    if (unit := metadata.get("score_unit")) is not None:
-        _check_unit(unit)
+    check_choice("score_unit", metadata.get("score_unit"), (*SCORE_UNITS, None))
     curves = (metadata.get("calibration") or {}).get("layers", {})
     return build_gates(
         metadata["family"],
         dims,
-        calibrators={int(layer): build_calibrator(**curve) for layer, curve in curves.items()},
+        calibrators={int(layer): Calibrator(**curve) for layer, curve in curves.items()},
         extension=gate_class.extension(**metadata["extension"]) if "extension" in metadata else None,
     )
 
 
 def check_fingerprint(
     metadata: Mapping[str, Any],
-    fingerprint: FingerprintOf,
+    fingerprint: Fingerprint,
     folder: Path | str,
     *,
     allow_other_weights: bool = False,
@@ -272,8 +262,7 @@ def check_fingerprint(
     """
     trained = metadata.get("fingerprint")
     trained = trained if isinstance(trained, Mapping) else {}
-    known = fingerprint() if callable(fingerprint) else fingerprint
-    at_hand = json.loads(json.dumps(dict(known)))
+    at_hand = json.loads(json.dumps(dict(fingerprint)))
     differ = [key for key in sorted(trained.keys() | at_hand.keys()) if trained.get(key) != at_hand.get(key)]
     if not differ:
         return None

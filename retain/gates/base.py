@@ -7,6 +7,7 @@ the model; layers that retain leaves alone (sliding window, linear attention) ha
 """
 
 import inspect
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -14,13 +15,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy
 import torch
 from huggingface_hub import ModelCard, ModelHubMixin
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from retain.evidence import Evidence, Score, masked_score
-from retain.gates.calibrate import threshold_at
 from retain.shapes import axis_of
 
 # A standard deviation below this is a dead input channel: it is centred, never blown up.
@@ -341,21 +342,24 @@ class GateSet(nn.Module, ModelHubMixin):
         """Threshold on the score that keeps, on average, this share of the unprotected entries of the
         held-out calibration documents; for `retain.Cache(model, "gate", threshold=...)`.
 
-        Single documents keep more or less; their spread is in `metadata["calibration"]`.
+        Single documents keep more or less; their spread is in `metadata["calibration"]`. Between two points
+        of the stored curve (.02 apart) thresholds are interpolated.
 
         Args:
-            keep_ratio: in 0..1, between those of the stored curve (`threshold_at`).
+            keep_ratio: in 0..1, between those of the stored curve.
 
         Raises:
             ValueError: no curve was stored, or it does not reach that far.
         """
-        curve = (self.metadata.get("calibration") or {}).get("curve")
-        if not curve:
+        curve = (self.metadata.get("calibration") or {}).get("curve") or {}
+        ratios = curve.get("keep_ratio") or [math.nan]
+        if not ratios[0] <= keep_ratio <= ratios[-1]:
+            known = f"{ratios[0]:g} .. {ratios[-1]:g}" if curve else "none"
             raise ValueError(
-                "these gates know no threshold for a keep_ratio: train them with calibration.kind shared "
-                "(train/distill.py), or state a budget (keep_ratio=...)."
+                f"these gates know no threshold for keep_ratio={keep_ratio}, but for {known}: train them "
+                "with calibration.kind shared (train/distill.py), or state a budget (keep_ratio=...)."
             )
-        return threshold_at(curve["keep_ratio"], curve["threshold"], keep_ratio)
+        return float(numpy.interp(keep_ratio, ratios, curve["threshold"]))
 
     def __getitem__(self, layer_idx: int) -> Gate:
         if str(layer_idx) not in self.gates:
@@ -375,7 +379,7 @@ class GateSet(nn.Module, ModelHubMixin):
             evidence: the layer, with the gate's inputs.
 
         Raises:
-            ValueError: if there is no gate for that layer, or an input is missing or of another width.
+            ValueError: if there is no gate for that layer, or an input is missing.
         """
         return self._learned(evidence)
 
@@ -437,19 +441,15 @@ def _follow(module: nn.Module, device: torch.device) -> None:
 
 def _check_alike(gates: Mapping[int, Gate], calibrators: Mapping[int, nn.Module]) -> None:
     """Refuse gates or calibrators that cannot make one score."""
-    for side in ("family", "inputs", "unit", "ages", "contextual"):
-        found = {layer: getattr(gates[layer], side) for layer in sorted(gates)}
-        if len({*found.values()}) > 1:
-            raise ValueError(
-                f"a gate set scores all its layers alike, and here {side} is {found}: build all layers with "
-                "the same settings (retain.gates.build_gates)."
-            )
+    sides = {layer: (gate.family, sorted(gate.inputs), gate.contextual) for layer, gate in gates.items()}
     heads = {layer: gate.H for layer, gate in gates.items()}
     curves = {layer: each.H for layer, each in calibrators.items()}
-    if calibrators and (curves != heads or len({str(each.unit) for each in calibrators.values()}) > 1):
+    units = {str(each.unit) for each in calibrators.values()}
+    if len({*map(str, sides.values())}) > 1 or (calibrators and (curves != heads or len(units) > 1)):
         raise ValueError(
-            f"a gate set scores all its layers alike, and its gates have KV heads {heads} (layer: heads) and "
-            f"its calibrators {curves}: calibrate all layers, in one unit, or none."
+            f"a gate set scores all its layers alike: got {sides} (family, inputs, contextual) with KV heads "
+            f"{heads}, and calibrators with {curves}. Build all layers with the same settings, and calibrate "
+            "all of them, in one unit, or none."
         )
 
 
@@ -457,9 +457,8 @@ def inputs_of(evidence: Evidence, gate: Gate) -> GateInputs:
     """Take a gate's inputs from the evidence of its layer, the last S of whose entries have queries.
 
     Raises:
-        ValueError: an input is missing, or of another width.
+        ValueError: an input is missing.
     """
-    where = f"the gate of layer {evidence.layer_idx}"
     found: dict[str, Any] = {
         name: getattr(evidence, name) for name in ("valid_BT", "scaling", "soft_cap", "sinks_Q")
     }
@@ -474,19 +473,9 @@ def inputs_of(evidence: Evidence, gate: Gate) -> GateInputs:
             tensor = None if rotary is None else rotary.unrotate(tensor, positions_BS)
         if tensor is None:
             raise ValueError(
-                f"{where} looks at {description}, which this evidence does not hold: record it with "
-                "retain.attach(model) and a retain.Cache that was made with these gates."
+                f"the gate of layer {evidence.layer_idx} looks at {description}, which this evidence does "
+                "not hold: record it with retain.attach(model) and a retain.Cache made with these gates."
             )
         found[f"{name}_{axes}"] = tensor
-        if axes == "BTE" and tensor.shape[-1] != gate.E:
-            raise ValueError(
-                f"{where} takes hidden states of width {gate.E}, got {tuple(tensor.shape)}: load gates "
-                "that were trained on this model."
-            )
-        if axes == "BQTD" and tensor.shape[2] != evidence.num_seen:
-            raise ValueError(
-                f"{where} looks at the query of each of the {evidence.num_seen} entries, and the evidence "
-                f"holds {tensor.shape[2]}: score entries when they come (retain.Cache does), or record all "
-                "queries."
-            )
+        assert axes != "BQTD" or tensor.shape[2] == evidence.num_seen, "a query for each entry"
     return GateInputs(**found)

@@ -12,16 +12,11 @@ such as KVzap (arXiv 2601.07891) are only nearly comparable across heads; DBTrim
 last projection of its gates for the same end.
 """
 
-import math
-from bisect import bisect_left
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from jaxtyping import Float, Float32, Float64
 from torch import Tensor, nn
-
-from retain.process.registry import lookup
 
 # How the artifact names the one kind of calibrator that there is.
 KIND = "shared"
@@ -54,16 +49,15 @@ class Calibrator(nn.Module):
         space: `log`, for scores that are at least 0 (any below are ties with 0); or `asinh`, for scores with
             a sign.
         unit: of the output, `risk` or `mass`.
+        kind: as the artifact names it; earlier releases had others.
     """
 
-    def __init__(self, *, H: int, K: int, space: str = "log", unit: str = "risk"):
+    def __init__(self, *, H: int, K: int, space: str = "log", unit: str = "risk", kind: str = KIND):
         super().__init__()
-        if H < 1 or K < 2:
-            raise ValueError(f"a calibrator needs a head and two knots at least, got H={H}, K={K}.")
-        if space not in SPACES or unit not in UNITS:
+        if H < 1 or K < 2 or space not in SPACES or unit not in UNITS or kind != KIND:
             raise ValueError(
-                f"a calibrator's space is one of {', '.join(SPACES)} and its unit one of {', '.join(UNITS)}; "
-                f"got {space!r} and {unit!r}."
+                f"a calibrator has a head and two knots at least, a space of {', '.join(SPACES)}, a unit of "
+                f"{', '.join(UNITS)} and the kind {KIND}; got H={H}, K={K}, {space!r}, {unit!r}, {kind!r}."
             )
         self.H, self.K, self.space, self.unit = H, K, space, unit
         # The unit of an asinh axis: about how large the scores of a head are.
@@ -86,7 +80,7 @@ class Calibrator(nn.Module):
         return self.scale_H.device
 
     def dims(self) -> dict[str, Any]:
-        """Arguments of `build_calibrator` that rebuild it, empty."""
+        """Arguments that rebuild it, empty."""
         return {"kind": KIND, "H": self.H, "K": self.K, "space": self.space, "unit": self.unit}
 
     def knots(self) -> tuple[Float64[Tensor, "H K"], Float64[Tensor, "H K"]]:
@@ -104,15 +98,6 @@ class Calibrator(nn.Module):
         x_BHT = axis(score_BHT, self.space, self.scale_H)
         risk_BHT = interpolate(x_BHT, *extended(*self.knots())).exp().float()
         return torch.where(score_BHT.isfinite(), risk_BHT, score_BHT.float())
-
-
-def build_calibrator(kind: str, **dims: Any) -> Calibrator:
-    """Make an empty calibrator of one layer from its `dims()`; its tensors are loaded afterwards.
-
-    Raises:
-        ValueError: another kind, which earlier releases had; or sizes that no calibrator has.
-    """
-    return lookup(kind, {KIND: Calibrator}, what="kind of calibrator")(**dims)
 
 
 def check_curve(calibrator: Calibrator, named: str) -> None:
@@ -196,32 +181,3 @@ def interpolate(
     y_HN = torch.minimum((low_HN + share_HN * (high_HN - low_HN)).clamp_min(low_HN), high_HN)
     H, T = x.shape[-2:]
     return y_HN.view(H, *x.shape[:-2], T).movedim(0, -2)
-
-
-def threshold_at(ratios: Sequence[float], thresholds: Sequence[float], keep_ratio: float) -> float:
-    """Read the threshold for a keep_ratio off a stored curve.
-
-    Between two points the logarithms of the thresholds are interpolated, or, unless both are positive, the
-    thresholds.
-
-    Args:
-        ratios: ascending.
-        thresholds: that go with them, descending.
-        keep_ratio: between the first and the last.
-
-    Raises:
-        ValueError: it is not between them.
-    """
-    if not ratios[0] <= keep_ratio <= ratios[-1]:
-        raise ValueError(
-            f"keep_ratio={keep_ratio} is outside of what was calibrated, {ratios[0]:g} .. {ratios[-1]:g}: "
-            "take one inside, or state a budget (keep_ratio=...) in place of a threshold."
-        )
-    upper = min(bisect_left(ratios, keep_ratio), len(ratios) - 1)
-    if ratios[upper] == keep_ratio or upper == 0:
-        return float(thresholds[upper])
-    low, high = thresholds[upper - 1], thresholds[upper]
-    share = (keep_ratio - ratios[upper - 1]) / (ratios[upper] - ratios[upper - 1])
-    if low > 0 and high > 0:
-        return math.exp((1 - share) * math.log(low) + share * math.log(high))
-    return (1 - share) * low + share * high

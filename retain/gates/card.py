@@ -1,7 +1,7 @@
 """Writes the card of gates: a Hugging Face model card, from the record of an artifact.
 
-Every number is read from `gates.json` (and of a run from its log), and what these do not hold is not in the
-card; so a card can be made again at any time.
+Every number is read from `gates.json`, and what it does not hold is not in the card; so a card can be made
+again at any time.
 """
 
 import json
@@ -23,42 +23,13 @@ BASELINES = {
 }
 
 
-def overlap_of_heads(
-    metadata: Mapping[str, Any], records: Sequence[Mapping[str, Any]]
-) -> Mapping[str, Sequence[float]]:
-    """Layer -> overlap of each head, of the last look at the held-out documents."""
-    looks = [metadata.get("training", {}).get("held_out") or {}]
-    looks += [record["held_out"] for record in reversed(records) if record.get("held_out")]
-    return next((look["overlap_of"] for look in looks if look.get("overlap_of")), {})
-
-
-def card_of(
-    metadata: Mapping[str, Any],
-    records: Sequence[Mapping[str, Any]] = (),
-    *,
-    command: str = "",
-    pictures: Mapping[str, str] | None = None,
-    place: str = "FOLDER",
-) -> ModelCard:
-    """Returns the card, `card.md.jinja` filled in.
-
-    Args:
-        metadata: the artifact's JSON.
-        records: of the run's `log.jsonl`; none where it is not there.
-        command: that started the run; that of the metadata where none is given.
-        pictures: files beside the card, with their titles.
-        place: folder or hub id of the artifact, for the example.
-    """
+def card_of(metadata: Mapping[str, Any], *, place: str = "FOLDER") -> ModelCard:
+    """Returns the card of an artifact from its metadata, `card.md.jinja` filled in; `place` is its folder or
+    hub id, for the example."""
     require("train", "jinja2", what="the card of gates")
     base = str(metadata.get("base_model", "not stated"))
-    looks = [record["held_out"] for record in records if record.get("held_out")]
-    training = metadata.get("training") or {}
-    last = training.get("held_out") or (looks[-1] if looks else {})
-    baselines = [
-        [label, next(_number(look[key]) for look in (last, *looks) if key in look)]
-        for key, label in BASELINES.items()
-        if any(key in look for look in (last, *looks))
-    ]
+    last = (metadata.get("training") or {}).get("held_out") or {}
+    baselines = [[label, _number(last[key])] for key, label in BASELINES.items() if key in last]
     losses = {
         name: _number(float(value))
         for name, value in last.items()
@@ -73,12 +44,11 @@ def card_of(
         m=metadata,
         base=base,
         place=place,
-        command=command or metadata.get("command"),
+        command=metadata.get("command"),
         **sections,
         last=last,
         baselines=baselines,
         losses=losses,
-        pictures=pictures or {},
         recipe=_recipe(metadata),
         plain=_plain,
         code=_code,

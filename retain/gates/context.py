@@ -1,7 +1,7 @@
 """Context gate: flags each entry for each KV head by a small attention over the context.
 
-In-context KV-Cache Eviction for LLMs via Attention-Gate (arXiv 2410.12876). The small attention is causal by
-default, so that an entry's flag is the same in training over the whole document and in a prefill of any
+In-context KV-Cache Eviction for LLMs via Attention-Gate (arXiv 2410.12876). The small attention is causal, so
+that an entry's flag is the same in training over the whole document and in a prefill of any
 beginning of it. It scores the whole prompt at once at the prefill: attention inputs of earlier tokens are not
 kept, so prompts in chunks and later evictions are refused (`contextual`).
 """
@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn import functional
 
+from retain.config import Count
 from retain.gates.base import OPEN, GateInputs, LogitGate
 
 # A padded entry's logit in the small attention; its exponential is zero in every precision.
@@ -24,14 +25,13 @@ class ContextGate(LogitGate):
 
     `q, k, v = W_q x, W_k x, W_v x` of the standardised attention inputs. Map of names: this is their
     `Attention-Gate`, the small attention their `MHA'`, the sigmoid of the flag's logit what they compare
-    with a threshold. They write that the gate accepts the global context; released code was not at hand, so
-    both readings are here: `causal=True`, entries up to `i`, and `causal=False`, all. No positions enter.
+    with a threshold. They write that the gate accepts the global context; released code was not at hand, and
+    here an entry sees itself and earlier ones. No positions enter.
     Parameters, with `W = heads width`: `3 E W + W H + H`. Memory is linear in T (no T x T mask is made).
 
     Args:
         heads: heads of the small attention.
         width: width of each.
-        causal: whether an entry sees only itself and earlier ones.
         opens_at: output bias that `open_` sets.
     """
 
@@ -44,17 +44,12 @@ class ContextGate(LogitGate):
         *,
         E: int,
         H: int,
-        heads: int = 4,
-        width: int = 32,
-        causal: bool = True,
+        heads: Count = 4,
+        width: Count = 32,
         opens_at: float = OPEN,
     ):
         super().__init__(E=E, H=H)
-        if heads < 1 or width < 1:
-            raise ValueError(
-                f"a context gate needs at least one head of width 1: got heads={heads}, width={width}."
-            )
-        self.heads, self.width, self.causal, self.opens_at = heads, width, causal, opens_at
+        self.heads, self.width, self.opens_at = heads, width, opens_at
         self.queries = nn.Linear(E, heads * width, bias=False)
         self.keys = nn.Linear(E, heads * width, bias=False)
         self.values = nn.Linear(E, heads * width, bias=False)
@@ -75,9 +70,7 @@ class ContextGate(LogitGate):
         )
         scale = self.width**-0.5
         queries, keys, values = _aligned(queries, keys, values, _padding(inputs.valid_BT), scale)
-        seen = functional.scaled_dot_product_attention(
-            queries, keys, values, is_causal=self.causal, scale=scale
-        )
+        seen = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scale)
         return self.out(seen[..., : self.width].transpose(1, 2).flatten(2)).transpose(1, 2)
 
 

@@ -13,8 +13,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
 
+from retain.config import Count
 from retain.gates.base import Gate, GateInputs, HiddenGate
-from retain.gates.mlp import activation_of, width_of
+from retain.gates.mlp import ACTIVATIONS, Activation
 
 
 class DecayGate(HiddenGate):
@@ -25,7 +26,7 @@ class DecayGate(HiddenGate):
     `E F + F + F H + H`.
 
     Args:
-        activation: of `retain.gates.mlp.ACTIVATIONS` (theirs is the model's own).
+        activation: theirs is the model's own.
         opens_at: output bias that `open_` sets (18 in the paper and the released gates; the code's default is
             10): `beta = sigmoid(18)` forgets nothing. Nor does it learn much with AdamW as it comes:
             every gradient carries the factor `1 - beta = sigmoid(-18) = 1.5e-8`, times the distances and over
@@ -37,11 +38,12 @@ class DecayGate(HiddenGate):
     unit = "rank"
     ages = True
 
-    def __init__(self, *, E: int, H: int, F: int = 512, activation: str = "silu", opens_at: float = 18.0):
+    def __init__(
+        self, *, E: int, H: int, F: Count = 512, activation: Activation = "silu", opens_at: float = 18.0
+    ):
         super().__init__(E=E, H=H)
-        self.F = width_of(F, "a retention gate")
-        self.activation, self.opens_at = activation, opens_at
-        self.act = activation_of(activation)
+        self.F, self.activation, self.opens_at = F, activation, opens_at
+        self.act = ACTIVATIONS[activation]
         self.up = nn.Linear(E, F)
         self.out = nn.Linear(F, H)
 
@@ -81,7 +83,7 @@ class SharedDecayGate(DecayGate):
 
     Args:
         F: width of the two hidden layers.
-        activation: of `retain.gates.mlp.ACTIVATIONS` (theirs is the model's own).
+        activation: theirs is the model's own.
         opens_at: output bias that `open_` sets (18 in the released gates, which needs a small `training.eps`:
             see `DecayGate`).
         tied: whether all layers share the last projection and its bias.
@@ -94,8 +96,8 @@ class SharedDecayGate(DecayGate):
         *,
         E: int,
         H: int,
-        F: int = 512,
-        activation: str = "silu",
+        F: Count = 512,
+        activation: Activation = "silu",
         opens_at: float = 18.0,
         tied: bool = True,
     ):
@@ -108,16 +110,13 @@ class SharedDecayGate(DecayGate):
         """Share the first layer's last projection among all layers.
 
         Raises:
-            ValueError: some layers are tied and some not, or their projections have different sizes.
+            ValueError: their projections have different sizes.
         """
-        alike = [gate for gate in gates if isinstance(gate, SharedDecayGate)]
-        shapes = {(gate.F, gate.H, gate.tied) for gate in alike}
-        if not any(gate.tied for gate in alike):
-            return
-        if len(shapes) != 1:
+        alike = [gate for gate in gates if isinstance(gate, SharedDecayGate) and gate.tied]
+        if len(shapes := {(gate.F, gate.H) for gate in alike}) > 1:
             raise ValueError(
                 "layers can share their last projection only where all have the same hidden width and KV "
-                f"heads: got (F, H, tied) {sorted(shapes)}. Set `tied: false` for a projection per layer."
+                f"heads: got (F, H) {sorted(shapes)}. Set `tied: false` for a projection per layer."
             )
         for gate in alike[1:]:
             gate.out = alike[0].out

@@ -6,23 +6,12 @@ every place that takes a folder or a hub id takes a revision. `GateSet.push_to_h
 
 import os
 from collections.abc import Collection
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from retain.gates.artifact import METADATA_FILE, WEIGHTS_FILE
-
-# The HTTP client of huggingface_hub: httpx, or httpx2 from 2.4 on.
-HTTP: Any = import_module(
-    next(base.__module__ for base in HfHubHTTPError.__mro__ if base.__module__.startswith("httpx")).split(
-        "."
-    )[0]
-)
-# Errors of the hub when a repository cannot be had. Those of its client are no OSError.
-UNREACHABLE = (HfHubHTTPError, HFValidationError, OSError, HTTP.HTTPError, HTTP.InvalidURL)
 
 
 def fetch(
@@ -54,7 +43,7 @@ def fetch(
         )
     try:
         return Path(snapshot_download(hub_id, revision=stated or revision, allow_patterns=[*files], **how))
-    except UNREACHABLE as error:
+    except Exception as error:  # of the hub, its HTTP client, or the disk
         reason = " ".join(line.strip() for line in str(error).splitlines()[:3]).rstrip(". ")
         raise ValueError(
             f"there are no gates at {named!r}: it is no folder here (from {str(Path.cwd())!r}), and from "

@@ -74,14 +74,9 @@ class LookaheadExtension(nn.Module):
         """Context in which the named modules run with the adapters; afterwards they are as before.
 
         Other threads run the plain model meanwhile, or lookahead tokens of their own. Where gradients are
-        wanted (`torch.is_grad_enabled`) the adapters are there for all threads, since checkpointed layers are
-        computed again in threads of autograd's.
-
-        Args:
-            model: a causal language model of transformers, or its decoder.
-
-        Raises:
-            ValueError: the model is extended by lookahead gates already.
+        wanted the adapters are there for all threads, since autograd's compute checkpointed layers again.
+        `model` is a causal language model of transformers, or its decoder. ValueError: it is extended
+        already.
         """
         decoder: Any = getattr(model, "base_model", model)
         trains, active = torch.is_grad_enabled(), object()
@@ -123,11 +118,8 @@ class LookaheadGate(Gate):
     extension = LookaheadExtension
 
     def forward(self, inputs: GateInputs) -> Float[Tensor, "B H T"]:
-        """Score by the queries and keys of the tokens, in float32 (float64 if the keys are); 0 on padding.
-
-        Without a gradient the one op for statistics of attention finds it, in memory linear in T; where one
-        is asked for, all rows are held.
-        """
+        """Scores by the queries and keys of the tokens, in float32 (float64 if the keys are); 0 on padding.
+        Memory is linear in T, but where a gradient is asked for, and all rows are held."""
         queries, keys, behind = inputs.lookahead_BQSD, inputs.keys_BHTD, inputs.lookahead_keys_BHSD
         assert queries is not None and keys is not None and behind is not None and inputs.scaling is not None
         (B, Q, S, D), T = queries.shape, keys.shape[2]

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from retain.config import Count
 from retain.gates.base import OPEN, GateInputs, HiddenGate
 
 
@@ -36,13 +37,8 @@ class LowRankGate(HiddenGate):
     unit = "mass"
     sizes = ("E", "H", "Q")
 
-    def __init__(self, *, E: int, H: int, Q: int, rank: int = 16, sinks: int = 16):
+    def __init__(self, *, E: int, H: int, Q: int, rank: Count = 16, sinks: Count = 16):
         super().__init__(E=E, H=H)
-        if Q % H or rank < 1 or sinks < 1:
-            raise ValueError(
-                f"a low-rank gate needs query heads in whole groups, and a rank and sinks of at least 1: got "
-                f"Q={Q}, H={H}, rank={rank}, sinks={sinks}."
-            )
         self.Q, self.rank, self.sinks = Q, rank, sinks
         self.queries = nn.Linear(E, Q * rank)
         self.keys = nn.Linear(E, H * rank, bias=False)

@@ -9,32 +9,23 @@ Their `s` is the logarithm of KVzip+, attention times `||W_O v|| / ||h||`, which
 learned it, the artifact says `score_unit: rank`, and their threshold tau is one of `exp(tau)` on the score.
 """
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
+from typing import Literal
 
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
 
+from retain.config import Count
 from retain.gates.base import GateInputs, LogitGate
-from retain.process.registry import lookup
 
 # `gelu` is the exact one (erf), as in the released KVzap and WG-KV gates.
-ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
-    {"gelu": functional.gelu, "relu": functional.relu, "silu": functional.silu}
-)
-
-
-def activation_of(name: str) -> Callable[[Tensor], Tensor]:
-    """Look an activation of `ACTIVATIONS` up; an unknown name is a ValueError that lists them."""
-    return lookup(name, ACTIVATIONS, what="activation")
-
-
-def width_of(F: int, family: str) -> int:
-    """Return the hidden width of a gate; a ValueError if it is below 1."""
-    if F < 1:
-        raise ValueError(f"{family} needs a hidden width of at least 1, got F={F}.")
-    return F
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": functional.gelu,
+    "relu": functional.relu,
+    "silu": functional.silu,
+}
+Activation = Literal["gelu", "relu", "silu"]
 
 
 class LinearGate(LogitGate):
@@ -58,18 +49,14 @@ class MLPGate(LogitGate):
     """`log_risk(i) = W2 act(W1 x_i + b1) + b2`, with `x_i` the standardised attention input of entry `i`.
 
     KVzap-MLP (arXiv 2601.07891; GELU, hidden width E/8 there). Parameters: `E F + F + F H + H`.
-
-    Args:
-        activation: of `ACTIVATIONS`.
     """
 
     family = "mlp"
 
-    def __init__(self, *, E: int, H: int, F: int = 64, activation: str = "gelu"):
+    def __init__(self, *, E: int, H: int, F: Count = 64, activation: Activation = "gelu"):
         super().__init__(E=E, H=H)
-        self.F = width_of(F, "an MLP gate")
-        self.activation = activation
-        self.act = activation_of(activation)
+        self.F, self.activation = F, activation
+        self.act = ACTIVATIONS[activation]
         self.up = nn.Linear(E, F)
         self.out = nn.Linear(F, H)
 

@@ -31,6 +31,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from retain.gates.artifact import check_tensors
 from retain.gates.base import GateSet
 from retain.gates.families import build_gates, dims_for
 from retain.process.registry import lookup
@@ -223,35 +224,17 @@ def import_published(
         if parts:
             raise ValueError(f"{path}: {min(parts)!r} of layer {layer} is no part of {published.name} gates.")
         found |= {f"gates.{layer}.{name}": tensor for name, tensor in renamed.items()}
-    gates = _filled(path, family, sizes, settings, found)
+    try:
+        gates = build_gates(family, dims_for(family, sizes, settings))
+    except ValueError as error:
+        raise ValueError(f"{path}, with its {CONFIG_FILE}, describes gates of no kind: {error}") from None
+    found = {**dict(gates.named_buffers()), **found}  # statistics of the input are ours alone
+    check_tensors(gates.state_dict(), found, path)
+    gates.load_state_dict(found)
     gates.metadata = {"published": {"kind": published.name, "paper": published.paper, "note": published.note}}
     if published.score_unit is not None:
         gates.metadata["score_unit"] = published.score_unit
     return gates.eval().requires_grad_(False)
-
-
-def _filled(path: Path, family: str, sizes: Mapping[int, Sizes], settings: Config, tensors: Parts) -> GateSet:
-    """Gates with these tensors, whose shapes are checked before anything is allocated for them."""
-    try:
-        dims = dims_for(family, sizes, settings)
-        with torch.device("meta"):
-            described = build_gates(family, dims)
-    except (ValueError, RuntimeError) as error:
-        raise ValueError(f"{path}, with its {CONFIG_FILE}, describes gates of no kind: {error}") from None
-    wanted = {name: tuple(one.shape) for name, one in described.named_parameters()}
-    got = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    if differ := sorted(name for name in wanted.keys() | got.keys() if wanted.get(name) != got.get(name)):
-        name = differ[0]
-        raise ValueError(
-            f"{path} is not of this model, or incomplete: {name!r} is {got.get(name)}, and the model's sizes "
-            f"want {wanted.get(name)}. Name the model that these gates were trained on."
-        )
-    for name, tensor in tensors.items():
-        if not tensor.is_floating_point() or not bool(tensor.isfinite().all()):
-            raise ValueError(f"{path}: {name!r} holds no finite fractions: fetch it again.")
-    gates = build_gates(family, dims)
-    gates.load_state_dict(tensors, strict=False)  # statistics of the input are ours alone
-    return gates
 
 
 def weights_of(path: Path) -> list[Path]:

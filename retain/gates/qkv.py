@@ -3,13 +3,15 @@
 Locret: Accelerating Long-Context LLM Inference with Retaining Heads (arXiv 2410.01805).
 """
 
+from typing import Literal
+
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from retain.config import Count
 from retain.gates.base import Gate, GateInputs
-from retain.gates.mlp import activation_of, width_of
-from retain.process.registry import lookup
+from retain.gates.mlp import ACTIVATIONS, Activation
 
 # Where queries and keys are taken -> what the gate looks at then.
 ROPE = {
@@ -30,7 +32,7 @@ class QKVGate(Gate):
     released models. Parameters: `(Q + 2 H) D F + F H`, and `F + H` with `bias`.
 
     Args:
-        rope: `before` or `after`: whether queries and keys are taken before or after RoPE.
+        rope: whether queries and keys are taken before or after RoPE.
         bias: whether the two matrices have a bias (Locret: no; then `start_at_` has nothing to set).
     """
 
@@ -47,16 +49,16 @@ class QKVGate(Gate):
         H: int,
         Q: int,
         D: int,
-        F: int = 1024,
-        activation: str = "silu",
-        rope: str = "before",
+        F: Count = 1024,
+        activation: Activation = "silu",
+        rope: Literal["before", "after"] = "before",
         bias: bool = False,
     ):
         super().__init__(E=E, H=H)
-        self.inputs = lookup(rope, ROPE, what="place of queries and keys relative to RoPE")
-        self.Q, self.D, self.F = Q, D, width_of(F, "a query-key-value gate")
+        self.inputs = ROPE[rope]
+        self.Q, self.D, self.F = Q, D, F
         self.activation, self.rope, self.bias = activation, rope, bias
-        self.act = activation_of(activation)
+        self.act = ACTIVATIONS[activation]
         self.up = nn.Linear((Q + 2 * H) * D, F, bias=bias)
         self.out = nn.Linear(F, H, bias=bias)
 

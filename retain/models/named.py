@@ -12,14 +12,7 @@ from typing import Any, Literal
 
 import torch
 from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.errors import (
-    EntryNotFoundError,
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-)
-from safetensors import SafetensorError, safe_open
+from huggingface_hub.errors import HFValidationError
 from torch import nn
 
 from retain.models.catalogue import CATALOGUE
@@ -28,9 +21,6 @@ from retain.process.half_precision import multiplies
 from retain.process.registry import suggest
 
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
-
-# What may stand in the place of a name that cannot be resolved.
-INSTEAD = f"Pass a local folder, a hub name, one of {', '.join(CATALOGUE)}, or reference:0."
 
 # The model that ships with this package.
 REFERENCE = "reference:0"
@@ -101,17 +91,10 @@ def commit_of(model: Any, revision: str | None = None) -> str | None:
     return Path(found).parent.name if isinstance(found, str) else None
 
 
-def instead_of(name: str) -> str:
-    """Names what may be passed in the place of a name, the nearest of the catalogue first."""
-    near = suggest(name, CATALOGUE)
-    return f"{near.strip(' ()').capitalize()} {INSTEAD}" if near else INSTEAD
-
-
-def said_of(name: str, error: Exception) -> str:
-    """Quotes transformers; of a name that is no folder, says that first."""
-    if Path(name).exists() or isinstance(_hub_error(error), RepositoryNotFoundError):
-        return str(error)
-    return f"there is no such folder, and as a hub name: {error}"
+def _refused(name: str, reason: str) -> ValueError:
+    """The error for a model that cannot be had, with what may be passed in its place."""
+    instead = f"a local folder, a hub name, one of {', '.join(CATALOGUE)}, or {REFERENCE}"
+    return ValueError(f"model={name!r} {reason.rstrip('. ')}. Pass {instead}{suggest(name, CATALOGUE)}.")
 
 
 def load_named_model(
@@ -157,7 +140,6 @@ def load_named_model(
         how["device_map"] = device_map if isinstance(device_map, str) else {**device_map}
     if quantization is not None:
         how["quantization_config"] = {**quantization}
-    instead = instead_of(name)
     folder = located(name)
     try:
         with loading or nullcontext():
@@ -166,10 +148,7 @@ def load_named_model(
             )
     except Exception as error:  # a damaged folder leads transformers to errors of any class
         asked = "" if quantization is None else f" with quantization={how['quantization_config']}"
-        said = _damaged(Path(folder)) or (
-            said_of(name, error) if isinstance(error, OSError | ValueError) else repr(error)
-        )
-        raise ValueError(f"model={name!r} cannot be loaded{asked}: {said} {instead}") from error
+        raise _refused(name, f"cannot be loaded{asked}: {type(error).__name__}: {error}") from error
     # transformers' sdpa leaves a soft cap out without a word (Gemma-2).
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None:
         model.set_attn_implementation("eager")
@@ -177,31 +156,19 @@ def load_named_model(
     lacking = [key for key, *_ in sorted(found.get("mismatched_keys") or ())]
     lacking += sorted(found.get("missing_keys") or ())
     if lacking and getattr(model, "hf_quantizer", None) is None:
-        raise ValueError(
-            f"model={name!r} cannot be loaded: {len(lacking)} weights that its config.json describes are not "
-            f"in the checkpoint, or of another shape there, the first is {lacking[0]!r}: damaged, or of "
-            f"another model. {instead}"
+        raise _refused(
+            name,
+            f"cannot be loaded: {len(lacking)} weights that its config.json describes are not in the "
+            f"checkpoint, or of another shape there, the first is {lacking[0]!r}",
         )
     return model.eval()
 
 
-def _damaged(folder: Path) -> str | None:
-    """Names the file of weights that cannot be read; None: there is none."""
-    for path in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(path, framework="pt"):
-                pass
-        except (SafetensorError, OSError) as error:
-            return f"{path} is truncated or corrupt ({error}): fetch it again."
-    return None
-
-
 def load_named_tokenizer(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
-    """Load the tokenizer alone; None if the model has none.
+    """Load the tokenizer alone; None if the model is a local folder that has none.
 
     Raises:
-        ValueError: it has one that cannot be read; or whether it has one cannot be known, since the hub is
-            out of reach.
+        ValueError: it cannot be read, or had from the hub.
     """
     if name == REFERENCE:
         from retain.reference import load_tokenizer
@@ -209,25 +176,16 @@ def load_named_tokenizer(name: str, *, revision: str | None = None, trust_remote
         return load_tokenizer()
     from transformers import AutoTokenizer
 
-    name = located(name)
+    folder = Path(located(name))
+    if folder.is_dir() and not any((folder / file).exists() for file in TOKENIZER_FILES):
+        return None
     try:
         return AutoTokenizer.from_pretrained(
-            name, revision=revision or "main", trust_remote_code=trust_remote_code
+            str(folder), revision=revision or "main", trust_remote_code=trust_remote_code
         )
     except Exception as error:  # as above
-        if files := [file for file in TOKENIZER_FILES if (Path(name) / file).exists()]:
-            raise ValueError(
-                f"model={name!r} has a tokenizer ({', '.join(files)}) that cannot be read: "
-                f"{said_of(name, error)} Fetch it again; or take its files away, and pass token ids."
-            ) from error
-        if not isinstance(error, OSError | ValueError | KeyError):
-            raise
-        if not Path(name).is_dir() and _hub_error(error) is not None:
-            raise ValueError(
-                f"model={name!r}: whether it has a tokenizer cannot be known: {error} Connect, log in as "
-                f"someone who may read it (`hf auth login`), or pass a local folder. {INSTEAD}"
-            ) from error
-        return None
+        said = f"has no tokenizer that can be read: {type(error).__name__}: {error}"
+        raise _refused(name, said) from error
 
 
 def meta_model_of(config: Any, dtype: torch.dtype, *, trust_remote_code: bool = False) -> nn.Module:
@@ -235,11 +193,8 @@ def meta_model_of(config: Any, dtype: torch.dtype, *, trust_remote_code: bool = 
     count parameters and to describe layers. ValueError: transformers makes no such model of it."""
     from transformers import AutoModelForCausalLM
 
-    try:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
-    except ValueError as error:
-        raise ValueError(said_of(config.name_or_path, error)) from error
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
 
 
 def named_config(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
@@ -259,30 +214,9 @@ def named_config(name: str, *, revision: str | None = None, trust_remote_code: b
             located(name), revision=revision or "main", trust_remote_code=trust_remote_code
         )
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"model={name!r} cannot be loaded: {said_of(name, error)} {instead_of(name)}"
-        ) from error
+        raise _refused(name, f"cannot be loaded: {error}") from error
 
 
 def named_precision(config: Any) -> torch.dtype | None:
     """The precision that a config names, of a multimodal model for all of it; None: it names none."""
     return getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None)
-
-
-def precision_of(config: Any) -> torch.dtype:
-    """Returns the precision that "auto" gives a model's weights when they are read."""
-    return named_precision(config) or torch.float32
-
-
-def _hub_error(error: BaseException) -> BaseException | None:
-    """The error because of which the hub could not be asked; None: it was, and said what it holds."""
-    from retain.gates.hub import HTTP
-
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, LocalEntryNotFoundError | ConnectionError | TimeoutError | HTTP.TransportError):
-            return cause
-        if isinstance(cause, HfHubHTTPError) and not isinstance(cause, EntryNotFoundError):
-            return cause
-        cause = cause.__cause__ or cause.__context__
-    return None

@@ -6,7 +6,6 @@ of its sizes (`retain.new_gates`).
 
 import inspect
 import os
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from retain.gates.published import CONFIG_FILE, PICKLES, import_published
 from retain.hf.intercept.lookahead_pass import lookahead_gates
 from retain.hf.model.decoder import describe
 from retain.hf.model.identity import fingerprint
-from retain.models.shipped import FOLDER, match_of, published_for, shipped
+from retain.models.shipped import FOLDER, match_of, shipped
 from retain.process.registry import check_choice, lookup
 
 # The best training-free presets on a real model (eval/findings, 2026-11-29).
@@ -61,8 +60,8 @@ def load_gates(
     named = os.fspath(path_or_hub_id)
     ships = named in shipped() and not os.path.isdir(named)
     folder = FOLDER / named if ships else fetch(path_or_hub_id, revision)
-    of = None if model is None else partial(fingerprint, model)
-    gates = read_gates(folder, fingerprint=of, allow_other_weights=allow_other_weights)
+    known = None if model is None else fingerprint(model)
+    gates = read_gates(folder, fingerprint=known, allow_other_weights=allow_other_weights)
     gates.source = f"{named}{SHIPS}" if ships else named
     return gates
 
@@ -104,24 +103,14 @@ def shipped_gates(model: nn.Module, policy: str) -> GateSet:
     Raises:
         ValueError: there are none for these weights; says what there is instead.
     """
-    name, found = getattr(model.config, "_name_or_path", "") or "NAME", match_of(fingerprint(model))
-    if found is not None and found[1]:
-        gates = load_gates(FOLDER / found[0], model)  # whatever lies in the working directory
-        gates.source = f"{found[0]}{SHIPS}"
+    name = getattr(model.config, "_name_or_path", "") or "NAME"
+    if (found := match_of(fingerprint(model))) is not None:
+        gates = load_gates(FOLDER / found, model)  # whatever lies in the working directory
+        gates.source = f"{found}{SHIPS}"
         return gates
-    steps = []
-    if found is not None:
-        steps.append(
-            f"gates ship for {found[0]}, which has the same sizes and other weights: pass "
-            f"gates=retain.load_gates({found[0]!r}, model, allow_other_weights=True); what they are worth "
-            "on this model was not measured"
-        )
-    steps += [
-        f"others have published gates for {name}: "
-        f"gates=retain.models.named_gates.import_gates({repository!r}, model) (not tried here)"
-        for repository in published_for(name)
-    ]
-    steps += [
+    steps = [
+        "import gates that others have published for it, if there are any (docs/gates.md): "
+        "gates=retain.models.named_gates.import_gates('owner/name', model)",
         f"train your own: retain train {name} FILE.jsonl output=gates, then gates='gates'",
         f"take no gates: policy={TRAINING_FREE_UNKNOWN!r} where the question comes after the eviction, "
         f"policy={TRAINING_FREE_KNOWN!r} where it is read before (docs/choose.md has the evidence)",
@@ -140,7 +129,7 @@ def new_gates(model: nn.Module, family: str = "mlp", *, seed: int = 0, **setting
         model: a causal language model of transformers, attached or not.
         family: of `retain.gates.GATES` (docs/gates.md): `linear`, `mlp`, `lowrank`, `qkv`, `decay`, ...
         seed: of the first weights.
-        **settings: of the family, e.g. `F=64` hidden units (`retain.gates.settings_of(family)` lists them);
+        **settings: of the family, e.g. `F=64` hidden units (those of its class, docs/gates.md);
             of `lookahead`, those of `retain.hf.intercept.lookahead_pass.lookahead_gates`.
 
     Raises:
@@ -163,29 +152,27 @@ def new_gates(model: nn.Module, family: str = "mlp", *, seed: int = 0, **setting
         return build_gates(family, dims)
 
 
-def gates_for(model: nn.Module, gates: Any) -> Any:
+def gates_for(model: nn.Module, gates: Any) -> GateSet:
     """Loads what the user passed as `gates`, and checks it against the model.
 
     Args:
-        gates: a folder, a hub id, a `GateSet`, or what scores in its place (`score(evidence) -> Score`, with
-            its unit as `unit` where that is not `risk`), of which nothing can be checked.
+        gates: a folder, a hub id, or a `GateSet`.
 
     Raises:
         ValueError: if it is none of these, or gates of another model, by fingerprint or sizes.
     """
     if isinstance(gates, str | os.PathLike):
         gates = load_gates(gates, model)
-    elif not callable(getattr(gates, "score", None)):
+    elif not isinstance(gates, GateSet):
         raise ValueError(
             f"gates are a folder, a hub id or a loaded GateSet; got {type(gates).__name__} ({gates!r:.80}): "
             "pass gates='path or hub id', or retain.load_gates(path, model)."
         )
-    elif isinstance(gates, GateSet) and gates.metadata.get("fingerprint"):
+    elif gates.metadata.get("fingerprint"):
         check_fingerprint(
             gates.metadata, fingerprint(model), "the GateSet given", allowed_on=gates.allowed_on
         )
-    if isinstance(gates, GateSet):
-        _check_sizes(model, gates)
+    _check_sizes(model, gates)
     return gates
 
 

@@ -49,8 +49,8 @@ def disk_errors(folder: Path, *, key: str, goes_on: Callable[[], str]) -> Iterat
 
 def write_new(path: Path, payload: bytes) -> Path:
     """Write `payload`, synced to disk, to a sibling of `path`; the caller renames it. A failed write leaves
-    no sibling, and is an OSError that says where and why, under the system's own number."""
-    with _whole(path, len(payload)) as new, open(new, "wb") as file:
+    no sibling, and is an OSError that says where and why, under the system's number."""
+    with _whole(path) as new, open(new, "wb") as file:
         file.write(payload)
         file.flush()
         os.fsync(file.fileno())
@@ -59,31 +59,27 @@ def write_new(path: Path, payload: bytes) -> Path:
 
 def save_new(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Path:
     """Write tensors as safetensors to a sibling of `path` likewise, without a copy of them all in memory."""
-    with _whole(path, sum(tensor.nbytes for tensor in tensors.values())) as new:
+    with _whole(path) as new:
         with open(new, "wb") as file:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
         save_file(dict(tensors), new, dict(metadata))
-        new.chmod(mode)  # safetensors' own files are for their owner alone, whatever the umask
+        new.chmod(mode)  # safetensors' files are for their owner alone, whatever the umask
         with open(new, "rb+") as file:
             os.fsync(file.fileno())
     return new
 
 
 @contextmanager
-def _whole(path: Path, num_bytes: int) -> Iterator[Path]:
+def _whole(path: Path) -> Iterator[Path]:
     """Context for writing a sibling of a file, which is removed if that fails."""
     new = path.with_name(f"{path.name}.new")
     try:
         yield new
     except BaseException as error:
         new.unlink(missing_ok=True)
-        if isinstance(error, SafetensorError) and (number := re.search(r"os error (\d+)", str(error))):
-            error = OSError(int(number[1]), os.strerror(int(number[1])))
+        if isinstance(error, SafetensorError) and (found := re.search(r"os error (\d+)", str(error))):
+            error = OSError(int(found[1]), os.strerror(int(found[1])))
         if not isinstance(error, OSError):
             raise
-        raise OSError(
-            error.errno,
-            f"{error.strerror or error}, writing {num_bytes} bytes to {path.name} in {path.parent}: free "
-            "some space there, see that it can be written to, or write elsewhere. The older file is as it "
-            "was.",
-        ) from None
+        said = f"{error.strerror or error}: {path} could not be written, and is as it was before"
+        raise OSError(error.errno, said) from None

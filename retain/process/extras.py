@@ -13,16 +13,13 @@ class MissingExtra(ImportError, ValueError):
     """Error for a missing package of an extra."""
 
 
-def require(
-    extra: str, *packages: str, what: str, otherwise: str | None = None
-) -> AbstractContextManager[None]:
+def require(extra: str, *packages: str, what: str) -> AbstractContextManager[None]:
     """Check that packages are installed. The result is an empty context, for imports at a module's top.
 
     Args:
         extra: of `pyproject.toml`, that brings them.
         packages: as they are imported.
         what: needs them, in the singular: begins the message.
-        otherwise: an alternative.
 
     Raises:
         MissingExtra: one is not installed; says which, and what to install.
@@ -35,6 +32,8 @@ def require(
     """
     if absent := [package for package in packages if find_spec(package) is None]:
         many, are = ("packages", "are") if len(absent) > 1 else ("package", "is")
-        step = f"pip install 'retain-kv[{extra}]'" + (f", or {otherwise}" if otherwise else "")
-        raise MissingExtra(f"{what} needs the {many} {', '.join(absent)}, which {are} not installed: {step}.")
+        raise MissingExtra(
+            f"{what} needs the {many} {', '.join(absent)}, which {are} not installed: "
+            f"pip install 'retain-kv[{extra}]'."
+        )
     return nullcontext()

@@ -27,6 +27,7 @@ ruler_all -> match_all
 ruler_part -> match_any
 page -> the budget alone, which is exact; vLLM's plug-in rounds its own to whole blocks
 reinforce -> stage local
+knots -> nothing in its place: a curve has 16
 plan -> train/distill.py --dry-run, which makes one step and measures it
 chunk -> training.micro_batch or data.pack_tokens, which bound the tokens of a forward
 features -> no folder: every step asks the frozen model
@@ -75,6 +76,7 @@ precision.rest precision.full precision.full_layers -> recent, the last entries 
 precision.balance precision.channels precision.channel_heads -> bits, of whole keys
 correction.among correction.weighting correction.keys -> threshold and recent: values become means of all
     alike in the head
+context.causal -> leave it out: an entry sees itself and earlier ones
 correction.count -> leave it out: merged entries always count for all that they stand for
 moving -> a number in -1..1
 correction.ridge correction.weights correction.queries -> correction: {threshold: 0.8}

@@ -4,9 +4,9 @@ Keys, values, chain links and list items are drawn from one pool of ordinary wor
 filler: a needle is recognised by the statement around it, not by its tokens.
 
 Families (the question's verb): `get` a fact's value, `all` values of a key, `each` of several keys, `trace` a
-chain of variables, `common` words of the text, `list` the items of a list, `quote` the token after a word of
-the filler. The last two, and two of the five surface formats of a fact, are held out: gate training never
-sees them (the reference model does, as it did `who`, which has a value).
+chain of variables, `common` words of the text, `list` the items of a list. The last is held out: gate
+training never sees it. The reference model was trained on it, on `who` and `after`, and on two more formats
+of a fact, all of which are still among the bits of phrasing of the decoys.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -163,21 +164,19 @@ class Writer:
             return question.ids + question.gold_ids
         return fill(self.pick(formats) if kind else USE_FORMAT, key, value)
 
-    def groups(
-        self, content: Content, reuses: int, formats: Sequence[str] = FACT_FORMATS
-    ) -> list[list[tuple[int, ...]]]:
+    def groups(self, content: Content, reuses: int) -> list[list[tuple[int, ...]]]:
         """Statements of a document; the order inside a group is kept when they are woven in.
 
         `reuses` statements come again later in the text, by popularity: the first facts of `content` most
-        often. Facts are stated in `formats`.
+        often.
         """
-        groups = [[fill(self.pick(formats), key, value)] for key, value in content.facts]
-        uses = [
-            (group, key, value, formats, True)
+        groups = [[fill(self.pick(FACT_FORMATS), key, value)] for key, value in content.facts]
+        uses: list[Any] = [
+            (group, key, value, FACT_FORMATS, True)
             for (key, value), group in zip(content.facts, groups, strict=True)
         ]
         for key, values in content.multis:
-            template = self.pick(formats)
+            template = self.pick(FACT_FORMATS)
             groups += [[fill(template, key, value)] for value in values]
         for chain in content.chains:
             template = self.pick(LINK_FORMATS)
@@ -236,13 +235,6 @@ class Writer:
         first, *others = self.shuffled(values)
         gold = [first, *(word for value in others for word in (key, value))]
         return self.ask("all", [key], gold, ["all", *["key", "all"] * len(others)])
-
-    def ask_quote(self, ids: np.ndarray, taken: Sequence[int]) -> Question:
-        """Ask for the token after a word that occurs once in the text `ids` and is none of the `taken`."""
-        found, counts = np.unique(ids[:-1], return_counts=True)
-        quotable = found[(counts == 1) & np.isin(found, self.pool) & ~np.isin(found, [*taken])]
-        word = int(self.rng.choice(quotable))
-        return self.ask("quote", [word], [int(ids[int(np.flatnonzero(ids == word)[0]) + 1])])
 
     def questions(self, content: Content) -> list[Question]:
         """Questions on everything that a document states, shuffled."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from retain.process.registry import lookup
 from retain.reference.documents import (
-    FACT_FORMATS,
-    HELD_OUT_FACT_FORMATS,
     NUM_TOPICS,
     Content,
     Question,
@@ -13,9 +11,7 @@ from retain.reference.documents import (
     take,
 )
 
-SEEN_TASKS = ("single", "multikey", "multivalue", "multiquery", "tracing", "common")
-HELD_OUT_TASKS = ("format", "lists", "quote")
-TASKS = SEEN_TASKS + HELD_OUT_TASKS
+TASKS = ("single", "multikey", "multivalue", "multiquery", "tracing", "common", "lists")
 # Of a crowd of keys, one for every 32 tokens: the pool must have words left for the decoys of long contexts.
 MOST_KEYS = 160
 
@@ -34,13 +30,12 @@ def write_item(writer: Writer, task: str, context_tokens: int) -> tuple[tuple[in
         return [(pool.pop(), pool.pop()) for _ in range(count)]
 
     content, reuses = Content(), 0
-    question: Question | None = None  # on the filler, which is drawn last
     if task == "single":
         content.facts = facts(1)
         (key, value), *_ = content.facts
         question = writer.ask("get", [key], [value])
         reuses = int(writer.rng.integers(0, 3))
-    elif task in ("multikey", "format"):
+    elif task == "multikey":
         content.facts = facts(crowd)
         key, value = content.facts[int(writer.rng.choice(crowd, p=writer.popularity(crowd)))]
         question, reuses = writer.ask("get", [key], [value]), crowd // 3
@@ -59,12 +54,8 @@ def write_item(writer: Writer, task: str, context_tokens: int) -> tuple[tuple[in
         content.lists, content.facts = [(pool.pop(), take(pool, 4)) for _ in range(4)], facts(4)
         name, items = content.lists[int(writer.rng.integers(4))]
         question, reuses = writer.ask("list", [name], items), 2
-    elif task == "quote":
-        content.facts, reuses = facts(8), 3
     else:
         content.topics = take(pool, NUM_TOPICS)
         question = writer.ask("common", [], writer.shuffled(content.topics))
-    formats = HELD_OUT_FACT_FORMATS if task == "format" else FACT_FORMATS
-    groups = writer.groups(content, reuses, formats)
-    ids = writer.weave(groups, context_tokens, content)
-    return tuple(ids.tolist()), question or writer.ask_quote(ids, content.words)
+    ids = writer.weave(writer.groups(content, reuses), context_tokens, content)
+    return tuple(ids.tolist()), question

@@ -5,27 +5,33 @@ for each sequence by itself (the released code sums over the batch), over the en
 float64, since it is a product of powers that spans many decades.
 """
 
-import torch
+from typing import Annotated
 
+import torch
+from pydantic import Field
+
+from retain.config import NotNegative, Positive
 from retain.evidence import Evidence, Score, masked_score
 from retain.scores.family import family
-from retain.scores.window import pool_group, window_received
+from retain.scores.window import Odd, Pooling, pool_group, window_received
 
 
 @family(
     "mass",
     needs=("window",),
+    reads=("keys",),
+    weighs_layers=True,
     paper="CAKE: Cascading and Adaptive KV Cache Eviction with Layer Preferences, arXiv 2503.12491",
 )
 def cake(
     evidence: Evidence,
     *,
-    window: int = 32,
-    gamma: int | float = 200.0,
-    pool: str | None = "avg",
-    pool_size: int = 5,
-    tau1: int | float = 1.6,
-    tau2: int | float = 0.6,
+    window: Annotated[int, Field(ge=2, le=10**6)] = 32,
+    gamma: NotNegative = 200.0,
+    pool: Pooling = "avg",
+    pool_size: Odd = 5,
+    tau1: Positive = 1.6,
+    tau2: Positive = 0.6,
 ) -> Score:
     """Score by mean and variance of the window's attention on each entry, pooled, averaged over the group.
 
@@ -45,19 +51,12 @@ def cake(
     Args:
         window: last queries observed, at least 2.
         gamma: weight of the variance.
-        tau1: temperature of the dispersion, positive.
-        tau2: temperature of the shift, positive.
+        tau1: temperature of the dispersion.
+        tau2: temperature of the shift.
 
     Returns:
         score in `mass` (the variance is that of a mass), with `layer_weight_B`.
-
-    Raises:
-        ValueError: if a sequence is shorter than the window, or there is nothing to take a variance over.
     """
-    if window < 2:
-        raise ValueError(f"cake takes a variance over the window, at least 2 queries; got window={window}.")
-    if not (tau1 > 0 and tau2 > 0):
-        raise ValueError(f"cake's temperatures are positive; got tau1={tau1}, tau2={tau2}.")
     sum_BQT, scatter_BQT, entropy_BQT = window_received(evidence, window, "sum", "scatter", "entropy")
     mean_BQT, var_BQT = sum_BQT / window, scatter_BQT / (window - 1)
     values_BHT = pool_group(mean_BQT + gamma * var_BQT, evidence, window, pool, pool_size)

@@ -5,25 +5,28 @@ more than half of the attention. That stage belongs to the policy (`first_stage:
 it ranks by `first_BHT` and spends its share of the budget; the rest of the budget goes by `values_BHT`.
 """
 
+from retain.config import Many, NotNegative
 from retain.evidence import Evidence, Score, masked_score
 from retain.scores.family import family
 from retain.scores.snapkv import pooled_mass
 from retain.scores.value_norm import value_norms
-from retain.scores.window import group_heads
+from retain.scores.window import Odd, Pooling, group_heads
 
 
 @family(
     "risk",
     needs=("window", "value_norm"),
+    reads=("keys",),
+    two_stages=True,
     paper="Identify Critical KV Cache in LLM Inference (CriticalKV), arXiv 2502.03805",
 )
 def critical(
     evidence: Evidence,
     *,
-    window: int = 32,
-    pool: str | None = "avg",
-    pool_size: int = 5,
-    eps: int | float = 1e-4,
+    window: Many = 32,
+    pool: Pooling = "avg",
+    pool_size: Odd = 5,
+    eps: NotNegative = 1e-4,
 ) -> Score:
     """Score by the perturbation that evicting an entry causes; `first_BHT` is the attention alone.
 
@@ -41,8 +44,6 @@ def critical(
     Returns:
         score in `risk` (attention that is granted is attention), with `first_BHT`.
     """
-    if eps < 0:
-        raise ValueError(f"critical eps is an amount of attention, at least 0; got {eps}.")
     mass_BHT = pooled_mass(evidence, window, pool, pool_size)
     risk_BHT = (mass_BHT + eps) * group_heads(value_norms(evidence), evidence.num_heads).mean(2)
     return masked_score(risk_BHT, evidence.exists_BHT, "risk", first_BHT=mass_BHT, window=window)

@@ -8,13 +8,15 @@ The sequence's first entries (`sinks`) are left out of the statistics and of the
 press, and get the best score of their head, where the press gives one more than the layer's best.
 """
 
+from typing import Literal
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from retain.attention.rotary import turn
+from retain.config import Many, Whole
 from retain.evidence import Evidence, Score, masked_score
-from retain.process.registry import check_choice
 from retain.scores.family import family
 from retain.scores.value_norm import value_norms
 from retain.scores.window import group_heads
@@ -26,14 +28,15 @@ FLOATS_AT_ONCE = 2**24
 @family(
     "mass",
     needs=("queries", "rotary"),
+    where={("value_norm", "output"): {"needs": ("queries", "rotary", "output_weight")}},
     paper="Expected Attention: Estimating Attention from Future Queries Distribution, arXiv 2510.00636",
 )
 def expected_attention(
     evidence: Evidence,
     *,
-    future: int = 512,
-    sinks: int = 4,
-    value_norm: str = "plain",
+    future: Many = 512,
+    sinks: Whole = 4,
+    value_norm: Literal["plain", "output"] = "plain",
 ) -> Score:
     """Expected attention of the next `future` positions, weighted by the value's norm.
 
@@ -56,17 +59,21 @@ def expected_attention(
     Args:
         evidence: the layer, with `rotary`. The more queries it holds the better; all of them is the
             published method, and at a later eviction those since the last are what is left of it.
-        future: positions to come, at least 1.
-        sinks: entries at the beginning of a sequence that are left out, at least 0.
+        future: positions to come.
+        sinks: entries at the beginning of a sequence that are left out.
         value_norm: which N.
 
     Returns:
         score in `mass`.
 
     Raises:
-        ValueError: no rotary embedding, capped logits, no query after the sinks, or settings out of range.
+        ValueError: capped logits, or no query after the sinks.
     """
-    _check(evidence, future, sinks, value_norm)
+    if evidence.soft_cap is not None:
+        raise ValueError(
+            f"expected_attention is a closed form of logits without a cap, and layer {evidence.layer_idx} "
+            f"caps them at {evidence.soft_cap} (soft_cap): use a score that reads attention, such as snapkv."
+        )
     valid_BT, T, S = evidence.valid_BT, evidence.num_seen, evidence.num_queries
     place_BT = evidence.places_BT
     counted_BT = valid_BT & (place_BT >= sinks)
@@ -102,27 +109,6 @@ def expected_attention(
     best_BH1 = score_BHT.masked_fill(~rivals_BHT, 0.0).amax(-1, keepdim=True)
     score_BHT = torch.where(counted_BT[:, None], score_BHT, best_BH1)
     return masked_score(score_BHT, evidence.exists_BHT, "mass")
-
-
-def _check(evidence: Evidence, future: int, sinks: int, value_norm: str) -> None:
-    """Refuse settings out of range, and layers that have no closed form."""
-    check_choice("expected_attention value_norm", value_norm, ("output", "plain"))
-    if future < 1 or sinks < 0:
-        raise ValueError(
-            "expected_attention wants future of at least 1 position and sinks of at least 0; got "
-            f"future={future}, sinks={sinks}."
-        )
-    if evidence.rotary is None:
-        raise ValueError(
-            "expected_attention turns the queries back to before RoPE, and this evidence has no rotary "
-            "embedding (the model has none, or one that is not understood): use a score that needs none, "
-            "such as snapkv."
-        )
-    if evidence.soft_cap is not None:
-        raise ValueError(
-            f"expected_attention is a closed form of logits without a cap, and layer {evidence.layer_idx} "
-            f"caps them at {evidence.soft_cap} (soft_cap): use a score that reads attention, such as snapkv."
-        )
 
 
 def quadratic(

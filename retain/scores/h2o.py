@@ -6,56 +6,49 @@ any, so that the score also works where only the last queries are held.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
 from retain.attention.received import advance
 from retain.evidence import Evidence, RunningStatistics, Score, masked_score
-from retain.process.registry import check_choice
 from retain.scores.family import family
 
 
 @family(
     "mass",
     needs=("running",),
+    reads=(),
     paper="H2O: Heavy-Hitter Oracle, arXiv 2306.14048",
 )
-def h2o(evidence: Evidence, *, reduce: str = "sum") -> Score:
+def h2o(evidence: Evidence, *, reduce: Literal["sum", "mean"] = "sum") -> Score:
     """Score by attention received from all queries, averaged over the group.
 
     `sum: mean_{q in group(h)} sum_{j >= i} a_qj[i]`; `mean`: the same over the number of queries that could
-    see i, `n - i` (at most the layer's sliding window, if it has one).
+    see i, `n - i`.
 
     `sum` is the paper's, `mean` the released observed-attention press. Where the evidence carries no running
     mass it is made from the queries, a few at a time, never T x T.
 
     Args:
         evidence: the layer, with `running`, or with S == T queries.
-        reduce: `sum` or `mean`.
 
     Returns:
         score in `mass`.
     """
-    check_choice("h2o reduce", reduce, ("sum", "mean"))
-    mass_BHT = running_statistics(evidence, reads="h2o sums the attention of every query").mass_BHT
+    mass_BHT = running_statistics(evidence).mass_BHT
     if reduce == "mean":
         mass_BHT = mass_BHT / _payers(evidence)[:, None]
     return masked_score(mass_BHT, evidence.exists_BHT, "mass")
 
 
 def running_statistics(
-    evidence: Evidence,
-    *,
-    reads: str,
-    fold: Callable[..., RunningStatistics] = advance,
-    **settings: Any,
+    evidence: Evidence, fold: Callable[..., RunningStatistics] = advance, **settings: Any
 ) -> RunningStatistics:
     """Statistics of all queries: those that the evidence carries, else made from every query.
 
     Args:
         evidence: the layer, with `running`, or with S == T queries.
-        reads: the score that asks, and for what, for the error.
         fold: makes them, with these settings.
 
     Raises:
@@ -66,8 +59,8 @@ def running_statistics(
     T, S = evidence.num_seen, evidence.num_queries
     if S != T:
         raise ValueError(
-            f"{reads}, but the evidence holds the last {S} of {T} and no running statistics: record all "
-            "queries at prefill, keep running statistics, or use a window score such as snapkv."
+            f"the score reads the attention of every query, but the evidence holds the last {S} of {T} and "
+            "no running statistics: record all queries at prefill, or use a window score such as snapkv."
         )
     return fold(evidence, **settings)
 

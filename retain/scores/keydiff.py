@@ -13,6 +13,7 @@ from retain.scores.family import family
 
 @family(
     "rank",
+    reads=("keys",),
     paper="KeyDiff: Key Similarity-Based KV Cache Eviction, arXiv 2504.15364",
 )
 def keydiff(evidence: Evidence) -> Score:

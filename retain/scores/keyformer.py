@@ -4,13 +4,12 @@ What an eviction takes away changes the softmax of all later queries. Gumbel noi
 attention that is added up, so that entries which a few queries happen to prefer do not crowd out the others.
 """
 
-import math
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from retain.attention.received import accumulated_in, rows_of
+from retain.config import Positive
 from retain.evidence import Evidence, RunningStatistics, Score, masked_score
 from retain.scores.family import family
 from retain.scores.h2o import running_statistics
@@ -37,14 +36,7 @@ def advance_with_noise(
     Args:
         running: as in `advance`.
         tau, seed: as in `keyformer`.
-
-    Raises:
-        ValueError: tau or seed out of range.
     """
-    if not 0 < tau < math.inf or not isinstance(seed, int):
-        raise ValueError(
-            f"keyformer tau is a temperature above 0, and seed a whole number; got tau={tau}, seed={seed}."
-        )
     H, place_BHT = evidence.num_heads, evidence.places_BT[:, None].expand(-1, evidence.num_heads, -1)
     if running is None:
         mass_BHT = torch.zeros(place_BHT.shape, dtype=accumulated_in(evidence), device=place_BHT.device)
@@ -63,13 +55,14 @@ def advance_with_noise(
 @family(
     "mass",
     needs=("running",),
+    reads=(),
     paper=(
         "Keyformer: KV Cache Reduction through Key Tokens Selection for Efficient Generative "
         "Inference, arXiv 2403.09054"
     ),
     fold=advance_with_noise,
 )
-def keyformer(evidence: Evidence, *, tau: float = 1.0, seed: int = 0) -> Score:
+def keyformer(evidence: Evidence, *, tau: Positive = 1.0, seed: int = 0) -> Score:
     """Score by attention received from all queries, of a softmax with noise, averaged over the group.
 
     `mean_{q in group(h)} sum_{j >= i} softmax_i((x_qj[i] + z_qji) / tau)`, with x the logits and z
@@ -82,17 +75,16 @@ def keyformer(evidence: Evidence, *, tau: float = 1.0, seed: int = 0) -> Score:
     Args:
         evidence: the layer, with `running`, or with S == T queries. A cache that kept `running` added the
             noise while it did so; `tau` and `seed` are then not read.
-        tau: temperature, above 0.
+        tau: temperature.
         seed: of the noise, the same for all sequences.
 
     Returns:
         score in `mass`.
 
     Raises:
-        ValueError: if tau is not positive, or the evidence has neither running statistics nor every query.
+        ValueError: if the evidence has neither running statistics nor every query.
     """
-    reads = "keyformer sums the attention of every query"
-    running = running_statistics(evidence, reads=reads, fold=advance_with_noise, tau=tau, seed=seed)
+    running = running_statistics(evidence, advance_with_noise, tau=tau, seed=seed)
     return masked_score(running.mass_BHT, evidence.exists_BHT, "mass")
 
 

@@ -8,6 +8,7 @@ from retain.scores.family import family
 
 @family(
     "rank",
+    reads=("keys",),
     paper="A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression, arXiv 2406.11430",
 )
 def knorm(evidence: Evidence) -> Score:

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from retain.config import Many, Whole
 from retain.evidence import Evidence, Score, masked_score
 from retain.scores.family import family
 
@@ -20,7 +21,7 @@ BLOCKS = 64
     paper="LagKV: Lag-Relative Information of the KV Cache Tells Which Tokens Are Important, "
     "arXiv 2504.04704",
 )
-def lagkv(evidence: Evidence, *, lag: int = 128, sinks: int = 4) -> Score:
+def lagkv(evidence: Evidence, *, lag: Many = 128, sinks: Whole = 4) -> Score:
     """Score by the spread, over channels, of the key and the value within the range of the next block.
 
     With an entry's place among those that its head holds, blocks are `lag` entries each, from `sinks` on. For
@@ -41,12 +42,7 @@ def lagkv(evidence: Evidence, *, lag: int = 128, sinks: int = 4) -> Score:
 
     Returns:
         score in `rank`, within 0 .. 2.
-
-    Raises:
-        ValueError: if the lag is less than 1, or the sinks negative.
     """
-    if lag < 1 or sinks < 0:
-        raise ValueError(f"lagkv lag is at least 1 entry and sinks at least 0; got lag={lag}, sinks={sinks}.")
     exists_BHT = evidence.exists_BHT
     # The entries that a head holds first, in order; what follows them is of no block.
     order_BHT = (~exists_BHT).sort(dim=-1, stable=True).indices

@@ -5,14 +5,16 @@ number a head, so inside a head the order is that of the attention; it has not g
 is `mass`. `entropy_weight` makes LAVa's layer budgets.
 """
 
+from typing import Literal
+
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from retain.config import Many
 from retain.evidence import Evidence, Score, masked_score
-from retain.process.registry import check_choice
 from retain.scores.family import family
-from retain.scores.window import group_heads, pool_entries, window_received
+from retain.scores.window import Odd, Pooling, group_heads, pool_entries, window_received
 
 
 @family(
@@ -23,10 +25,10 @@ from retain.scores.window import group_heads, pool_entries, window_received
 def lava(
     evidence: Evidence,
     *,
-    window: int = 32,
-    pool: str | None = "max",
-    pool_size: int = 7,
-    value_max_over: str = "prefix",
+    window: Many = 32,
+    pool: Pooling = "max",
+    pool_size: Odd = 7,
+    value_max_over: Literal["prefix", "all"] = "prefix",
 ) -> Score:
     """Score by an upper bound of what an entry's eviction costs the layer's output.
 
@@ -39,13 +41,9 @@ def lava(
     The maximum over the group is the released code's; the pool (max, 7) is the paper's and the released
     code's.
 
-    Args:
-        value_max_over: `prefix` or `all`.
-
     Returns:
         score in `mass` (times the size of the head's largest value).
     """
-    check_choice("lava value_max_over", value_max_over, ("prefix", "all"))
     (sum_BQT,) = window_received(evidence, window, "sum")
     mass_BQT = pool_entries(sum_BQT / window, pool, pool_size, window=window, place_BT=evidence.place_BT)
     mass_BHT = group_heads(mass_BQT, evidence.num_heads).amax(2)

@@ -5,6 +5,7 @@ what an average of attention loses.
 """
 
 from retain.attention.received import advance_with_gaps
+from retain.config import PositiveShare
 from retain.evidence import Evidence, Score, masked_score
 from retain.scores.family import family
 from retain.scores.h2o import running_statistics
@@ -13,13 +14,14 @@ from retain.scores.h2o import running_statistics
 @family(
     "rank",
     needs=("running",),
+    reads=(),
     paper=(
         "LazyEviction: Lagged KV Eviction with Attention Pattern Observation for Efficient Long "
         "Reasoning, arXiv 2506.15969"
     ),
     fold=advance_with_gaps,
 )
-def lazy_eviction(evidence: Evidence, *, alpha: float = 1e-4) -> Score:
+def lazy_eviction(evidence: Evidence, *, alpha: PositiveShare = 1e-4) -> Score:
     """Score by the time since the last access over the longest gap between two.
 
     With t the place of the last query, `l` that of the entry's last access and `g` its longest gap
@@ -34,20 +36,16 @@ def lazy_eviction(evidence: Evidence, *, alpha: float = 1e-4) -> Score:
     Args:
         evidence: the layer, with `running`, or with S == T queries. A cache that kept `running` decided what
             an access is while it did so; `alpha` is then not read.
-        alpha: attention, above 0 and at most 1.
+        alpha: attention.
 
     Returns:
         score in `rank`, within 0 .. 2.
 
     Raises:
-        ValueError: if alpha is out of range, or the evidence has neither gaps nor every query.
+        ValueError: if the evidence has neither running statistics nor every query.
     """
-    if not 0 < alpha <= 1:
-        raise ValueError(f"lazy_eviction alpha is attention, above 0 and at most 1; got {alpha}.")
-    reads = "lazy_eviction asks every query what it accessed"
-    running = running_statistics(evidence, reads=reads, fold=advance_with_gaps, alpha=alpha)
-    if running.longest_gap_BHT is None:
-        raise ValueError(f"{reads}, and these running statistics hold no gaps (`advance_with_gaps`).")
+    running = running_statistics(evidence, advance_with_gaps, alpha=alpha)
+    assert running.longest_gap_BHT is not None
     gap_BHT = running.longest_gap_BHT.double()
     now_B = evidence.places_BT.masked_fill(~evidence.valid_BT, 0).amax(-1)
     since_BHT = now_B[:, None, None] - running.last_access_BHT

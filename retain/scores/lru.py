@@ -4,6 +4,7 @@ An access is attention above a share of uniform attention, since softmax gives e
 an entry is its first access, as in any LRU cache.
 """
 
+from retain.config import NotNegative
 from retain.evidence import Evidence, Score, masked_score
 from retain.scores.family import family
 from retain.scores.h2o import running_statistics
@@ -12,9 +13,10 @@ from retain.scores.h2o import running_statistics
 @family(
     "rank",
     needs=("running",),
+    reads=(),
     paper="least recently used, by attention; a control, no paper",
 )
-def lru(evidence: Evidence, *, share: int | float = 1.0) -> Score:
+def lru(evidence: Evidence, *, share: NotNegative = 1.0) -> Score:
     """Score by the place of the last query that accessed the entry.
 
     `score[i] = max({i} | {j >= i: max_{q in group(h)} a_qj[i] >= share / n_j})`, where `n_j` is the number of
@@ -27,15 +29,13 @@ def lru(evidence: Evidence, *, share: int | float = 1.0) -> Score:
     Args:
         evidence: the layer, with `running`, or with S == T queries. A cache that kept `running` decided what
             an access is while it did so; `share` is then not read.
-        share: of 1 / n_j, at least 0.
+        share: of 1 / n_j.
 
     Returns:
         score in `rank`, counted from the sequence's first entry, exact in float32 up to 2**24.
 
     Raises:
-        ValueError: if the share is negative, or the evidence has neither running statistics nor every query.
+        ValueError: if the evidence has neither running statistics nor every query.
     """
-    if not share >= 0:
-        raise ValueError(f"lru share is a multiple of uniform attention, at least 0; got {share}.")
-    running = running_statistics(evidence, reads="lru asks every query what it accessed", share=share)
+    running = running_statistics(evidence, share=share)
     return masked_score(running.last_access_BHT.float(), evidence.exists_BHT, "rank")

@@ -5,6 +5,7 @@ maximum, and heads are not normalised against each other, so that the unit is ex
 `retain/future.py` and a learned risk can be fused by a plain maximum.
 """
 
+from retain.config import Many
 from retain.evidence import Evidence, Score, masked_score
 from retain.scores.family import family
 from retain.scores.value_norm import value_norms
@@ -14,9 +15,10 @@ from retain.scores.window import group_heads, window_received
 @family(
     "risk",
     needs=("window", "value_norm"),
+    reads=("keys",),
     paper="this project, after DefensiveKV (arXiv 2510.13334)",
 )
-def observed_risk(evidence: Evidence, *, window: int = 32) -> Score:
+def observed_risk(evidence: Evidence, *, window: Many = 32) -> Score:
     """Score by the largest value-weighted attention of the last `window` queries.
 
     `risk[h, i] = max_{q in group(h)} ( ||v_i W_O^q||_1 * max_{j in window} a_qj[i] )`

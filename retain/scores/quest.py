@@ -7,9 +7,9 @@ bounds are those of its remaining entries.
 """
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
+from retain.config import Many
 from retain.evidence import Evidence, Score, masked_score
 from retain.scores.family import family
 from retain.scores.window import group_heads
@@ -18,14 +18,15 @@ from retain.scores.window import group_heads
 @family(
     "rank",
     needs=("window",),
+    reads=("keys",),
     paper="Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference, arXiv 2406.10774",
 )
-def quest(evidence: Evidence, *, page_size: int = 16) -> Score:
+def quest(evidence: Evidence, *, page_size: Many = 16) -> Score:
     """Score by the upper bound, over a page, of the last query's product with a key.
 
     `u_q[page] = sum_d max(q_d * max_{i in page} k_i[d], q_d * min_{i in page} k_i[d])`, so that
-    `u_q[page] >= q . k_i` for every entry of the page; where something is added to logits, the page's
-    largest, over their scaling, is added too; `score[i] = max_{q in group(h)} u_q[page(i)]`.
+    `u_q[page] >= q . k_i` for every entry of the page; `score[i] = max_{q in group(h)} u_q[page(i)]`. What
+    merges add to logits is not counted.
 
     A cap on logits and a sink logit change no order, so they are not read.
 
@@ -34,13 +35,11 @@ def quest(evidence: Evidence, *, page_size: int = 16) -> Score:
 
     Args:
         evidence: the layer; only its last query is read.
-        page_size: consecutive entries of a page, at least 1. The last page may be shorter.
+        page_size: consecutive entries of a page. The last page may be shorter.
 
     Returns:
         score in `rank`: a logit without its scaling, equal within a page (ties go to the later position).
     """
-    if page_size < 1:
-        raise ValueError(f"quest page_size is at least 1 entry; got {page_size}.")
     exists_BHT, keys_BHTD = evidence.exists_BHT, evidence.keys_BHTD
     B, H, T, _ = keys_BHTD.shape
     dtype = torch.promote_types(keys_BHTD.dtype, torch.float32)
@@ -48,23 +47,10 @@ def quest(evidence: Evidence, *, page_size: int = 16) -> Score:
     low, high = low.to(dtype), high.to(dtype)
 
     query_BHGD = group_heads(evidence.queries_BQSD[:, :, -1].to(dtype), H)
-    upper = bound_of(query_BHGD, high, low)
-    if evidence.log_weight_BHT is not None:
-        added_BHT = evidence.log_weight_BHT.to(dtype).masked_fill(~exists_BHT, 0.0) / evidence.scaling
-        most = added_BHT.new_zeros(B, H, upper.shape[-1])
-        most.scatter_reduce_(2, page_BT[:, None].expand(B, H, T), added_BHT, "amax")
-        upper = upper + most[:, :, None]
+    highest, lowest = high.transpose(-1, -2), low.transpose(-1, -2)
+    upper = query_BHGD.clamp(min=0) @ highest + query_BHGD.clamp(max=0) @ lowest
     score_BHT = upper.amax(2).gather(2, page_BT[:, None].expand(B, H, T))
     return masked_score(score_BHT, exists_BHT, "rank")
-
-
-def bound_of(
-    queries: Float[Tensor, "*rows G D"], high: Float[Tensor, "*rows P D"], low: Float[Tensor, "*rows P D"]
-) -> Float[Tensor, "*rows G P"]:
-    """Upper bound of a query's product with the keys of a page, `u[g, p] = sum_d max(q_gd * high_pd, q_gd *
-    low_pd)`, by the largest and the smallest number of each channel of its keys."""
-    highest, lowest = high.transpose(-1, -2), low.transpose(-1, -2)
-    return queries.clamp(min=0) @ highest + queries.clamp(max=0) @ lowest
 
 
 def _pages(evidence: Evidence, page_size: int) -> tuple[Tensor, Tensor, Tensor]:

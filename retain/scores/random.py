@@ -18,6 +18,7 @@ from retain.scores.family import family
 @family(
     "rank",
     needs=("seeds",),
+    reads=(),
     paper="a control, no paper",
 )
 def random(evidence: Evidence, *, seeds_B: Sequence[int] | Int[Tensor, " B"] | None = None) -> Score:

@@ -6,6 +6,7 @@ from retain.scores.family import family
 
 @family(
     "rank",
+    reads=(),
     paper="Efficient Streaming Language Models (StreamingLLM), arXiv 2309.17453",
 )
 def recency(evidence: Evidence) -> Score:

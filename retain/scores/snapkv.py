@@ -6,22 +6,24 @@ Papers and released codes disagree on the pool, which is a setting. Protection (
 from jaxtyping import Float
 from torch import Tensor
 
+from retain.config import Many
 from retain.evidence import Evidence, Score, masked_score
 from retain.scores.family import family
-from retain.scores.window import pool_group, window_received
+from retain.scores.window import Odd, Pooling, pool_group, window_received
 
 
 @family(
     "mass",
     needs=("window",),
+    reads=("keys",),
     paper="SnapKV: LLM Knows What You are Looking for, arXiv 2404.14469",
 )
 def snapkv(
     evidence: Evidence,
     *,
-    window: int = 32,
-    pool: str | None = "avg",
-    pool_size: int = 5,
+    window: Many = 32,
+    pool: Pooling = "avg",
+    pool_size: Odd = 5,
 ) -> Score:
     """Score by the mean attention of the window on each entry, pooled, averaged over the group.
 
@@ -37,7 +39,7 @@ def snapkv(
     return masked_score(mass_BHT, evidence.exists_BHT, "mass", window=window)
 
 
-def pooled_mass(evidence: Evidence, window: int, pool: str | None, pool_size: int) -> Float[Tensor, "B H T"]:
+def pooled_mass(evidence: Evidence, window: int, pool: Pooling, pool_size: int) -> Float[Tensor, "B H T"]:
     """SnapKV's score before padding is masked, in the attention's precision."""
     (sum_BQT,) = window_received(evidence, window, "sum")
     return pool_group(sum_BQT / window, evidence, window, pool, pool_size)

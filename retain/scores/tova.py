@@ -12,6 +12,7 @@ from retain.scores.window import window_received
 @family(
     "mass",
     needs=("window",),
+    reads=("keys",),
     paper="Transformers are Multi-State RNNs (TOVA), arXiv 2401.06104",
 )
 def tova(evidence: Evidence) -> Score:
@@ -24,9 +25,6 @@ def tova(evidence: Evidence) -> Score:
 
     Returns:
         score in `mass`; its window is the last entry.
-
-    Raises:
-        ValueError: if a sequence is empty.
     """
     (paid_BHT,) = window_received(evidence, 1, "sum", group=True)
     if evidence.held_BHT is None:

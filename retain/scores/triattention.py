@@ -5,7 +5,6 @@ attention logit is a trigonometric series of the distance; where queries scatter
 """
 
 import re
-from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from retain.attention.rotary import Rotary, turn
+from retain.config import Many
 from retain.evidence import Evidence, Score, masked_score
 from retain.scores.family import family
 from retain.scores.window import group_heads
@@ -29,13 +29,13 @@ _STEP = (
     "rank",
     needs=("queries", "rotary"),
     paper="TriAttention: Efficient Long Reasoning with Trigonometric KV Compression, arXiv 2604.04921",
-    needs_where={("centres", str): ("rotary",)},
+    reads=("keys",),
 )
 def triattention(
     evidence: Evidence,
     *,
     centres: str | None = None,
-    furthest: int = 65536,
+    furthest: Many = 65536,
 ) -> Score:
     """Score by the series at distances to come, and by the key's length where queries scatter.
 
@@ -54,42 +54,27 @@ def triattention(
     by the deviation takes off again.
 
     Args:
-        evidence: the layer, with `rotary`; and with queries, where there is no file.
+        evidence: the layer, with `rotary`; its queries are read where there is no file.
         centres: a `.pt` file of statistics, as the released code publishes them for its models and writes
             them for others (`scripts/calibrate.py` there); None: centres of the queries that the evidence
             holds (at a later eviction those since the last).
-        furthest: largest distance to come, at least 1.
+        furthest: largest distance to come.
 
     Returns:
         score in `rank`.
 
     Raises:
-        ValueError: no rotary embedding, a sequence without queries, settings out of range, or a file of
-            another format, or of a model of another shape.
+        ValueError: a sequence without queries, or a file of another format or another model.
         FileNotFoundError: no such file.
     """
-    if not isinstance(furthest, int) or furthest < 1:
-        raise ValueError(f"triattention furthest is a distance of at least 1; got {furthest}.")
     rotary = evidence.rotary
-    if rotary is None:
-        raise ValueError(
-            "triattention turns queries back to before RoPE, and this evidence has no rotary embedding: use "
-            "a score that needs none, such as keydiff."
-        )
+    assert rotary is not None
     keys_BHTD = evidence.keys_BHTD.to(torch.promote_types(evidence.keys_BHTD.dtype, torch.float32))
     if centres is None:
         centre_BQD, length_BQF = centres_of(evidence)
     else:
-        Q, D, turned = (
-            evidence.queries_BQSD.shape[1],
-            keys_BHTD.shape[-1],
-            2 * len(rotary.inverse_frequencies_F),
-        )
-        if turned != D:
-            raise ValueError(
-                f"RoPE turns {turned} of {D} numbers here, and a file has all: leave centres out."
-            )
-        stored_Q3F = _stored(centres, evidence.layer_idx, Q, D).to(keys_BHTD)
+        heads, turned = evidence.queries_BQSD.shape[1], 2 * len(rotary.inverse_frequencies_F)
+        stored_Q3F = stored_centres(centres, evidence.layer_idx, heads, turned).to(keys_BHTD)
         stored_BQ3F = stored_Q3F.expand(len(keys_BHTD), -1, -1, -1)
         centre_BQD, length_BQF = stored_BQ3F[:, :, :2].flatten(2), stored_BQ3F[:, :, 2]
     # Turned by where the query will be, the centre's product with a key as cached is the series.
@@ -142,26 +127,25 @@ def _standardised(values_BHGT: Tensor, exists_BH1T: Tensor) -> Tensor:
     return centred / variance.sqrt().clamp_min(1e-6)
 
 
-def check_centres(path: str, layers: Iterable[tuple[int, int, int]]) -> None:
-    """Refuse a file that does not hold centres of these layers: (index, query heads, width of a head).
+def stored_centres(path: str, idx: int, heads: int, width: int) -> Float[Tensor, "Q 3 F"]:
+    """Real and imaginary part of `c`, and `m`, of a layer in a file.
+
+    Args:
+        width: dimensions of a head that RoPE turns.
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: it is not of the published format, or that of a model of another shape.
+        ValueError: it is not of the published format, or of a model of another shape.
     """
-    for layer in layers:
-        _stored(path, *layer)
-
-
-def _stored(path: str, idx: int, heads: int, width: int) -> Float[Tensor, "Q 3 F"]:
-    """The statistics of a layer in a file."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"query centres {path!r} do not exist: {_STEP}.")
     found_Q3F = _read(path).get(idx)
-    if found_Q3F is None or (len(found_Q3F), 2 * found_Q3F.shape[-1]) != (heads, width):
-        got = "nothing" if found_Q3F is None else f"{len(found_Q3F)} of {2 * found_Q3F.shape[-1]}"
-        wanted = f"{heads} query heads of {width} turned numbers"
-        raise ValueError(f"query centres {path!r} hold {got} for layer {idx}, wanted {wanted}: {_STEP}.")
+    shape = None if found_Q3F is None else tuple(found_Q3F.shape)
+    if found_Q3F is None or shape != (heads, 3, width // 2):
+        raise ValueError(
+            f"query centres {path!r} hold {shape} for layer {idx}, wanted {(heads, 3, width // 2)} (query "
+            f"heads, 3, half a head's width): {_STEP}."
+        )
     return found_Q3F
 
 

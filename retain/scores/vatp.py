@@ -4,10 +4,12 @@ The value has not gone through W_O, so the unit is `mass`, not `risk`. The atten
 takes H2O's running sum, the paper that compares with it (LAVa) the mean of the last queries.
 """
 
+from typing import Literal
+
 import torch
 
+from retain.config import Many
 from retain.evidence import Evidence, Score, masked_score
-from retain.process.registry import check_choice
 from retain.scores.family import family
 from retain.scores.h2o import running_statistics
 from retain.scores.snapkv import pooled_mass
@@ -17,13 +19,13 @@ from retain.scores.snapkv import pooled_mass
     "mass",
     needs=("window",),
     paper="Attention Score is not All You Need (VATP), arXiv 2406.12335",
-    needs_where={("attention", "running"): ("running",)},
+    where={("attention", "running"): {"needs": ("running",), "reads": ("values",)}},
 )
 def vatp(
     evidence: Evidence,
     *,
-    attention: str = "window",
-    window: int = 32,
+    attention: Literal["window", "running"] = "window",
+    window: Many = 32,
 ) -> Score:
     """Attention of an entry times the L1 norm of its value, before any projection.
 
@@ -36,21 +38,18 @@ def vatp(
 
     Args:
         evidence: the layer; `running` needs `evidence.running`, or S == T queries.
-        attention: `window` or `running`.
         window: last queries observed (`window` only).
 
     Returns:
         score in `mass` (weighted by the size of the value).
 
     Raises:
-        ValueError: if a sequence is shorter than the window, or the queries for `running` are not there.
+        ValueError: the queries are not there.
     """
-    check_choice("vatp attention", attention, ("window", "running"))
     if attention == "window":
         mass_BHT = pooled_mass(evidence, window, None, 1)
     else:
-        reads, window = "vatp sums the attention of every query", 0
-        mass_BHT = running_statistics(evidence, reads=reads).mass_BHT
+        mass_BHT, window = running_statistics(evidence).mass_BHT, 0
     norm_BHT = torch.linalg.vector_norm(evidence.values_BHTD, 1, dim=-1, dtype=mass_BHT.dtype)
     values_BHT = mass_BHT * norm_BHT
     return masked_score(values_BHT, evidence.exists_BHT, "mass", window=window)

@@ -201,8 +201,7 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
         allowed = self.settings.allow_other_weights
         check_fingerprint(gates.metadata, known, self.settings.gates, allow_other_weights=allowed)
         refuse(self.rules.policy, ["vllm"], gates=gates)
-        if caution := check_gates(self.rules.policy, self.settings.budget, gates):
-            logger.warning(caution)
+        check_gates(self.rules.policy, self.settings.budget, gates)
         return gates
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:

@@ -16,7 +16,6 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
 
 from retain.process.fingerprint import fingerprint_of, shape_and_sample
-from retain.scores.trial import entries_read
 from retain.vllm.backend import worker_here
 from retain.vllm.check import MODULES
 from retain.vllm.settings import settings_from
@@ -63,9 +62,9 @@ class _Evicting:
         if self._policy is None:
             return super().load_weights(weights)  # type: ignore[misc]
         loaded = super().load_weights(seen())  # type: ignore[misc]
-        score = self._policy.observed
+        projects = not {"value_norm", "output_weight"}.isdisjoint(self._policy.needs)
         for name, module, parent in _attention_of(self):
-            if score and "output_weight" in entries_read(score, self._policy.observed_settings):
+            if projects:
                 module.retain_output_QDE = _output_of(name, module, parent)
             module.retain_samples = samples
         return loaded

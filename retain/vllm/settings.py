@@ -15,7 +15,6 @@ from retain.budget.statement import Budget
 from retain.capability import problems
 from retain.config import build, plain_numbers
 from retain.policy import Plan, Policy, load_policy, plan_of
-from retain.scores import SCORES
 from retain.shapes import LayerShape
 from retain.vllm.packing.whole_pages import in_pages
 
@@ -133,10 +132,7 @@ class Rules:
     @cached_property
     def window(self) -> int:
         """Last queries of a prompt that the policy observes."""
-        if self.policy.observed is None:
-            return 0
-        needs = SCORES[self.policy.observed].needs_with(self.policy.observed_settings)
-        return max(int("window" in needs), self.policy.window)
+        return self.policy.window
 
     def plan(self, seen: int, budget: Budget) -> Plan:
         """The plan of a request of so many tokens, before any layer is scored.

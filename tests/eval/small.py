@@ -42,7 +42,7 @@ def small(folder: Path, **changes: Any) -> CompareConfig:
 
 def save_small_gates(folder: Path, seed: int = 0, family: str = "linear", **settings: Any) -> Path:
     """Untrained gates of the reference model that tell entries apart."""
-    model = load_model(0)
+    model = load_model()
     gates = retain.new_gates(model, family, seed=seed, **settings)
     with torch.random.fork_rng():
         torch.manual_seed(seed)

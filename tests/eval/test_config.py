@@ -230,7 +230,10 @@ DEMO = ["--config", str(CONFIGS / "demo.yaml")]
     ("typed", "parts"),
     [
         (["--config", "none.yaml"], ["none.yaml"]),
-        ([*DEMO, "keep_ratos=[0.2]"], ["unknown key 'keep_ratos' (did you mean 'keep_ratios'?)"]),
+        (
+            [*DEMO, "keep_ratos=[0.2]", "policies=[snapk]"],
+            ["unknown key 'keep_ratos' (did", "policy 'snapk' (did"],
+        ),
         ([*DEMO, "--items", "two"], ["items_per_task: input should be"]),
         (["one", "two"], ["one model is compared at a time, got one, two"]),
         ([], ["state a model with --policies and --tasks"]),

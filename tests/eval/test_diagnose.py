@@ -210,7 +210,7 @@ def test_a_row_is_over_the_steps_of_all_documents():
 
 def test_a_given_continuation_is_scored_against_the_model():
     """Loss by three lines of torch, and no divergence of what holds everything."""
-    ids, model = stream("eval")[:2000].tolist(), load_model(0)
+    ids, model = stream("eval")[:2000].tolist(), load_model()
     attach(model)
     for start, made in zip((0, 1000), documents := cut(ids, [1], 96, 12, 2), strict=True):
         whole = (*made.context_ids, *made.question_ids, *made.continuation_ids)

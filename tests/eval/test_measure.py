@@ -276,7 +276,7 @@ def test_each_set_of_gates_scores_as_it_would_alone(gated, ragged, tmp_path):
 
 
 def test_lookahead_tokens_of_two_sets_are_read_apart():
-    model = load_model(0)
+    model = load_model()
     attach(model)
     ids = torch.arange(5, 85)[None]
     observed = observe(model, ids)

@@ -12,9 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from retain.gates import GATES, GateSet, LookaheadExtension, build_gates, dims_for
+from retain.gates import GATES, GateSet, build_gates, dims_for
 from retain.gates.artifact import METADATA_FILE, WEIGHTS_FILE, load_gates, save_gates
 from retain.gates.calibrate import Calibrator
+from retain.gates.lookahead import LookaheadExtension
 from tests.refused import refusal
 
 FINGERPRINT = {"model_type": "qwen3", "hidden_size": 6, "sha256": "abc"}
@@ -142,7 +143,7 @@ def test_another_model_is_refused_with_what_differs(folder: Path) -> None:
     other = {**FINGERPRINT, "sha256": "abd"}
     said = "trained on another model .sha256 'abc' -> 'abd'.*allow_other_weights=True.*'org/base'"
     with refusal(said):
-        load_gates(folder, fingerprint=lambda: other)
+        load_gates(folder, fingerprint=other)
     assert load_gates(folder, fingerprint=other, allow_other_weights=True).allowed_on == "abd"
     assert load_gates(folder, fingerprint=FINGERPRINT, allow_other_weights=True).allowed_on is None
     with refusal("hidden_size .* so they do not fit"):
@@ -165,17 +166,17 @@ INCONSISTENT: list[tuple[dict[str, object], str]] = [
     ({"family": "mpl"}, "unknown gate family 'mpl': did you mean 'mlp'"),
     (layer_0(F=8), "does not hold the tensors"),
     (layer_0(F=10**12), "does not hold the tensors"),
-    (layer_0(depth=8), "cannot build .*there is no setting 'depth'.*upgrade retain"),
+    (layer_0(depth=8), "cannot build .*unknown key 'mlp.depth'.*upgrade retain"),
     (layer_0(E=-6), "cannot build"),
-    (layer_0(F="8"), "cannot build .*F is '8'"),
+    (layer_0(F="8"), "cannot build .*mlp.F: .*'8'"),
     ({"layers": {"0": {"H": 2}}}, "cannot build .*KeyError: 'E'"),
     ({"layers": {}}, "at least one layer"),
     ({"extension": {"E": 6}}, "cannot build"),
-    ({"score_unit": "risks"}, "unknown score_unit 'risks'"),
-    (calibrated(kind="spline"), "unknown kind of calibrator"),
-    (calibrated(H=3), "its gates have KV heads .* and its calibrators"),
+    ({"score_unit": "risks"}, "score_unit is .*; got 'risks'"),
+    (calibrated(kind="spline"), "the kind shared; got .*'spline'"),
+    (calibrated(H=3), "with KV heads .* and calibrators with"),
     (calibrated(), "not hold the tensors"),
-    (calibrated(layers=("0",)), "calibrate all layers, in one unit, or none"),
+    (calibrated(layers=("0",)), "calibrate all of them, in one unit, or none"),
     ({"schema_version": None}, "schema version None, this retain reads 2"),
 ]
 
@@ -197,12 +198,10 @@ def tampered(folder: Path, name: str, change) -> None:  # type: ignore[no-untype
 
 
 def test_numbers_that_no_training_gives_are_refused(folder: Path, tmp_path: Path) -> None:
-    tampered(folder, "gates.3.out.weight", lambda tensor: tensor.fill_(float("nan")))
-    with refusal("'gates.3.out.weight' holds numbers that are not finite fractions"):
-        load_gates(folder)
-    tampered(folder, "gates.3.out.weight", lambda tensor: tensor.zero_().long())
-    with refusal("'gates.3.out.weight' holds numbers that are not finite fractions"):
-        load_gates(folder)
+    for change in (lambda tensor: tensor.fill_(float("nan")), lambda tensor: tensor.zero_().long()):
+        tampered(folder, "gates.3.out.weight", change)
+        with refusal("'gates.3.out.weight' holds numbers that are not finite fractions"):
+            load_gates(folder)
     for number, (name, change) in enumerate(
         [
             ("knots_K", lambda tensor: tensor.flip(-1)),
@@ -252,35 +251,27 @@ def test_what_was_read_is_written_again(calibrated: bool, tmp_path: Path) -> Non
         gates = load_gates(saved(gates, folder))
         assert gates.unit == unit and gates.metadata["score_unit"] == "rank"
         assert gates.metadata["recipe"] == {"lr": 0.1} and gates.metadata["calibration"] == said
-        assert gates.threshold_for(0.5) == 1.0 and same_tensors(first, gates)
+        assert [gates.threshold_for(ratio) for ratio in (0.1, 0.2, 0.5)] == [2.0, 1.75, 1.0]
+        assert same_tensors(first, gates)
     for name in (METADATA_FILE, WEIGHTS_FILE):
         assert len({(folder / name).read_bytes() for folder in folders}) == 1
-
-
-def failing_write(monkeypatch: pytest.MonkeyPatch, at: int, number: int) -> None:
-    """The `at`-th file cannot be written to the end."""
-    calls = []
-
-    def full(descriptor: int) -> None:
-        calls.append(descriptor)
-        if len(calls) == at:
-            raise OSError(number, "No space left on device")
-
-    monkeypatch.setattr("retain.process.disk.os.fsync", full)
 
 
 @pytest.mark.parametrize("at", [1, 2])
 def test_a_write_that_fails_leaves_the_old_artifact(
     folder: Path, monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
-    before = load_gates(folder)
-    failing_write(monkeypatch, at, errno.ENOSPC)
-    wanted = f"No space left on device, writing .* in {re.escape(str(folder))}: free some space.*as it was"
+    """The `at`-th file cannot be written to the end."""
+    before, calls = load_gates(folder), []
+
+    def full(descriptor: int) -> None:
+        calls.append(descriptor)
+        if len(calls) == at:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("retain.process.disk.os.fsync", full)
+    wanted = f"No space left on device: {re.escape(str(folder))}/.* could not be written, and is as it was"
     with pytest.raises(OSError, match=wanted):
         saved(some_gates(), folder)
-    assert_untouched(folder, before)
-
-
-def assert_untouched(folder: Path, before: GateSet) -> None:
     assert same_tensors(before, load_gates(folder))
     assert sorted(path.name for path in folder.iterdir()) == [METADATA_FILE, WEIGHTS_FILE]

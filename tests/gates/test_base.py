@@ -21,9 +21,9 @@ SIZES = {"E": E_WIDTH, "H": H, "Q": Q, "D": D}
 FAMILIES = sorted(set(GATES) - {"lookahead"})
 
 
-def evidence(layer_idx: int = 0, pads: tuple[int, ...] = (0, 3), width: int = E_WIDTH) -> Evidence:
-    tensors = {f"{name}_BTE": torch.randn(len(pads), T, width) for name in ("hidden", "stream")}
-    sizes = {"num_tokens": T, "head_width": D, "model_width": width}
+def evidence(layer_idx: int = 0, pads: tuple[int, ...] = (0, 3)) -> Evidence:
+    tensors = {f"{name}_BTE": torch.randn(len(pads), T, E_WIDTH) for name in ("hidden", "stream")}
+    sizes = {"num_tokens": T, "head_width": D, "model_width": E_WIDTH}
     shown = random_evidence(pads, **sizes, **tensors, rotary=Rotary(torch.tensor([1.0, 0.1])))
     return replace(shown, layer_idx=layer_idx)
 
@@ -108,13 +108,11 @@ def test_a_dead_input_channel_is_not_blown_up() -> None:
     assert gate(GateInputs(torch.full((1, T, E_WIDTH), 1e-6))).abs().max() < 1
 
 
-def test_missing_layer_inputs_and_wrong_width_are_refused() -> None:
+def test_missing_layers_and_inputs_are_refused() -> None:
     gates = gates_of("linear", (0, 2))
     assert gates.layers == (0, 2)
     with pytest.raises(ValueError, match=r"no gate for layer 1: gates exist for layers \[0, 2\]"):
         gates.score(evidence(1))
-    with pytest.raises(ValueError, match="layer 2 takes hidden states of width 12, got"):
-        gates.score(evidence(2, width=5))
     for family, name, missing in (
         ("linear", "hidden_BTE", "looks at the attention input, "),
         ("dms", "stream_BTE", "looks at the residual stream, "),
@@ -123,9 +121,6 @@ def test_missing_layer_inputs_and_wrong_width_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=missing):
             gates_of(family).score(replace(evidence(), **{name: None}))
-    short = replace(evidence(), queries_BQSD=evidence().queries_BQSD[:, :, -4:])
-    with pytest.raises(ValueError, match="query of each of the 9 entries, and the evidence holds 4"):
-        gates_of("qkv").score(short)
 
 
 def curves(layers: tuple[int, ...] = (0, 1), heads: int = H, **settings: str) -> dict[int, Calibrator]:

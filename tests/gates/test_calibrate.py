@@ -11,8 +11,6 @@ from retain.gates.calibrate import (
     SMALLEST_SLOPE,
     SPACES,
     Calibrator,
-    build_calibrator,
-    threshold_at,
 )
 from tests.close import assert_close
 
@@ -69,7 +67,7 @@ def test_formula(space):
     got = made(score)
     assert got.dtype == torch.float32
     assert_close(got.log(), wanted.log(), dtype=torch.float32)
-    again = build_calibrator(**made.dims())
+    again = Calibrator(**made.dims())
     assert not list(again.parameters())
     again.load_state_dict(made.state_dict())
     assert torch.equal(again(score), got)
@@ -107,14 +105,3 @@ def test_ties_stay_ties_and_what_does_not_exist_stays_away(space):
     assert risk[0, 0, 0] == risk[0, 0, 1] < risk[0, 0, 3]
     assert risk[0, 1, 0] == risk[0, 1, 2] > risk[0, 1, 1] > 0
     assert len(risk[0, 2].unique()) == 1
-
-
-def test_thresholds_between_points():
-    ratios, thresholds = [0.1, 0.2, 0.4], [8.0, 2.0, 0.5]
-    assert [threshold_at(ratios, thresholds, ratio) for ratio in ratios] == thresholds
-    assert threshold_at(ratios, thresholds, 0.15) == pytest.approx(4.0)
-    assert threshold_at(ratios, thresholds, 0.3) == pytest.approx(1.0)
-    assert threshold_at(ratios, [3.0, 1.0, -1.0], 0.25) == pytest.approx(0.5)
-    for outside in (0.05, 0.5):
-        with pytest.raises(ValueError, match=r"outside of what was calibrated, 0.1 .. 0.4"):
-            threshold_at(ratios, thresholds, outside)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from retain.gates import GATES, Gate, GateInputs, build_gates, dims_for
 from retain.gates.admission import UNDECIDED
@@ -31,7 +32,6 @@ FAMILIES = sorted(SETTINGS)
 # Variants of a family, each with a formula.
 VARIANTS: list[tuple[str, dict[str, object]]] = [
     *((family, {}) for family in FAMILIES),
-    ("context", {"causal": False}),
     ("dms", {"decides": "own"}),
     ("dms", {"query_width": 3}),
     ("qkv", {"rope": "after"}),
@@ -66,46 +66,24 @@ def some_inputs(T: int = T) -> GateInputs:
     )
 
 
-def silu(x: float) -> float:
-    return x / (1 + math.exp(-x))
-
-
-def log_sigmoid(x: float) -> float:
-    return -math.log1p(math.exp(-x))
-
-
-def dot(a: Tensor, b: Tensor) -> float:
-    return sum(float(x) * float(y) for x, y in zip(a, b, strict=True))
-
-
-def vector(numbers: list[float]) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.float64)
-
-
-def affine(weight: Tensor, x: list[float] | Tensor, bias: Tensor | None = None) -> list[float]:
-    x = torch.as_tensor(x, dtype=torch.float64)
-    return [dot(row, x) + (0.0 if bias is None else float(bias[i])) for i, row in enumerate(weight)]
-
-
-def rms_norm(x: list[float] | Tensor, weight: Tensor, eps: float = 1e-6) -> list[float]:
-    mean = sum(float(value) ** 2 for value in x) / len(x)
-    return [float(value) / math.sqrt(mean + eps) * float(weight[i]) for i, value in enumerate(x)]
+def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x / (x.square().mean() + 1e-6).sqrt() * weight
 
 
 def standard(gate: Gate, x: Tensor) -> Tensor:
     return (x - gate.input_mean_E) / gate.input_scale_E
 
 
-def naive(gate: Gate, inputs: GateInputs, b: int, i: int) -> list[float]:
-    """The formula of the gate's family for entry `i` of sequence `b`: one number per head."""
+def naive(gate: Any, inputs: GateInputs, b: int, i: int) -> Tensor:
+    """The formula of the gate's family for entry `i` of sequence `b`, `[H]`."""
     state = {name: tensor.detach() for name, tensor in gate.state_dict().items()}
     x = standard(gate, inputs.hidden_BTE[b, i]) if hasattr(gate, "input_mean_E") else None
 
-    def layer(name: str, x: list[float] | Tensor) -> list[float]:
-        return affine(state[f"{name}.weight"], x, state[f"{name}.bias"])
+    def layer(name: str, x: Tensor) -> Tensor:
+        return state[f"{name}.weight"] @ x + state.get(f"{name}.bias", 0.0)
 
-    def active(name: str, x: list[float] | Tensor) -> list[float]:
-        return [silu(z) for z in layer(name, x)]
+    def active(name: str, x: Tensor) -> Tensor:
+        return functional.silu(layer(name, x))
 
     match gate.family:
         case "linear":
@@ -113,7 +91,9 @@ def naive(gate: Gate, inputs: GateInputs, b: int, i: int) -> list[float]:
         case "mlp":
             return layer("out", active("up", x))
         case "lowrank":
-            return [naive_share(state, x, h) for h in range(H)]
+            queries = layer("queries", x).view(Q, gate.rank)
+            keys = layer("keys", x).view(H, gate.rank)
+            return torch.stack([naive_share(state, queries, keys[h], h) for h in range(H)])
         case "qkv":
             queries, keys = inputs.queries_before_BQTD, inputs.keys_before_BHTD
             if gate.rope == "after":
@@ -124,82 +104,58 @@ def naive(gate: Gate, inputs: GateInputs, b: int, i: int) -> list[float]:
             hidden = active("up", x)
             if gate.family == "decay_shared":
                 hidden = active("middle", hidden)
-            return [log_sigmoid(z) for z in layer("out", hidden)]
+            return functional.logsigmoid(layer("out", hidden))
         case "admission":
-            return [naive_admission(gate, state, inputs, b, h, i) for h in range(H)]
+            return torch.stack([naive_admission(gate, state, inputs, b, h, i) for h in range(H)])
         case "dms":
             if gate.decides == "next":
                 i = i + 1
                 if i == inputs.stream_BTE.shape[1] or not (inputs.valid_BT is None or inputs.valid_BT[b, i]):
-                    return [1e4] * H
-            logits = (
-                naive_neurons(gate, state, inputs.hidden_BTE[b, i])
-                if gate.query_width
-                else layer("out", rms_norm(inputs.stream_BTE[b, i], state["norm.weight"]))
-            )
-            return [-(gate.scale * z - gate.offset) for z in logits]
+                    return torch.full((H,), 1e4, dtype=torch.float64)
+            if gate.query_width:  # the last neuron of each normed query head
+                heads = layer("out", inputs.hidden_BTE[b, i]).view(H, gate.query_width)
+                logits = torch.stack([rms_norm(head, state["norm.weight"])[-1] for head in heads])
+            else:
+                logits = layer("out", rms_norm(inputs.stream_BTE[b, i], state["norm.weight"]))
+            return gate.offset - gate.scale * logits
         case "context":
-            return naive_flag(gate, state, inputs, b, i)
+            return layer("out", naive_seen(gate, state, inputs, b, i))
     raise AssertionError(gate.family)
 
 
-def naive_neurons(gate: Any, state: dict[str, Tensor], x: Tensor) -> list[float]:
-    """The last neuron of each normed query head."""
-    D, neurons = gate.query_width, []
-    for h in range(H):
-        head = affine(state["out.weight"][h * D : (h + 1) * D], x, state["out.bias"][h * D : (h + 1) * D])
-        neurons.append(rms_norm(head, state["norm.weight"])[-1])
-    return neurons
-
-
-def naive_share(state: dict[str, Tensor], x: Tensor, h: int) -> float:
-    rank, G = state["query_norm.weight"].numel(), Q // H
-    shares = []
-    key = affine(state["keys.weight"][h * rank : (h + 1) * rank], x)
+def naive_share(state: dict[str, Tensor], queries: Tensor, key: Tensor, h: int) -> Tensor:
+    root, G, shares = len(key) ** 0.5, Q // H, []
     key = rms_norm(key, state["key_norm.weight"])
     for g in range(G):
-        rows = slice((h * G + g) * rank, (h * G + g + 1) * rank)
-        query = affine(state["queries.weight"][rows], x, state["queries.bias"][rows])
-        query = vector(rms_norm(query, state["query_norm.weight"]))
-        near = dot(query, vector(key)) / math.sqrt(rank) + float(state["bias"][h, g])
-        others = 0.0
-        for sink in state["sink_keys"][h]:
-            others += math.exp(dot(query, sink) / math.sqrt(rank) - near)
-        shares.append(1 / (1 + others))
+        query = rms_norm(queries[h * G + g], state["query_norm.weight"])
+        near = query @ key / root + state["bias"][h, g]
+        shares.append(1 / (1 + sum((query @ sink / root - near).exp() for sink in state["sink_keys"][h])))
     return sum(shares) / G
 
 
 def naive_admission(
-    gate: Gate, state: dict[str, Tensor], inputs: GateInputs, b: int, h: int, i: int
-) -> float:
-    both = rms_norm(inputs.keys_before_BHTD[b, h, i], state["norm_before.weight"])
-    both += rms_norm(inputs.keys_BHTD[b, h, i], state["norm_after.weight"])
-    hidden = [
-        0.5 * z * (1 + math.erf(z / math.sqrt(2)))
-        for z in affine(state["up_weight"][h], both, state["up_bias"][h])
-    ]
-    logit = dot(state["out_weight"][h], vector(hidden)) + float(state["out_bias"][h])
-    return math.log(max(1 / (1 + math.exp(-logit)), gate.floor))
+    gate: Any, state: dict[str, Tensor], inputs: GateInputs, b: int, h: int, i: int
+) -> Tensor:
+    before = rms_norm(inputs.keys_before_BHTD[b, h, i], state["norm_before.weight"])
+    after = rms_norm(inputs.keys_BHTD[b, h, i], state["norm_after.weight"])
+    hidden = functional.gelu(state["up_weight"][h] @ torch.cat([before, after]) + state["up_bias"][h])
+    logit = state["out_weight"][h] @ hidden + state["out_bias"][h]
+    return logit.sigmoid().clamp_min(gate.floor).log()
 
 
-def naive_flag(gate: Gate, state: dict[str, Tensor], inputs: GateInputs, b: int, i: int) -> list[float]:
-    width, entries = gate.width, range(i + 1) if gate.causal else range(inputs.hidden_BTE.shape[1])
-    if inputs.valid_BT is not None:
-        entries = [j for j in entries if inputs.valid_BT[b, j]]
-    seen: list[float] = []
+def naive_seen(gate: Any, state: dict[str, Tensor], inputs: GateInputs, b: int, i: int) -> Tensor:
+    entries = [j for j in range(i + 1) if inputs.valid_BT is None or inputs.valid_BT[b, j]]
+    x = [standard(gate, inputs.hidden_BTE[b, j]) for j in [*entries, i]]
+    queries, keys, values = (
+        [(state[f"{name}.weight"] @ one).view(gate.heads, gate.width) for one in x]
+        for name in ("queries", "keys", "values")
+    )
+    seen = []
     for a in range(gate.heads):
-        rows = slice(a * width, (a + 1) * width)
-
-        def project(name: str, j: int, rows: slice = rows) -> Tensor:
-            weight = state[f"{name}.weight"][rows]
-            return vector(affine(weight, standard(gate, inputs.hidden_BTE[b, j])))
-
-        logits = [dot(project("queries", i), project("keys", j)) / math.sqrt(width) for j in entries]
-        total = sum(math.exp(z) for z in logits)
-        weights = [math.exp(z) / total for z in logits]
-        mixed = sum(w * project("values", j) for w, j in zip(weights, entries, strict=True))
-        seen += mixed.tolist()
-    return affine(state["out.weight"], seen, state["out.bias"])
+        weights = [(queries[-1][a] @ key[a] / gate.width**0.5).exp() for key in keys[:-1]]
+        mixed = sum(w * value[a] for w, value in zip(weights, values[:-1], strict=True))
+        seen.append(mixed / sum(weights))
+    return torch.cat(seen)
 
 
 def assert_same(found: Tensor, expected: Tensor) -> None:
@@ -209,8 +165,8 @@ def assert_same(found: Tensor, expected: Tensor) -> None:
 def assert_naive(gate: Gate, inputs: GateInputs, first: int = 0) -> Tensor:
     """Its output, which from the first entry on is the formula's."""
     output = gate(inputs)
-    numbers = [[naive(gate, inputs, b, i) for i in range(first, T)] for b in range(B)]
-    assert_same(output[..., first:], torch.tensor(numbers, dtype=torch.float64).transpose(1, 2))
+    numbers = [torch.stack([naive(gate, inputs, b, i) for i in range(first, T)], -1) for b in range(B)]
+    assert_same(output[..., first:], torch.stack(numbers))
     return output
 
 
@@ -232,14 +188,12 @@ def test_formula(family: str, settings: dict[str, object]) -> None:
         assert gate.inputs == {f"queries{suffix}", f"keys{suffix}", "values"}
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_the_context_gate_sees_no_padding_and_if_causal_nothing_later(causal: bool) -> None:
-    gate, inputs = a_gate("context", causal=causal), some_inputs()
+def test_the_context_gate_sees_no_padding_and_nothing_later() -> None:
+    gate, inputs = a_gate("context"), some_inputs()
     output = assert_naive(gate, padded(inputs, 0, 3), 3)
     assert output.isfinite().all()
     assert_same(output[1:, :, 3:], gate(GateInputs(hidden_BTE=inputs.hidden_BTE[1:, 3:])))
-    if causal:
-        assert_same(gate(inputs.entries(slice(0, 4))), gate(inputs)[..., :4])
+    assert_same(gate(inputs.entries(slice(0, 4))), gate(inputs)[..., :4])
 
 
 def test_sink_keys_of_a_fresh_lowrank_gate_get_different_gradients() -> None:
@@ -304,7 +258,9 @@ def test_opening_sets_the_output() -> None:
         assert torch.equal(gate.out_bias, torch.full((H,), opens_at, dtype=torch.float64))
         with torch.no_grad():
             gate.out_weight.zero_()
-        torch.testing.assert_close(gate(inputs), torch.full((B, H, T), log_sigmoid(opens_at)).double())
+        torch.testing.assert_close(
+            gate(inputs), torch.full((B, H, T), -math.log1p(math.exp(-opens_at))).double()
+        )
     for family in ("linear", "mlp"):
         gate = a_gate(family)
         gate.open_()
@@ -324,7 +280,7 @@ def test_log_gates() -> None:
     """The term that soft attention adds, per family, for an output."""
     output = torch.tensor([[[-2.0, 0.5]]], dtype=torch.float64)
     for family in ("linear", "mlp", "dms", "context"):
-        expected = torch.tensor([[[log_sigmoid(-2.0), log_sigmoid(0.5)]]], dtype=torch.float64)
+        expected = functional.logsigmoid(output)
         torch.testing.assert_close(a_gate(family).log_gate(output), expected)
     below = output.clamp_max(0)
     for family in ("decay", "decay_shared", "admission"):

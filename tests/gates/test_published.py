@@ -174,6 +174,7 @@ def assert_scores(gates: GateSet, name: str, state: State, eps: float = 1e-6) ->
 def test_scores_are_those_of_the_release(name: str, tmp_path: Path) -> None:
     """Imported by name or not, from half precision too, and as an artifact."""
     kind, family, unit = RELEASES[name][:3]
+    assert {kind for kind, *_ in RELEASES.values()} == set(KINDS)
     state = release(name, tmp_path / "release")
     for named in (kind, "auto"):
         gates = import_published(tmp_path / "release", SIZES, kind=named)
@@ -271,7 +272,7 @@ def test_a_tensor_that_is_missing_or_too_many_is_named(
 ) -> None:
     state, prefix = release(name, tmp_path), SHAPES[name][0]
     save({key: each for key, each in state.items() if key != prefix.format(1) + part}, tmp_path)
-    with refusal("is not of this model, or incomplete"):
+    with refusal("is not of this model, or incomplete|does not hold the tensors of these gates"):
         import_published(tmp_path, SIZES, kind=RELEASES[name][0])
     save({**state, prefix.format(1) + extra: torch.zeros(3)}, tmp_path)
     with refusal(f"'{extra}' of layer 1 is no part of {RELEASES[name][0]} gates"):
@@ -286,7 +287,7 @@ def test_gates_of_another_width_are_refused(name: str, size: str, tmp_path: Path
     if size not in RELEASES[name][4]:
         assert import_published(tmp_path, other).family == RELEASES[name][1]
         return
-    with refusal("is not of this model, or incomplete"):
+    with refusal("is not of this model, or incomplete|does not hold the tensors of these gates"):
         import_published(tmp_path, other)
 
 
@@ -313,39 +314,30 @@ def test_what_is_no_published_gate_is_refused(tmp_path: Path) -> None:
     state = tensors("trimkv")
     next(iter(state.values()))[0] = float("nan")
     save(state, tmp_path)
-    with refusal("holds no finite fractions"):
+    with refusal("holds numbers that are not finite"):
         import_published(tmp_path, SIZES)
 
 
 @pytest.mark.parametrize(
-    ("config", "message"),
+    ("config", "wanted"),
     [
         ({"retention_gate": "rg3"}, "variant 'rg3' are not read here, only `rg`"),
-        ({"hidden_act": "gleu"}, r"config\.json, .* unknown activation 'gleu': did you mean 'gelu'"),
+        ({"hidden_act": "gleu"}, r"config\.json, .* decay.activation: .*'gleu'.*did you mean 'gelu'"),
         ("{", "config.json is not readable JSON"),
-    ],
-)
-def test_configs_that_are_not_understood_are_refused(config: object, message: str, tmp_path: Path) -> None:
-    release("trimkv", tmp_path, config)
-    with refusal(message):
-        import_published(tmp_path, SIZES)
-
-
-@pytest.mark.parametrize(
-    ("config", "activation"),
-    [
+        # Read at the top alone, it would be SiLU in a multimodal release, and no shape would tell.
         ({"text_config": {"hidden_act": "relu"}, "hidden_act": "gelu"}, "relu"),
         ({"text_config": {"hidden_activation": "gelu"}}, "gelu"),
         ({"hidden_act": None}, "silu"),
     ],
 )
-def test_the_activation_is_that_of_the_language_model(
-    config: dict[str, Any], activation: str, tmp_path: Path
-) -> None:
-    """Read at the top alone, it would be SiLU in a multimodal release, and no shape would tell."""
+def test_the_config_says_the_variant_and_the_activation(config: Any, wanted: str, tmp_path: Path) -> None:
     release("trimkv", tmp_path, config)
-    gates = import_published(tmp_path, SIZES)
-    assert gates[0].dims()["activation"] == gates[1].dims()["activation"] == activation
+    if " " in wanted:
+        with refusal(wanted):
+            import_published(tmp_path, SIZES)
+    else:
+        gates = import_published(tmp_path, SIZES)
+        assert gates[0].dims()["activation"] == gates[1].dims()["activation"] == wanted
 
 
 @pytest.mark.parametrize("name", ["dms", "dms_query"])
@@ -366,7 +358,3 @@ def test_the_config_of_dms_says_scale_offset_and_eps(name: str, tmp_path: Path) 
     (tmp_path / "config.json").write_text(json.dumps({**DMS, "dms_alpha_per": "layer"}))
     with refusal("one decision per layer .dms_alpha_per. are not read here"):
         import_published(path, SIZES, kind=name)
-
-
-def test_every_kind_has_a_release_here() -> None:
-    assert {kind for kind, *_ in RELEASES.values()} == set(KINDS)

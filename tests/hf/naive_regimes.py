@@ -260,10 +260,10 @@ class Naive:
         if self.pinned is not None:
             spans = self.pinned if isinstance(self.pinned[0][0], int) else self.pinned[b]
             whole = torch.ones(1, max(prompt, len(tokens_T)), dtype=torch.bool)
-            pinned_BT = pinned_mask(spans, whole)[:, : len(tokens_T)]
+            pinned_BT = pinned_mask([spans], whole)[:, : len(tokens_T)]
         shapes = [shape_of(layer) for layer in layers]
         given = (self.policy, self.budget, valid_BT, shapes, pinned_BT)
-        if plan_of(*given, stock=stock).covers_all:
+        if all(plan_of(*given, stock=stock).covers_B):
             kept = [layer.exists_BHT for layer in layers]
         else:
             seeds = None if self.seeds is None else [self.seeds[b]]

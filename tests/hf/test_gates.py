@@ -70,7 +70,7 @@ def test_settings_of_untrained_gates_are_the_familys() -> None:
     model = tiny_model("llama")
     assert retain.new_gates(model, F=5)[0].dims()["F"] == 5
     assert len(retain.new_gates(model, "lookahead", num_tokens=3).extension.tokens_SE) == 3
-    refused("there is no setting 'hidden'.*F", retain.new_gates, model, hidden=5)
+    refused("unknown key 'mlp.hidden'.*F", retain.new_gates, model, hidden=5)
     said = "setting of gate family 'lookahead' is 'num_tokens', .*got 'tokens'"
     refused(said, retain.new_gates, model, "lookahead", tokens=5)
     refused("gate family 'mpl'.*did you mean", retain.new_gates, model, "mpl")

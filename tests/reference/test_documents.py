@@ -4,7 +4,7 @@ import pytest
 
 from retain.reference.corpus import sources
 from retain.reference.documents import VERBS, Writer, distill_document
-from retain.reference.items import HELD_OUT_TASKS, SEEN_TASKS, TASKS, write_item
+from retain.reference.items import TASKS, write_item
 from retain.reference.tokenizer import ANSWER_ID, BOS_ID, EOS_ID, QUESTION_ID, load_tokenizer
 
 
@@ -33,20 +33,9 @@ def test_the_same_seed_gives_the_same_item_and_another_seed_or_split_another() -
     assert one == same and one not in others
 
 
-def test_splits_share_no_file_and_seen_tasks_are_not_held_out() -> None:
+def test_splits_share_no_file() -> None:
     train, held_out = ({name for name, _ in sources(split)} for split in ("train", "eval"))
     assert train and held_out and train.isdisjoint(held_out)
-    assert set(SEEN_TASKS).isdisjoint(HELD_OUT_TASKS)
-
-
-@pytest.mark.parametrize("task", [*SEEN_TASKS, "format"])
-def test_only_the_format_task_uses_held_out_formats(task: str) -> None:
-    writer = Writer("eval", 11)
-    for _ in range(5):
-        context_ids, asked = write_item(writer, task, 400)
-        key = asked.ids[-2]
-        after = {context_ids[i + 1] for i, token in enumerate(context_ids[:-1]) if token == key}
-        assert after.isdisjoint({*encode(" ="), *encode("(")}) == (task != "format")
 
 
 def test_distillation_never_sees_a_held_out_family_or_format() -> None:

@@ -1,4 +1,4 @@
-"""Each score of all queries, of the last one, of keys or places against its formula, by loops in float64."""
+"""Scores of all queries, of the last one, of keys or places against their formulas, in float64."""
 
 import itertools
 import math
@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn.functional import normalize, pad
 
 from retain.attention import received
 from retain.attention.chunked import truncate
@@ -35,14 +36,12 @@ from tests.naive import (
     SHAPES,
     assert_heads_close,
     existing,
+    masked,
     mixed,
     naive_attention,
     naive_gumbel,
-    naive_running_mass,
     naive_scores,
     naive_state,
-    naive_value,
-    query_heads,
     random_evidence,
     shaped_evidence,
     special_layer,
@@ -51,19 +50,21 @@ from tests.naive import (
 shaped = pytest.mark.parametrize(("shape", "layer"), SHAPED)
 
 
-def naive_h2o(evidence, reduce):
-    attention = naive_attention(evidence)
+def grouped(evidence):
+    """Attention of all queries, `[B, H, G, S, T]`."""
+    return naive_attention(evidence).unflatten(1, (evidence.num_heads, -1))
 
-    def number(b, h, i):
-        mass = naive_running_mass(attention, b, h, i, evidence.group)
-        return mass if reduce == "sum" else mass / (evidence.num_seen - i)
 
-    return naive_scores(evidence, number)
+def naive_h2o(evidence, reduce="sum"):
+    mass = grouped(evidence).sum(3).mean(2)
+    if reduce == "mean":
+        mass = mass / torch.arange(evidence.num_seen, 0, -1)
+    return masked(mass, evidence)
 
 
 def counted(evidence):
     """The same layer with the statistics that a cache would have counted, and the last query only."""
-    mass = naive_h2o(evidence, "sum").masked_fill(~evidence.valid_BT[:, None], 0.0).float()
+    mass = naive_h2o(evidence).masked_fill(~evidence.exists_BHT, 0.0).float()
     running = RunningStatistics(mass, torch.zeros(mass.shape, dtype=torch.int64))
     return replace(evidence, running=running, queries_BQSD=evidence.queries_BQSD[:, :, -1:])
 
@@ -74,22 +75,19 @@ def few_rows(request, monkeypatch):
     monkeypatch.setattr(received, "ROW_NUMBERS", request.param)
 
 
-@pytest.mark.parametrize("reduce", ["sum", "mean"])
-@pytest.mark.parametrize("shape", sorted(SHAPES))
-def test_h2o(reduce, shape):
-    evidence, _ = shaped_evidence(shape, num_queries=None)
-    score = h2o(evidence, reduce=reduce)
-    assert score.window == 0
-    assert_heads_close(score.values_BHT, naive_h2o(evidence, reduce))
-
-
-@pytest.mark.parametrize("reduce", ["sum", "mean"])
-@pytest.mark.parametrize("layer", [None, *LAYERS])
-def test_running_statistics_of_a_cache_give_the_same_and_are_preferred(reduce, layer):
-    evidence, other = (special_layer(random_evidence(pads=(0, 4, 1), seed=s), layer) for s in (0, 1))
-    kept, naive = counted(evidence), naive_h2o(evidence, reduce)
-    for shown in (evidence, kept, replace(other, running=kept.running)):
-        assert_heads_close(h2o(shown, reduce=reduce).values_BHT, naive)
+@shaped
+def test_sums_over_all_queries_made_or_counted(shape, layer):
+    evidence, _ = shaped_evidence(shape, layer, num_queries=None)
+    other = special_layer(shaped_evidence(shape, num_queries=None, seed=1)[0], layer)
+    size = evidence.values_BHTD.double().abs().sum(-1)
+    kept = counted(evidence)
+    for shown in (evidence, kept):
+        for reduce in ("sum", "mean"):
+            assert_heads_close(h2o(shown, reduce=reduce).values_BHT, naive_h2o(evidence, reduce))
+        got = vatp(shown, attention="running")
+        assert got.window == 0
+        assert_heads_close(got.values_BHT, naive_h2o(evidence) * size)
+    assert_heads_close(h2o(replace(other, running=kept.running)).values_BHT, naive_h2o(evidence))
 
 
 def test_the_mean_counts_the_queries_of_evicted_entries():
@@ -109,38 +107,18 @@ def test_the_mean_counts_the_queries_of_evicted_entries():
     assert torch.equal(h2o(held, reduce="mean").values_BHT, h2o(whole, reduce="mean").values_BHT[..., left])
 
 
-@shaped
-def test_vatp_of_all_queries_counted_or_made(shape, layer):
-    evidence, _ = shaped_evidence(shape, layer, num_queries=None)
-    mass = naive_h2o(evidence, "sum")
-    naive = naive_scores(evidence, lambda b, h, i: float(mass[b, h, i]) * naive_value(evidence, b, h, i))
-    score = vatp(evidence, attention="running")
-    assert score.window == 0
-    assert_heads_close(score.values_BHT, naive)
-    assert_heads_close(vatp(counted(evidence), attention="running").values_BHT, naive)
-
-
 @pytest.mark.parametrize(
     ("group", "layer"), [(1, None), (4, None), (8, None), *((2, layer) for layer in (None, *LAYERS))]
 )
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0, 3.0, 1e6])
 def test_lru(group, layer, share):
     evidence = special_layer(random_evidence(pads=(0, 4, 9), num_tokens=17, group=group), layer)
-    attention = naive_attention(evidence)
-
-    def number(b, h, i):
-        """Last access in valid places."""
-        places = existing(evidence, b)
-        last = places.index(i)
-        for later, j in enumerate(places):
-            seen = [k for k in places if k <= j]
-            paid = [float(attention[b, q, j, i]) for q in query_heads(evidence, h)]
-            if i in seen and max(paid) >= share / len(seen):
-                last = max(last, later)
-        return last
-
-    score = lru(evidence, share=share)
-    assert torch.equal(score.values_BHT, naive_scores(evidence, number).float())
+    paid, places = grouped(evidence), evidence.places_BT
+    seen = (paid > 0).sum(-1, keepdim=True).clamp_min(1)
+    hit = (paid.amax(2) >= share / seen[:, :, 0]) & (paid[:, :, 0] > 0)
+    last = torch.where(hit, places[:, None, :, None], -1).amax(2)
+    wanted = masked(torch.maximum(last, places[:, None]), evidence).float()
+    assert torch.equal(lru(evidence, share=share).values_BHT, wanted)
 
 
 def test_indifferent_queries_access_everything_they_see():
@@ -157,22 +135,16 @@ def test_indifferent_queries_access_everything_they_see():
 @shaped
 def test_keyformer_adds_up_a_softmax_with_gumbel_noise(tau, shape, layer, few_rows):
     evidence, _ = shaped_evidence(shape, layer, num_queries=None)
-    attention, G = naive_attention(evidence), evidence.group
-    naive = torch.zeros(evidence.keys_BHTD.shape[:3], dtype=torch.float64)
+    attention = naive_attention(evidence)
+    noise = torch.zeros_like(attention)
     for b, q in itertools.product(*map(range, attention.shape[:2])):
         entries = existing(evidence, b)
-        for j in entries:
-            state = mixed((naive_state(5, 3, q) + entries.index(j)) & MASK)
-            weights = {}
-            for i in entries:
-                if attention[b, q, j, i] > 0:
-                    noise = naive_gumbel(state + entries.index(i))
-                    logit = math.log(float(attention[b, q, j, i])) + noise
-                    weights[i] = math.exp(logit / tau)
-            for i, weight in weights.items():
-                naive[b, q // G, i] += weight / sum(weights.values()) / G
-    naive = naive.masked_fill(~evidence.valid_BT[:, None], float("-inf"))
-    assert_heads_close(keyformer(evidence, tau=tau, seed=5).values_BHT, naive)
+        for (later, j), (earlier, i) in itertools.product(enumerate(entries), enumerate(entries)):
+            state = mixed((naive_state(5, 3, q) + later) & MASK)
+            noise[b, q, j, i] = naive_gumbel(state + earlier)
+    paid = ((attention.log() + noise) / tau).softmax(-1).nan_to_num(0.0)
+    naive = paid.unflatten(1, (evidence.num_heads, -1)).sum(3).mean(2)
+    assert_heads_close(keyformer(evidence, tau=tau, seed=5).values_BHT, masked(naive, evidence))
 
 
 def test_keyformer_adds_to_what_a_cache_has_added_up():
@@ -183,7 +155,7 @@ def test_keyformer_adds_to_what_a_cache_has_added_up():
         start = 0 if known is None else known.mass_BHT.shape[-1]
         if known is not None:
             sides = (known.mass_BHT, known.last_access_BHT)
-            known = RunningStatistics(*(torch.nn.functional.pad(side, (0, stop - start)) for side in sides))
+            known = RunningStatistics(*(pad(side, (0, stop - start)) for side in sides))
         known = advance_with_noise(replace(shown, queries_BQSD=shown.queries_BQSD[:, :, start:]), known)
     valid = evidence.exists_BHT
     assert_close(known.mass_BHT[valid], whole.mass_BHT[valid])
@@ -193,14 +165,10 @@ def test_keyformer_adds_to_what_a_cache_has_added_up():
 @pytest.mark.parametrize("shape", sorted(SHAPES))
 def test_lazy_eviction_by_the_time_since_the_last_access_and_the_longest_gap(alpha, shape, few_rows):
     evidence, _ = shaped_evidence(shape, num_queries=None)
-    attention = naive_attention(evidence)
+    paid = grouped(evidence).amax(2)
 
     def number(b, h, i):
-        payers = [
-            j
-            for j in existing(evidence, b)
-            if max(float(attention[b, q, j, i]) for q in query_heads(evidence, h)) >= alpha
-        ]
+        payers = [j for j in existing(evidence, b) if float(paid[b, h, j, i]) >= alpha]
         gaps = [max(1, later - earlier) for earlier, later in itertools.pairwise([i, *payers])]
         gap, since = max(gaps, default=0), evidence.num_seen - 1 - max([i, *payers])
         # Beyond what exp takes nothing is left of a term.
@@ -213,9 +181,6 @@ def test_lazy_eviction_by_the_time_since_the_last_access_and_the_longest_gap(alp
     last = replace(counts, queries_BQSD=evidence.queries_BQSD[:, :, -1:])
     assert torch.equal(lazy_eviction(last).values_BHT, lazy_eviction(evidence, alpha=alpha).values_BHT)
 
-    with pytest.raises(ValueError, match="these running statistics hold no gaps"):
-        lazy_eviction(counted(evidence))
-
 
 # Scores of keys, of the last query, of places.
 
@@ -223,30 +188,19 @@ def test_lazy_eviction_by_the_time_since_the_last_access_and_the_longest_gap(alp
 @pytest.mark.parametrize("group", [1, 4, 8])
 def test_keydiff(group):
     evidence = random_evidence(pads=(0, 4, 9), num_tokens=17, group=group)
-    keys = evidence.keys_BHTD.tolist()
-
-    def number(b, h, i):
-        rows = [keys[b][h][k] for k in existing(evidence, b)]
-        lengths = [math.hypot(*key) for key in rows]
-        middle = [
-            sum(x / n for x, n in zip(column, lengths, strict=True)) for column in zip(*rows, strict=True)
-        ]
-        product = sum(x * m for x, m in zip(keys[b][h][i], middle, strict=True))
-        return -product / (math.hypot(*keys[b][h][i]) * math.hypot(*middle))
-
-    assert_heads_close(keydiff(evidence).values_BHT, naive_scores(evidence, number))
+    unit = normalize(evidence.keys_BHTD.double(), dim=-1)
+    middle = normalize((unit * evidence.valid_BT[:, None, :, None]).sum(2, keepdim=True), dim=-1)
+    assert_heads_close(keydiff(evidence).values_BHT, masked(-(unit * middle).sum(-1), evidence))
     evidence.keys_BHTD[0, 0, 6] = 0.0  # a key of no direction is neither like nor unlike
     score = keydiff(evidence).values_BHT[0, 0]
     assert score[6] == 0 and score.isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("pads", [(0,), (0, 4, 9)])
-def test_knorm_whatever_the_positions(pads, dtype):
-    evidence = random_evidence(pads=pads, num_tokens=17, head_width=4, dtype=dtype)
-    score = knorm(evidence).values_BHT
-    naive = naive_scores(evidence, lambda b, h, i: -math.hypot(*evidence.keys_BHTD[b, h, i].tolist()))
-    assert_heads_close(score, naive)
+def test_knorm_whatever_the_positions(dtype):
+    evidence = random_evidence(pads=(0, 4, 9), num_tokens=17, head_width=4, dtype=dtype)
+    naive = masked(-evidence.keys_BHTD.double().square().sum(-1).sqrt(), evidence)
+    assert_heads_close(knorm(evidence).values_BHT, naive)
     if dtype == torch.float32:
         turned = Rotary(torch.tensor([1.0, 0.1])).unrotate(evidence.keys_BHTD, evidence.positions_BT)
         assert_heads_close(knorm(replace(evidence, keys_BHTD=turned)).values_BHT, naive)
@@ -297,24 +251,16 @@ def test_a_channel_that_does_not_vary_says_nothing_in_lagkv():
 
 
 def naive_quest(evidence, page_size):
-    G, keys, queries = evidence.group, evidence.keys_BHTD.tolist(), evidence.queries_BQSD[:, :, -1].tolist()
-    entries = [existing(evidence, b) for b in range(len(queries))]
-
-    def bound(b, h, i):
-        place = entries[b].index(i) // page_size * page_size
-        page = list(zip(*(keys[b][h][k] for k in entries[b][place : place + page_size]), strict=True))
-        bounds = [
-            sum(max(x * max(column), x * min(column)) for x, column in zip(query, page, strict=True))
-            for query in queries[b][h * G : h * G + G]
-        ]
-        if evidence.log_weight_BHT is not None:
-            added = max(
-                float(evidence.log_weight_BHT[b, h, k]) for k in entries[b][place : place + page_size]
-            )
-            bounds = [bound + added / evidence.scaling for bound in bounds]
-        return max(bounds)
-
-    return naive_scores(evidence, bound)
+    query = evidence.queries_BQSD[:, :, -1].double().unflatten(1, (evidence.num_heads, -1))
+    score = torch.zeros(evidence.keys_BHTD.shape[:3], dtype=torch.float64)
+    for b in range(len(score)):
+        entries = existing(evidence, b)
+        for start in range(0, len(entries), page_size):
+            page = entries[start : start + page_size]
+            keys = evidence.keys_BHTD[b, :, page].double()  # [H, page, D]
+            bound = torch.maximum(query[b] * keys.amax(1)[:, None], query[b] * keys.amin(1)[:, None])
+            score[b, :, page] = bound.sum(-1).amax(-1)[:, None]
+    return masked(score, evidence)
 
 
 @pytest.mark.parametrize("heads", [1, 4, 8])
@@ -325,13 +271,6 @@ def test_quest_reads_the_last_query_only(heads, page_size):
     assert_heads_close(score, naive_quest(evidence, page_size))
     last = replace(evidence, queries_BQSD=evidence.queries_BQSD[:, :, -1:])
     assert torch.equal(quest(last, page_size=page_size).values_BHT, score)
-
-
-def test_weights_of_entries_count_in_quest():
-    evidence = random_evidence(pads=(0, 4, 17), num_tokens=35, group=4)
-    weights = torch.rand(evidence.exists_BHT.shape, generator=torch.Generator().manual_seed(1)) * 3
-    shown = replace(evidence, log_weight_BHT=weights)
-    assert_heads_close(quest(shown, page_size=4).values_BHT, naive_quest(shown, 4))
 
 
 @pytest.mark.parametrize("seeds", [None, [0, 1], [-5, 2**63 + 17]])

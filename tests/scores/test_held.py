@@ -7,9 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from retain.evidence import RunningStatistics
 from retain.scores import SCORES, random, recency, tova
-from retain.scores.trial import entries_read
 from retain.scores.window import pool_entries
 from tests.held import ASKED, compacted, filled, held_evidence, naive_held_attention
 from tests.naive import LAYERS, assert_heads_close, random_evidence, special_layer
@@ -137,47 +135,28 @@ def test_an_entry_stays_in_its_page_while_others_go():
 
 @pytest.mark.parametrize(("name", "settings"), VARIANTS)
 def test_a_score_reads_what_it_says_and_nothing_else(name, settings):
-    evidence, needs = held_evidence(seed=11), SCORES[name].needs_with(settings)
-    score = score_of(evidence, name, settings)
-    nan, known = float("nan"), evidence.running
-    last = max(1, score.window)
-    window = {"queries_BQSD": evidence.queries_BQSD[:, :, -last:]}
-    without = {
-        "window": {"queries_BQSD": torch.full_like(evidence.queries_BQSD, nan)},
-        "running": {
-            "running": RunningStatistics(
-                known.mass_BHT * nan, known.last_access_BHT + 1, known.longest_gap_BHT
-            )
-        },
-        "value_norm": {"value_norm_BQT": torch.full_like(evidence.value_norm_BQT, nan)},
-        "rotary": {"rotary": None},
-    }
-    if "queries" in needs:
-        fewer = score_of(replace(evidence, **window), name, settings)
+    settings = settings if name != "lagkv" else {"lag": 2, "sinks": 1}
+    evidence, declared = held_evidence(seed=11), SCORES[name].under(settings)
+    says, score = {*declared.needs, *declared.reads}, score_of(evidence, name, settings)
+    last = {"queries_BQSD": evidence.queries_BQSD[:, :, -max(1, score.window) :]}
+    running = evidence.running
+    others = {"mass_BHT": running.mass_BHT * torch.nan, "last_access_BHT": running.last_access_BHT + 1}
+    fields = {"keys": "keys_BHTD", "values": "values_BHTD", "window queries": "queries_BQSD"}
+    fields |= {"value_norm": "value_norm_BQT", "output_weight": "output_weight_QDE"}
+    without = {what: {name: getattr(evidence, name) * torch.nan} for what, name in fields.items()}
+    without |= {"running": {"running": replace(running, **others)}, "rotary": {"rotary": None}}
+    if "queries" not in says:
+        without["earlier ones"] = last
+    for what, changes in without.items():
+        poor = replace(evidence, **changes)
+        if says.isdisjoint(what.split()[:2]):
+            assert all(map(torch.equal, both(score_of(poor, name, settings)), both(score))), what
+        elif what != "rotary":
+            assert not torch.equal(score_of(poor, name, settings).values_BHT, score.values_BHT), what
+    if "queries" in says:
+        fewer = score_of(replace(evidence, **last), name, settings)
         assert not torch.equal(fewer.values_BHT, score.values_BHT)
         assert fewer.values_BHT[evidence.exists_BHT].isfinite().all()
-    elif "window" in needs:
-        fewer = score_of(replace(evidence, **window), name, settings)
-        assert all(map(torch.equal, both(fewer), both(score)))
-    for need, changes in without.items():
-        poor = replace(evidence, **changes)
-        if need in needs or (need, "queries" in needs) == ("window", True):
-            if need == "rotary":
-                with pytest.raises(ValueError, match="no rotary"):
-                    score_of(poor, name, settings)
-            else:
-                assert not torch.equal(score_of(poor, name, settings).values_BHT, score.values_BHT), need
-        else:
-            assert torch.equal(score_of(poor, name, settings).values_BHT, score.values_BHT), need
-
-
-def test_a_sequence_that_brought_too_few_queries_is_refused():
-    evidence = held_evidence()
-    queried = torch.arange(ASKED) >= torch.tensor([[0], [3], [2]])
-    message = r"holds the last 5 queries of a sequence, the observation window needs 6: keep more.*window=5"
-    with pytest.raises(ValueError, match=message):
-        score_of(replace(evidence, queried_BS=queried), "snapkv", {})
-    assert score_of(replace(evidence, queried_BS=queried), "snapkv", {"window": 5}).window == 5
 
 
 def test_expected_attention_learns_from_the_queries_that_came():
@@ -217,22 +196,3 @@ def test_which_columns_are_shown_changes_no_pool(kind, size, dtype):
         shown = paid[b : b + 1, ..., held]
         alone = pool_entries(shown, kind, size, window=WINDOW, place_BT=held[None])
         assert torch.equal(alone, pooled[b : b + 1, ..., held])
-
-
-def test_what_a_score_reads_of_entries_is_found_by_asking_it():
-    """A later eviction shows a score only what this says, and NaN in place of the rest."""
-    read = {name: entries_read(name, {}) for name in SCORES}
-    neither = {name for name, found in read.items() if not found & {"keys", "values"}}
-    assert neither == {"h2o", "keyformer", "lazy_eviction", "lru", "random", "recency"}
-    assert {name for name, found in read.items() if "values" in found} == {
-        "expected_attention",
-        "lagkv",
-        "lava",
-        "vatp",
-    }
-    assert entries_read("expected_attention", {"value_norm": "output"}) == {"keys", "values", "output_weight"}
-    assert {name for name, found in read.items() if "output_weight" in found} == {
-        "critical",
-        "defensive",
-        "observed_risk",
-    }

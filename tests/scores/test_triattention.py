@@ -1,9 +1,6 @@
-"""TriAttention against its published series, complex number by complex number;
-and statistics of a file as its code publishes it."""
+"""TriAttention against its published series of complex numbers; and statistics of a file as its code
+publishes it."""
 
-import cmath
-import itertools
-import math
 import pickle
 from dataclasses import replace
 
@@ -15,9 +12,9 @@ from retain.attention.rotary import Rotary
 from retain.budget.statement import Budget
 from retain.hf.intercept.observe import observe
 from retain.policy import decide_layers
-from retain.scores import SCORES, triattention
+from retain.scores import triattention
 from retain.scores.triattention import centres_of
-from tests.naive import assert_heads_close, existing, naive_scores, query_heads, random_evidence
+from tests.naive import assert_heads_close, masked, random_evidence
 from tests.refused import refused
 from tests.tiny import tiny_batch, tiny_model
 
@@ -27,45 +24,30 @@ PROTECTED = [
 ]
 
 
-def pairs(vector, F):
-    return [complex(vector[f], vector[F + f]) for f in range(F)]
-
-
 @pytest.mark.parametrize(("scaling", "furthest"), [(1.0, 9), (1.3, 64), (1.0, 1)])
 def test_the_series_of_the_centre_and_the_length_of_what_scatters(scaling, furthest):
     """Six dimensions, of which RoPE turns four."""
     rotary = Rotary(torch.tensor([0.7, 0.1]), scaling)
     evidence = random_evidence((0, 3), head_width=6, rotary=rotary, dtype=torch.float64)
-    frequencies, F = [float(w) for w in rotary.inverse_frequencies_F], 2
-    plain_q = rotary.unrotate(evidence.queries_BQSD, evidence.positions_BT)
-    plain_k = rotary.unrotate(evidence.keys_BHTD, evidence.positions_BT)
-    distances = [2**n for n in range(furthest.bit_length())]
-
-    def series(b, q):
-        entries, h = existing(evidence, b), q // evidence.group
-        seen = [plain_q[b, q, j].tolist() for j in entries]
-        centre = [sum(column) / len(seen) for column in zip(*seen, strict=True)]
-        lengths = [sum(abs(pairs(one, F)[f]) for one in seen) / len(seen) for f in range(F)]
-        now, numbers = int(evidence.positions_BT[b, -1]) + 1, {}
-        for i in entries:
-            key, at = plain_k[b, h, i].tolist(), int(evidence.positions_BT[b, i])
-            rest = sum(c * k for c, k in zip(centre[2 * F :], key[2 * F :], strict=True))
-            found = []
-            for d in distances:
-                total = rest
-                for c, k, w in zip(pairs(centre, F), pairs(key, F), frequencies, strict=True):
-                    phase = w * (now + d - at) + cmath.phase(c) - cmath.phase(k)
-                    total += abs(c) * abs(k) * math.cos(phase) * scaling**2
-                found.append(total)
-            scatter = zip(lengths, pairs(centre, F), pairs(key, F), strict=True)
-            scattered = sum((m - abs(c)) * abs(k) * scaling**2 for m, c, k in scatter)
-            numbers[i] = scattered + sum(found) / len(found)
-        mean = sum(numbers.values()) / len(numbers)
-        deviation = math.sqrt(sum((x - mean) ** 2 for x in numbers.values()) / len(numbers))
-        return {i: (x - mean) / deviation for i, x in numbers.items()}
-
-    heads = {(b, q): series(b, q) for b, q in itertools.product(range(2), range(4))}
-    naive = naive_scores(evidence, lambda b, h, i: max(heads[b, q][i] for q in query_heads(evidence, h)))
+    (G, F), at_BT = (evidence.group, 2), evidence.positions_BT
+    plain_q = rotary.unrotate(evidence.queries_BQSD, at_BT)
+    plain_k = rotary.unrotate(evidence.keys_BHTD, at_BT).repeat_interleave(G, 1)
+    queries = [plain_q[b, :, evidence.valid_BT[b]] for b in range(2)]
+    centre = torch.stack([one.mean(1) for one in queries])
+    length = torch.stack([torch.complex(one[..., :F], one[..., F : 2 * F]).abs().mean(1) for one in queries])
+    c, k = (torch.complex(x[..., :F], x[..., F : 2 * F]) for x in (centre, plain_k))
+    distances = torch.tensor([2**n for n in range(furthest.bit_length())])
+    ahead = at_BT[:, -1:, None] + 1 + distances - at_BT[..., None]
+    phase = rotary.inverse_frequencies_F.double() * ahead[:, None, ..., None]
+    phase = phase + c.angle()[:, :, None, None] - k.angle()[:, :, :, None]
+    series = (c.abs()[:, :, None, None] * k.abs()[:, :, :, None] * phase.cos()).sum(-1).mean(-1)
+    scattered = ((length - c.abs())[:, :, None] * k.abs()).sum(-1)
+    values = (series + scattered) * scaling**2
+    values = values + (centre[:, :, None, 2 * F :] * plain_k[..., 2 * F :]).sum(-1)
+    for b in range(2):
+        valid = values[b][:, evidence.valid_BT[b]]
+        values[b] = (values[b] - valid.mean(-1, keepdim=True)) / valid.std(-1, correction=0, keepdim=True)
+    naive = masked(values.unflatten(1, (-1, G)).amax(2), evidence)
     got = triattention(evidence, furthest=furthest)
     assert_heads_close(got.values_BHT, naive, ops=4)
 
@@ -90,18 +72,15 @@ def test_statistics_of_a_file_stand_in_for_the_queries(tmp_path):
     blank = replace(evidence, queries_BQSD=torch.full_like(evidence.queries_BQSD[:, :, -1:], float("nan")))
     want = triattention(evidence).values_BHT
     assert torch.equal(triattention(blank, centres=path).values_BHT, want)
-    family = SCORES["triattention"]
-    assert family.needs_with({"centres": path}) == {"rotary"} and "queries" in family.needs_with({})
     two = random_evidence((0, 3), rotary=rotary, head_width=4)
     alone = two.select_batch(slice(1, 2))
     in_two, by_itself = (triattention(shown, centres=path).values_BHT for shown in (two, alone))
     torch.testing.assert_close(in_two[1:], by_itself)
-    refused("hold nothing for layer 4", triattention, replace(blank, layer_idx=4), centres=path)
+    refused("hold None for layer 4", triattention, replace(blank, layer_idx=4), centres=path)
     half = replace(blank, rotary=Rotary(torch.tensor([0.3])))
-    refused("RoPE turns 2 of 4 numbers", triattention, half, centres=path)
+    refused(r"hold \(4, 3, 2\) for layer 3, wanted \(4, 3, 1\)", triattention, half, centres=path)
     with pytest.raises(FileNotFoundError, match=r"scripts/calibrate.py .*, or leave centres out"):
         triattention(blank, centres="none.pt")
-    refused("no rotary embedding", triattention, replace(evidence, rotary=None))
     refused("a sequence has none", triattention, random_evidence((0, 14), rotary=rotary))
     other = publish(tmp_path / "other.pt", layers, rope_style="interleaved")
     refused("rope_style is 'interleaved', and 'half' is read", triattention, blank, centres=other)
@@ -135,6 +114,4 @@ def test_a_cache_reads_the_statistics_of_its_model(tmp_path):
     places = decided.keep_BHT.nonzero()[:, 2]
     assert kept.positions_C[kept.index_N()].tolist() == places.tolist()
     settings["observed_settings"] = {"centres": publish(tmp_path / "one.pt", {0: found[0]})}
-    refused("hold nothing for layer 1.*for this model", retain.Cache, model, "triattention", **settings)
-    changes = ["observed_settings.centres=3"]
-    refused("path of a file, or null, got 3", retain.load_policy, "triattention", changes)
+    refused("hold None for layer 1.*for this model", retain.Cache, model, "triattention", **settings)

@@ -1,86 +1,117 @@
-"""Each score of an observation window against its formula, by loops in float64; then pools and norms."""
+"""Scores of an observation window against their formulas in float64, of attention made entry by entry; then
+pools."""
 
-import itertools
-import math
 from dataclasses import replace
-from functools import cache
 
 import pytest
 import torch
+from torch import Tensor
 
-from retain.scores import (
-    cake,
-    critical,
-    defensive,
-    lava,
-    observed_risk,
-    snapkv,
-    tova,
-    vatp,
-)
+from retain.evidence import Evidence
+from retain.scores import SCORES, cake
 from retain.scores.window import pool_entries
 from tests.close import assert_close
 from tests.naive import (
     SHAPED,
     assert_heads_close,
-    existing,
-    mean,
+    masked,
     naive_attention,
-    naive_norm,
     naive_pool,
-    naive_pooled,
-    naive_scores,
-    naive_value,
-    query_heads,
     random_evidence,
     shaped_evidence,
 )
 
 shaped = pytest.mark.parametrize(("shape", "layer"), SHAPED)
-pooled = pytest.mark.parametrize(("pool", "pool_size"), [("avg", 5), ("max", 7), (None, 5)])
 
 
-def variance(numbers):
-    return sum((x - mean(numbers)) ** 2 for x in numbers) / (len(numbers) - 1)
+class Plain:
+    """Parts of formulas, `[B, H, G, ...]`: attention of the window's queries, norms, lengths of values."""
+
+    def __init__(self, evidence: Evidence, window: int):
+        self.split, self.exists = evidence.num_seen - window, evidence.exists_BHT
+        self.heads = evidence.num_heads
+        self.paid = naive_attention(evidence)[:, :, -window:].unflatten(1, (self.heads, -1))
+        values, weight = evidence.values_BHTD.double(), evidence.output_weight_QDE.double()
+        written = torch.einsum("bhtd,hgde->bhgte", values, weight.unflatten(0, (self.heads, -1)))
+        self.norm, self.size = written.abs().sum(-1), values.abs().sum(-1)
+
+    def pool(self, rows: Tensor, pool: str | None, size: int) -> Tensor:
+        flat = [naive_pool(row, pool, size, self.split) for row in rows.flatten(0, -2)]
+        return torch.stack(flat).view(rows.shape)
+
+    def mass(self, pool: str | None = "avg", pool_size: int = 5) -> Tensor:
+        return self.pool(self.paid.mean(3), pool, pool_size)
 
 
+def naive_cake(plain: Plain, gamma=200.0, pool="avg", pool_size=5):
+    return plain.pool(plain.paid.mean(3) + gamma * plain.paid.var(3), pool, pool_size).mean(2), None
+
+
+def naive_critical(plain: Plain, eps=1e-4, **pool):
+    mass = plain.mass(**pool).mean(2)
+    return (mass + eps) * plain.norm.mean(2), mass
+
+
+def naive_defensive(plain: Plain, pool="avg", pool_size=5, norm="raw"):
+    spread = plain.pool(plain.paid, pool, pool_size)
+    exists = plain.exists[:, :, None, None]
+    before = exists & (torch.arange(exists.shape[-1]) < plain.split)
+    for part in (before, exists & ~before):  # each keeps its mass
+        mass, left = ((rows * part).sum(-1, keepdim=True) for rows in (plain.paid, spread))
+        spread = torch.where(part, spread * torch.where(left > 0, mass / left, 0.0), spread)
+    worst, before = spread.amax((2, 3)), before[:, :, 0, 0]
+    floor = (worst * before).sum(-1, keepdim=True) / before.sum(-1, keepdim=True).clamp_min(1)
+    size = plain.norm.mean(2)
+    total = {
+        "raw": torch.ones(1, 1, 1),
+        "head_share": (size * plain.exists).sum(1, keepdim=True),
+        "token_sum": (size * before).sum(-1, keepdim=True),
+    }[norm]
+    return torch.maximum(worst, floor) * size / torch.where(total > 0, total, 1.0), plain.paid.mean((2, 3))
+
+
+def naive_lava(plain: Plain, value_max_over="prefix", **pool):
+    counted = plain.exists & (torch.arange(plain.exists.shape[-1]) < plain.split)
+    if value_max_over == "all":
+        counted = plain.exists
+    counted = torch.where(counted.any(-1, keepdim=True), counted, plain.exists)
+    largest = (plain.size * counted).amax(-1, keepdim=True)
+    return plain.mass(**{"pool": "max", "pool_size": 7, **pool}).amax(2) * largest, None
+
+
+POOLS = [{}, {"pool": "max", "pool_size": 7}, {"pool": None}]
+FORMULAS = {
+    "snapkv": (lambda plain, **pool: (plain.mass(**pool).mean(2), None), POOLS),
+    "cake": (naive_cake, [*POOLS, {"gamma": 0.0}]),
+    "critical": (naive_critical, [*POOLS, {"eps": 0.01}]),
+    "defensive": (
+        naive_defensive,
+        [{"norm": norm, **pool} for norm in ("raw", "head_share", "token_sum") for pool in POOLS],
+    ),
+    "lava": (naive_lava, [{"value_max_over": over, **pool} for over in ("prefix", "all") for pool in POOLS]),
+    "observed_risk": (lambda plain: ((plain.paid.amax(3) * plain.norm).amax(2), None), [{}]),
+    "vatp": (lambda plain: (plain.mass(None).mean(2) * plain.size, None), [{}]),
+    "tova": (lambda plain: (plain.paid[:, :, :, -1].mean((1, 2))[:, None].expand_as(plain.size), None), [{}]),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [(name, settings) for name, (_, variants) in FORMULAS.items() for settings in variants],
+    ids=str,
+)
 @shaped
-@pooled
-def test_snapkv(pool, pool_size, shape, layer):
+def test_a_score_of_a_window_is_its_formula(name, settings, shape, layer):
     evidence, window = shaped_evidence(shape, layer)
-    score = snapkv(evidence, window=window, pool=pool, pool_size=pool_size)
-    assert (score.window, score.first_BHT) == (window, None)
-    assert_heads_close(score.values_BHT, naive_pooled(evidence, window, pool, pool_size))
-
-
-@shaped
-@pooled
-@pytest.mark.parametrize("gamma", [{"gamma": 0.0}, {}])
-def test_cake(shape, layer, pool, pool_size, gamma):
-    evidence, window = shaped_evidence(shape, layer)
-    score = cake(evidence, window=window, pool=pool, pool_size=pool_size, **gamma)
-    assert score.window == window
-    weight = gamma.get("gamma", 200.0)
-    naive = naive_pooled(
-        *(evidence, window, pool, pool_size),
-        of=lambda paid: mean(paid) + weight * variance(paid),
-    )
-    # The variance is a difference of numbers of the size of the mean: it rounds a few times over.
-    assert_heads_close(score.values_BHT, naive, ops=4)
-
-
-def naive_layer_weight(evidence, window, *, tau1=1.6, tau2=0.6):
-    attention = naive_attention(evidence)[:, :, -window:].tolist()
-    weight = torch.zeros(len(attention), dtype=torch.float64)
-    for b, heads in enumerate(attention):
-        dispersion = shift = 0.0
-        for i in existing(evidence, b):
-            if i < evidence.num_seen - window:
-                rows = [[paid[i] for paid in head] for head in heads]
-                dispersion -= sum(a * math.log(a + 1e-10) for row in rows for a in row)
-                shift += sum(map(variance, rows))
-        weight[b] = dispersion ** (1 / tau1) * shift ** (1 / tau2)
-    return weight
+    given = {} if name == "tova" else {"window": window}
+    score = SCORES[name].function(evidence, **given, **settings)
+    assert score.window == given.get("window", 1)
+    values, first = FORMULAS[name][0](Plain(evidence, window), **settings)
+    # A variance is a difference of numbers of the size of the mean: it rounds a few times over.
+    assert_heads_close(score.values_BHT, masked(values, evidence), ops=4 if name == "cake" else 1)
+    assert (score.first_BHT is None) == (first is None)
+    if first is not None:
+        assert_heads_close(score.first_BHT, masked(first, evidence))
 
 
 @shaped
@@ -89,9 +120,14 @@ def test_the_layer_weight_of_cake(shape, layer, taus):
     evidence, window = shaped_evidence(shape, layer)
     weight = cake(evidence, window=window, **taus).layer_weight_B
     assert weight.dtype == torch.float64
+    paid, valid = naive_attention(evidence)[:, :, -window:], evidence.valid_BT
+    before = valid & (torch.arange(valid.shape[1]) < evidence.num_seen - window)
+    dispersion = -((paid * (paid + 1e-10).log()).sum((1, 2)) * before).sum(-1).clamp_max(0.0)
+    shift = (paid.var(2).sum(1) * before).sum(-1)
+    naive = dispersion ** (1 / taus.get("tau1", 1.6)) * shift ** (1 / taus.get("tau2", 0.6))
     # One at a time, since their sizes differ; a sequence that is all window prefers nothing.
-    for one, naive in zip(weight, naive_layer_weight(evidence, window, **taus), strict=True):
-        assert_close(one, naive, dtype=torch.float32, ops=4)
+    for one, wanted in zip(weight, naive, strict=True):
+        assert_close(one, wanted, dtype=torch.float32, ops=4)
     if shape == "wide":
         assert (weight > 0).tolist() == [True, True, False] and float(weight[2]) == 0.0
 
@@ -106,135 +142,9 @@ def test_attention_on_one_entry_is_not_spread_and_does_not_shift(dtype):
     assert cake(evidence, window=6).layer_weight_B.tolist() == [0.0]
 
 
-@shaped
-@pooled
-@pytest.mark.parametrize("eps", [{}, {"eps": 0.01}])
-def test_critical(shape, layer, pool, pool_size, eps):
-    evidence, window = shaped_evidence(shape, layer)
-    score = critical(evidence, window=window, pool=pool, pool_size=pool_size, **eps)
-    assert score.window == window
-    mass, granted = naive_pooled(evidence, window, pool, pool_size), eps.get("eps", 1e-4)
-
-    def number(b, h, i):
-        norms = [naive_norm(evidence, b, q, i) for q in query_heads(evidence, h)]
-        return (float(mass[b, h, i]) + granted) * mean(norms)
-
-    assert_heads_close(score.values_BHT, naive_scores(evidence, number))
-    assert_heads_close(score.first_BHT, mass)
-
-
-def naive_defensive(evidence, window, *, pool="avg", pool_size=5, norm="raw"):
-    attention = naive_attention(evidence)[:, :, -window:]
-    H, T = evidence.num_heads, evidence.num_seen
-    split = T - window
-
-    @cache
-    def size(b, h, i):
-        return mean([naive_norm(evidence, b, q, i) for q in query_heads(evidence, h)])
-
-    def divisor(b, h, i, before):
-        return {
-            "raw": lambda: 1.0,
-            "head_share": lambda: sum(size(b, k, i) for k in range(H)),
-            "token_sum": lambda: sum(size(b, h, k) for k in before) or 1.0,
-        }[norm]()
-
-    @cache
-    def worst(b, h):
-        """Risk of each entry before the floor."""
-        entries = existing(evidence, b)
-        before, paid = [i for i in entries if i < split], {i: [] for i in entries}
-        for q, j in itertools.product(query_heads(evidence, h), range(window)):
-            row = attention[b, q, j]
-            spread = naive_pool(row, pool, pool_size, split)
-            for part in (before, [i for i in entries if i >= split]):
-                mass, left = sum(float(row[i]) for i in part), sum(float(spread[i]) for i in part)
-                for i in part:
-                    paid[i].append(float(spread[i]) * (mass / left if left else 0.0))
-        return {i: max(numbers) for i, numbers in paid.items()}, before
-
-    def value(b, h, i):
-        risk, before = worst(b, h)
-        lifted = max(risk[i], sum(risk[k] for k in before) / max(1, len(before)))
-        return lifted * size(b, h, i) / divisor(b, h, i, before)
-
-    def first(b, h, i):
-        return attention[b, query_heads(evidence, h), :, i].mean().item()
-
-    return naive_scores(evidence, value), naive_scores(evidence, first)
-
-
-@pytest.mark.parametrize("norm", ["raw", "head_share", "token_sum"])
-@pytest.mark.parametrize(("pool", "pool_size"), [(None, 3), ("avg", 5), ("max", 3)])
-@shaped
-def test_defensive(shape, layer, norm, pool, pool_size):
-    evidence, window = shaped_evidence(shape, layer)
-    chosen = {"norm": norm, "pool": pool, "pool_size": pool_size}
-    score = defensive(evidence, window=window, **chosen)
-    values, first = naive_defensive(evidence, window, **chosen)
-    assert score.window == window
-    assert_heads_close(score.values_BHT, values)
-    assert_heads_close(score.first_BHT, first)
-
-
-@shaped
-@pytest.mark.parametrize("over", ["prefix", "all"])
-@pooled
-def test_lava(shape, layer, over, pool, pool_size):
-    evidence, window = shaped_evidence(shape, layer)
-    score = lava(evidence, window=window, pool=pool, pool_size=pool_size, value_max_over=over)
-    assert (score.window, score.layer_weight_B) == (window, None)
-    mass = naive_pooled(evidence, window, pool, pool_size, group=max)
-
-    def number(b, h, i):
-        entries = existing(evidence, b)
-        before = [k for k in entries if k < evidence.num_seen - window]
-        counted = entries if over == "all" or not before else before
-        return float(mass[b, h, i]) * max(naive_value(evidence, b, h, k) for k in counted)
-
-    assert_heads_close(score.values_BHT, naive_scores(evidence, number))
-
-
-def naive_observed_risk(evidence, window):
-    paid = naive_attention(evidence)[:, :, -window:].tolist()
-
-    def number(b, h, i):
-        heads = query_heads(evidence, h)
-        return max(naive_norm(evidence, b, q, i) * max(row[i] for row in paid[b][q]) for q in heads)
-
-    return naive_scores(evidence, number)
-
-
-@shaped
-def test_observed_risk(shape, layer):
-    evidence, window = shaped_evidence(shape, layer)
-    score = observed_risk(evidence, window=window)
-    assert score.window == window
-    assert_heads_close(score.values_BHT, naive_observed_risk(evidence, window))
-
-
-@shaped
-def test_vatp_of_a_window(shape, layer):
-    evidence, window = shaped_evidence(shape, layer)
-    score = vatp(evidence, window=window)
-    assert score.window == window
-    mass = naive_pooled(evidence, window, None, 1)
-    naive = naive_scores(evidence, lambda b, h, i: float(mass[b, h, i]) * naive_value(evidence, b, h, i))
-    assert_heads_close(score.values_BHT, naive)
-
-
-@shaped
-def test_tova(shape, layer):
-    evidence, _ = shaped_evidence(shape, layer, num_queries=3)
-    last = naive_attention(evidence)[:, :, -1]
-    score = tova(evidence)
-    assert score.window == 1
-    assert_heads_close(score.values_BHT, naive_scores(evidence, lambda b, h, i: mean(last[b, :, i].tolist())))
-
-
 @pytest.mark.parametrize("kind", ["avg", "max"])
 @pytest.mark.parametrize(
-    ("size", "window"), [(1, 4), (3, 4), (5, 4), (7, 4), (7, 2), (5, 1), (5, 14), (5, 0)]
+    ("size", "window"), [(1, 4), (3, 4), (5, 4), (7, 4), (7, 2), (5, 1), (5, 14), (5, 0), (31, 4)]
 )
 def test_pooling_with_the_window_apart(kind, size, window):
     values = torch.rand(2, 3, 14)

@@ -1,5 +1,6 @@
 """Small documents, models and gates of training tests."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -7,6 +8,7 @@ import torch
 from retain.gates import GateSet, build_gates
 from retain.hf.model.decoder import describe
 from retain.train.data.document import Document
+from retain.train.stage import HELD_OUT_STEP, Stage
 from retain.train.teacher import Frozen
 from tests.tiny import PAD, VOCAB, tiny_model
 
@@ -36,6 +38,12 @@ def sizes_of(model: Any, **settings: Any) -> dict[int, dict[str, int]]:
         spec.layer_idx: {"E": spec.hidden_size, "H": spec.num_kv_heads, **settings}
         for spec in describe(model)
     }
+
+
+def look(objective: Stage, documents: Sequence[Document]) -> list[dict[str, Any]]:
+    """Numbers of held-out documents."""
+    with torch.no_grad():
+        return objective.rows_of(documents, HELD_OUT_STEP, None)
 
 
 def gates_for(model: Any, family: str = "linear", **settings: Any) -> GateSet:

@@ -1,6 +1,5 @@
 """The training card: a model card that parses, says what was measured, and is not broken by its contents."""
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -15,19 +14,7 @@ from retain.gates.artifact import read_metadata, save_gates
 from retain.gates.card import card_of
 from retain.train.distill import distill
 from retain.train.run.artifact import command_line
-from retain.train.run.card import write_card
 
-LOOKS = """
-- {loss: 2.0, overlap: 0.2, overlap_random: 0.21, overlap_recency: 0.12, overlap_value_norm: 0.3}
-- {loss: 0.5, overlap: 0.625, overlap_of: {"0": [0.5, 0.75], "10": [0.6, 0.65]}}
-"""
-FIRST, LAST = yaml.safe_load(LOOKS)
-STEP = {"mse": 1.0, "pairwise": 0.5, "overlap": 0.4, "lr": 0.1, "grad_norm": 1.0}
-RECORDS: list[dict[str, Any]] = [
-    {"step": 0, "held_out": FIRST},
-    *({"step": step, "loss": 2.0 / step, **STEP} for step in range(1, 5)),
-    {"step": 4, "held_out": LAST},
-]
 WRITTEN = """
 family: mlp
 unit: log_risk
@@ -39,7 +26,9 @@ target: {horizon: 32, sources: {own: 1.0}}
 loss: {terms: {mse: 1.0}}
 data: {source: hub, path: owner/data, held_out: 16, max_tokens: 4096, appendix: "\n{question}|"}
 config: {stage: local, dtype: bfloat16, training: {steps: 4}}
-training: {steps: 4, num_processes: 2, tokens: 123456, seconds: 61.0, parameters: 1234}
+command: accelerate launch train/distill.py
+training: {steps: 4, num_processes: 2, tokens: 123456, seconds: 61.0, parameters: 1234,
+  held_out: {loss: 0.5, overlap: 0.625, overlap_random: 0.21, overlap_recency: 0.12, overlap_value_norm: 0.3}}
 provenance: {clean: true, python: "3.11", platform: Linux x86_64, device: cpu}
 calibration:
   settings: {kind: shared}
@@ -50,7 +39,6 @@ calibration:
 license: apache-2.0
 """
 METADATA: dict[str, Any] = yaml.safe_load(WRITTEN)
-METADATA["training"]["held_out"] = LAST
 METADATA["provenance"] |= {"commit": "f" * 40, "versions": {"torch": "2.13", "deepspeed": None}}
 
 
@@ -60,22 +48,8 @@ def front_matter(text: str) -> dict[str, Any]:
     return yaml.safe_load(front)
 
 
-def save_artifact(folder: Path, metadata: dict[str, Any]) -> None:
-    gates = build_gates("mlp", {0: {"E": 4, "H": 2}})
-    stated = {key: value for key, value in metadata.items() if key not in ("family", "unit", "layers")}
-    save_gates(gates, folder, fingerprint={"model_type": "qwen3", "sha256": "x"}, metadata=stated)
-    (folder / "log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
-
-
 def test_the_card_says_what_was_made_how_and_how_well() -> None:
-    text = str(
-        card_of(
-            METADATA,
-            RECORDS,
-            command="accelerate launch train/distill.py",
-            place="g",
-        )
-    )
+    text = str(card_of(METADATA, place="g"))
     assert front_matter(text) == {
         **{"library_name": "retain", "base_model": "owner/model", "base_model_relation": "adapter"},
         "license": "apache-2.0",
@@ -136,7 +110,7 @@ def test_a_run_writes_what_the_card_reads(make_config: Callable[..., Any]) -> No
 
 
 def test_what_was_not_measured_is_not_in_the_card() -> None:
-    text = str(card_of({"base_model": "/a/folder", "family": "linear", "layers": {}}, []))
+    text = str(card_of({"base_model": "/a/folder", "family": "linear", "layers": {}}))
     assert front_matter(text)["tags"][-1] == "gate-linear"
     assert "base_model" not in front_matter(text) and "datasets" not in front_matter(text)
     for word in ("overlap |", "Calibration", "```bash", "Commit", "None"):
@@ -149,9 +123,10 @@ def test_contents_cannot_break_the_card() -> None:
         "base_model": "a|b<script>`x`",
         "data": {"source": "jsonl", "path": "x|y`z\n# heading", "appendix": "\n{question}\n"},
         "license": "other: [x]",
+        "command": "a ``` b",
         "provenance": {**METADATA["provenance"], "platform": "# no heading | <b>here</b>"},
     }
-    text = str(card_of(nasty, [], command="a ``` b"))
+    text = str(card_of(nasty))
     assert front_matter(text)["license"] == "other: [x]"
     text = text.replace("\\`", "")  # an escaped one opens nothing
     prose = re.sub(r"(?<!`)(`+)(?!`).*?(?<!`)\1(?!`)", "", text, flags=re.S)  # what is code cannot be markup
@@ -172,25 +147,18 @@ def test_the_command_of_a_run_can_be_typed_again(program: str, said: str, monkey
     assert command_line() == said
 
 
-def test_a_run_gets_a_card(tmp_path: Path) -> None:
-    save_artifact(tmp_path, METADATA)
-    path = write_card(tmp_path, command="run me")
-    assert path == tmp_path / "README.md" and "run me" in path.read_text()
-    assert not list(tmp_path.glob("*.new*"))
-
-
 def test_the_lines_of_the_card_load_the_gates_and_answer(tmp_path: Path) -> None:
     """The card's example runs, against a real artifact of a reference model."""
     from retain.hf.model.decoder import describe
     from retain.hf.model.identity import fingerprint
     from retain.reference import load_model
 
-    model = load_model(seed=0)
+    model = load_model()
     gates = build_gates(
         "linear", {s.layer_idx: {"E": s.hidden_size, "H": s.num_kv_heads} for s in describe(model)}
     )
     save_gates(gates, tmp_path, fingerprint=fingerprint(model), metadata={"base_model": "reference:0"})
-    text = write_card(tmp_path, command="x").read_text()
+    text = str(card_of(read_metadata(tmp_path), place=str(tmp_path)))
     code = text.split("```python\n")[1].split("```")[0]
     space: dict[str, Any] = {}
     exec(code, space)

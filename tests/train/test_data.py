@@ -165,9 +165,6 @@ def test_mixed_lengths_are_keyed_by_document(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"columns": {"txet": "body"}}, r"data.columns.txet: unknown \(did you mean 'text'\?\); known: "),
-        ({"columns": {"text": "a", "messages": "b"}}, r"wanted exactly one of context_ids, messages, text"),
-        ({"columns": {"text": "a", "answer": "b"}}, "data.columns.answer does not go with data.columns.text"),
         ({"path": None, "min_tokens": 9, "max_tokens": 3}, r"needs data.path .*min_tokens=9 must be"),
         ({"revision": "main"}, "data.revision means nothing for data.source=jsonl, only for hub"),
         ({"streaming": True}, "data.streaming means nothing for data.source=jsonl, only for hub"),

@@ -49,7 +49,7 @@ def test_a_run_writes_an_artifact_that_loads_and_scores(make_config: Make) -> No
     frozen = load_frozen(config.model, dtype="float32")
     gates = retain.load_gates(folder, frozen.model)
     made = gates.metadata["training"]
-    assert made["num_processes"] == 1 and made["documents_of_process"] == [32]
+    assert made["num_processes"] == 1
     assert made["held_out"] == looks[-1]["held_out"]
     assert gates.metadata["config"]["model"] == config.model and gates.metadata["protected_window"] == 8
     for evidence in observe(frozen.model, torch.arange(2, 40)[None]):
@@ -183,6 +183,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(
     [
         (["gate.family=mpl", "data.lengths=[9]"], "(?s)did you mean 'mlp'.*data.lengths has 9"),
         (["target.horizon=0", "training.lr=.nan"], "(?s)target.horizon: input .*training.lr: input"),
+        (["seeed=1", "gate.family=mpl"], "(?s)unknown key 'seeed' .*did you mean 'mlp'"),
         (["target.horizon=99"], "too short: .* more than 99 are needed"),
         (["target.horizon=500"], "data.max_tokens=100 and target.horizon=500: no context would be longer"),
         (["model=no/such-model"], "model='no/such-model' cannot be loaded"),
@@ -242,7 +243,7 @@ def test_each_familys_recipe_trains_the_reference_model_in_small(path: Path, tmp
     folder = distill(config)
     looks = [record["held_out"] for record in read_log(folder) if "held_out" in record]
     assert len(looks) == 2 and all(math.isfinite(found["loss"]) for found in looks)
-    assert all(0 <= found["overlap"] <= 1 for found in looks)
+    assert all(0 <= found["overlap"] <= 1 for found in looks if config.stage != "end_to_end")
     steps = [record for record in read_log(folder) if "grad_norm" in record]
     assert len(steps) == 3 and all(record["grad_norm"] > 0 for record in steps)
     frozen = load_frozen(config.model, dtype="float32")

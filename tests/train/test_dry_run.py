@@ -1,12 +1,13 @@
 """A dry run makes one real step, on the longest documents, and writes nothing."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from retain.config import save
+from retain.config import to_mapping
 from retain.train.distill import main
 from retain.train.run import dry_run as module
 
@@ -31,7 +32,7 @@ def test_one_real_step_on_the_longest_documents(
     inner = module.take_step_
     monkeypatch.setattr(module, "take_step_", taken)
     config = make_config()
-    save(config, tmp_path / "c.yaml")
+    (tmp_path / "c.yaml").write_text(json.dumps(to_mapping(config)))
     main(["--config", str(tmp_path / "c.yaml"), "--dry-run"])
     said = capsys.readouterr().out
     assert f"one step of 4 documents, {records[0]['tokens']} tokens" in said

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from retain.config import save
+from retain.config import to_mapping
 from retain.train.run.checkpoint import read_log
 from tests.train.runs import python, same_gates
 
@@ -18,7 +18,7 @@ KILLS = 20
 def test_twenty_kills_change_nothing(make_config: Callable[..., Any], tmp_path: Path) -> None:
     training = {"steps": 90, "batch_documents": 2, "checkpoint_every": 1, "held_out_every": 20}
     config = make_config(**{f"training.{name}": value for name, value in training.items()})
-    save(config, tmp_path / "c.yaml")
+    (tmp_path / "c.yaml").write_text(json.dumps(to_mapping(config)))
     python("tests/train/killed.py", str(tmp_path), str(KILLS), str(tmp_path / "c.yaml"))
     records = json.loads((tmp_path / "kills.json").read_text())
     assert [record["killed"] for record in records] == [True] * KILLS, "none of them had ended by itself"

@@ -12,6 +12,7 @@ from retain.train.objectives.targets import TargetSettings
 from retain.train.teacher import Frozen
 from tests.hf.behind import paid_behind
 from tests.tiny import tiny_model
+from tests.train.made import look
 
 NUM_TOKENS = 3
 ANSWER = TargetSettings(sources={"appendix": 1.0})
@@ -68,15 +69,15 @@ def test_loss_and_gradient_are_those_of_one_plain_graph(family: str) -> None:
     model = tiny_model(family, dtype=torch.float64)
     gates, found = gates_of(model), documents(2)
     objective = Lookahead(gates, frozen_of(model), ANSWER, seed=0)
-    rows = objective.accumulate_(found, 0, 0.5)
-    got = [parameter.grad.clone() for parameter in objective.parameters()]
+    rows = objective.rows_of(found, 0, 0.5)
+    got = [parameter.grad.clone() for parameter in objective.gates.parameters()]
     gates.zero_grad()
     losses = [naive_loss(model, gates, one, {one.appendix_ids: 1.0}) for one in found]
     (0.5 * sum(losses)).backward()
     for row, loss in zip(rows, losses, strict=True):
         assert row["loss"] == pytest.approx(float(loss.detach()), rel=1e-4)
     # Norms are computed in float32 inside the models.
-    wanted = [parameter.grad for parameter in objective.parameters()]
+    wanted = [parameter.grad for parameter in objective.gates.parameters()]
     scale = max(float(one.abs().max()) for one in wanted)
     for one, other in zip(got, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-3, atol=2e-4 * scale)
@@ -89,7 +90,7 @@ def test_several_answers_are_mixed_by_weight() -> None:
     sources = {"appendix": 1.0, "continuation": 3.0}
     target = TargetSettings(sources=sources, continuation_tokens=4)
     objective = Lookahead(gates, frozen_of(model), target, seed=0)
-    (row,) = objective.look([found])
+    (row,) = look(objective, [found])
     with torch.no_grad():
         written = model.generate(torch.tensor([found.context_ids]), max_new_tokens=4, do_sample=False)
         answer = tuple(written[0, len(found.context_ids) :].tolist())
@@ -105,8 +106,8 @@ def test_gradients_add_up_and_nothing_is_drawn() -> None:
     def gradient(batches: list[list[Document]], step: int) -> list[torch.Tensor]:
         gates.zero_grad()
         for batch in batches:
-            objective.accumulate_(batch, step, 0.25)
-        return [parameter.grad.clone() for parameter in objective.parameters()]
+            objective.rows_of(batch, step, 0.25)
+        return [parameter.grad.clone() for parameter in objective.gates.parameters()]
 
     random = torch.get_rng_state()
     whole, again = gradient([found], 0), gradient([found], 5)
@@ -117,19 +118,15 @@ def test_gradients_add_up_and_nothing_is_drawn() -> None:
     assert torch.equal(torch.get_rng_state(), random)
 
 
-def test_looking_leaves_no_gradient_and_reports_heads_and_baselines() -> None:
+def test_looking_leaves_no_gradient_and_reports_baselines() -> None:
     model = tiny_model("qwen3")
     gates = gates_of(model)
     objective = Lookahead(gates, frozen_of(model), ANSWER, seed=0)
-    rows = objective.look(documents(2), baselines=True)
+    rows = look(objective, documents(2))
     assert all(parameter.grad is None for parameter in gates.parameters())
-    names = {"loss", "overlap", "overlap_of", "overlap_random", "overlap_recency", "overlap_value_norm"}
+    names = {"loss", "overlap", "overlap_random", "overlap_recency", "overlap_value_norm"}
     assert all(set(row) == names for row in rows)
-    assert list(rows[0]["overlap_of"]) == [str(layer) for layer in gates.layers]
-    assert rows[0]["overlap"] == pytest.approx(
-        sum(sum(heads) / len(heads) for heads in rows[0]["overlap_of"].values()) / len(gates.layers)
-    )
-    assert objective.look(documents(2), baselines=True) == rows
+    assert look(objective, documents(2)) == rows
 
 
 def test_what_cannot_be_learned_is_refused() -> None:
@@ -140,4 +137,4 @@ def test_what_cannot_be_learned_is_refused() -> None:
     ):
         Lookahead(gates_of(model), frozen, TargetSettings(), seed=0)
     with pytest.raises(ValueError, match="needs something after every document, and document 0 has nothing"):
-        Lookahead(gates_of(model), frozen, ANSWER, seed=0).look(documents(1, appendix=0))
+        look(Lookahead(gates_of(model), frozen, ANSWER, seed=0), documents(1, appendix=0))

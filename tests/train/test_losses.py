@@ -10,7 +10,7 @@ import torch
 from retain.attention.chunked import truncate
 from retain.evidence import Evidence, attention_probs
 from retain.gates import Gate, GateInputs
-from retain.train.objectives.case import LossSettings, keyed_generator
+from retain.train.objectives.case import Case, LossSettings, keyed_generator
 from retain.train.objectives.fit import check_fit, check_losses
 from retain.train.objectives.layer_output import (
     layer_output,
@@ -68,7 +68,7 @@ def of(name: str, unit: str = "mass", *, reached=None, output=None, target=None,
     target = known[1] if target is None else target
     reached = known[2] if reached is None else reached
     loss = LossSettings(terms={name: 1.0}, **settings)
-    found = local_losses(output, known[3], target, reached, view, loss, KEY, horizon=4)
+    found = local_losses(Case(output[None], target[None], reached[None], known[3], loss, KEY, view, 4))
     assert list(found) == [name] and found[name].shape == ()
     return found[name]
 
@@ -289,7 +289,7 @@ def test_odd_documents_are_finite(name: str, odd: str, unit: str) -> None:
 def test_the_total_weighs_the_terms_and_a_view_is_asked_for() -> None:
     settings = LossSettings(terms={"mse": 2.0, "smooth": 0.0, "bce": 0.5})
     output, target, reached, gate = one("mass")
-    found = local_losses(output, gate, target, reached, None, settings, (0,), horizon=4)
+    found = local_losses(Case(output[None], target[None], reached[None], gate, settings, (0,), None, 4))
     assert list(found) == ["mse", "smooth", "bce"]
     assert total_loss(found, settings) == 2.0 * found["mse"] + 0.5 * found["bce"]
     assert LossSettings().terms == {"mse": 1.0, "pairwise": 0.5}, "those of the golden curve"

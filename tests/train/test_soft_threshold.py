@@ -1,6 +1,7 @@
 """Hard decisions keep the soft gate's gradient, and noise follows its key."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,6 @@ from retain.kernels.gated_attention import gated_attention
 from retain.train.objectives.soft_threshold import (
     CLOSED,
     SoftThreshold,
-    SoftThresholdStep,
     decided,
     logistic_noise,
 )
@@ -80,18 +80,14 @@ def test_noise_is_logistic_and_follows_the_document() -> None:
 
 def test_an_opening_gives_the_same_again_and_no_noise_when_it_looks() -> None:
     gates = linear()
-    opening = SoftThreshold(gates, hard="gumbel", seed=3)
-    opening.current = SoftThresholdStep(VALID, (5, 6), 7, True)
+    opening = SoftThreshold(gates, "gumbel", 0.1, VALID, [(3, 7, 5), (3, 7, 6)])
     first = opening(output(), gates[0])
     assert torch.equal(opening(output(), gates[0]), first), "a layer that is computed again"
     assert not torch.equal(opening(output(), gates[2]), first), "each layer its own noise"
-    opening.current = SoftThresholdStep(VALID, (5, 6), 8, True)
-    assert not torch.equal(opening(output(), gates[0]), first), "each step its own noise"
+    other = replace(opening, keys=[(3, 8, 5), (3, 8, 6)])
+    assert not torch.equal(other(output(), gates[0]), first), "each step its own noise"
     for how in ("gumbel", "straight_through"):
-        looking = SoftThreshold(gates, hard=how, seed=3)
-        looking.current = SoftThresholdStep(VALID, (5, 6), 7, False)
         expected = torch.where(output() > 0, 0.0, math.log(CLOSED)).double()
-        torch.testing.assert_close(looking(output(), gates[0]), expected)
-    soft = SoftThreshold(gates)
-    soft.current = opening.current
+        torch.testing.assert_close(replace(opening, hard=how, keys=None)(output(), gates[0]), expected)
+    soft = replace(opening, hard="none")
     torch.testing.assert_close(soft(output(), gates[0]), functional.logsigmoid(output()))

@@ -24,7 +24,7 @@ from retain.train.teacher import Frozen, View, walk
 from tests.naive import naive_overlap
 from tests.refused import refused
 from tests.tiny import tiny_model
-from tests.train.made import draw_ids
+from tests.train.made import draw_ids, look
 
 READINGS = [
     Reading(
@@ -110,7 +110,7 @@ def test_baselines_are_judged_by_the_target_that_gates_are() -> None:
         LossSettings(),
         seed=0,
     )
-    row, again = (objective.look([document], baselines=True)[0] for _ in range(2))
+    row, again = (look(objective, [document])[0] for _ in range(2))
     assert row == again and 0 < row["overlap_random"] < 1, "chance is drawn by key, not globally"
     reading = Reading(document)
     recency, value_norm = [], []

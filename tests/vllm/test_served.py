@@ -44,7 +44,7 @@ CASES = [(name, mode) for i, name in enumerate(POLICIES) for mode in ("oneshot",
 
 def write_prompts(seed: int, shortest: int = 100) -> list[list[int]]:
     """Eight contexts of the reference model's tasks, of random length, each with its question."""
-    draw, tasks = random.Random(seed), ("single", "multikey", "lists", "tracing", "quote")
+    draw, tasks = random.Random(seed), ("single", "multikey", "lists", "tracing")
     items = [
         write_item(Writer("eval", 1000 * seed + place), tasks[place % 5], draw.randint(shortest, 1500))
         for place in range(8)

@@ -7,12 +7,11 @@ many stretches of equal length), so memory and time are those of `L H MOST_ENTRI
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Float32, Int
-from pydantic import Field
 from torch import Tensor, nn
 
 from retain.evidence import Evidence
@@ -27,6 +26,8 @@ Rows = Mapping[int, Tensor]
 
 # Entries of a document, spread evenly, that are fitted to and reported on.
 MOST_ENTRIES = 4096
+# Knots of the curve.
+KNOTS = 16
 # Set behind the key of a document, so that these draws are no others.
 ENTRIES = 0xCA11
 
@@ -38,8 +39,6 @@ class CalibrationSettings:
     kind: Literal["none", "shared"] = "shared"
     """`shared`: one monotone curve, with four numbers a head, and the thresholds that keep .02 to .98 of the
     entries; `none`: scores stay as gates give them."""
-    knots: Annotated[int, Field(ge=2, le=1024)] = 16
-    """Of the curve."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +68,9 @@ def look_at(
     key: int = 0,
 ) -> LayerLook:
     """Returns one layer's look, on the CPU, at one document (B = 1): at the entries that count, or at
-    `MOST_ENTRIES` of them, drawn by the document's key. Calibrators that the gates have are left out."""
-    calibrators, gates.calibrators = gates.calibrators, nn.ModuleDict()
-    try:
-        score_HT = gates.score(evidence).values_BHT[0]
-    finally:
-        gates.calibrators = calibrators
+    `MOST_ENTRIES` of them, drawn by the document's key."""
+    assert not gates.calibrators, "calibrated gates give no scores to fit to"
+    score_HT = gates.score(evidence).values_BHT[0]
     entries_N = sampled(counted_T, key)
     score_HN, target_HN = (
         values_HT[:, entries_N.to(values_HT.device)].float().cpu() for values_HT in (score_HT, target_HT)
@@ -96,9 +92,7 @@ def sampled(counted_T: Bool[Tensor, " T"], key: int) -> Int[Tensor, " N"]:
     return entries_N[ends_n[:-1] + (draw_n * ends_n.diff()).long()]
 
 
-def calibrate_(
-    gates: GateSet, looks: Sequence[Look], settings: CalibrationSettings, *, unit: str = "risk"
-) -> dict[str, Any]:
+def calibrate_(gates: GateSet, looks: Sequence[Look], *, unit: str = "risk") -> dict[str, Any]:
     """Fits the curve, and puts calibrators and record into the gate set.
 
     Args:
@@ -131,7 +125,7 @@ def calibrate_(
     signed = raw_unit == "rank" or gates[gates.layers[0]].signed
     signed = signed or any(bool((score_N < 0).any()) for of_heads in scores.values() for score_N in of_heads)
     space = "asinh" if signed else "log"
-    calibrators = fit_shared(scores, wanted, K=settings.knots, space=space, unit=unit)
+    calibrators = fit_shared(scores, wanted, K=KNOTS, space=space, unit=unit)
     made = [
         {layer: calibrators[layer](score_HN[None])[0] for layer, score_HN in look.items()} for look in raw
     ]
@@ -139,7 +133,7 @@ def calibrate_(
         {str(layer): calibrator.to(gates[layer].device) for layer, calibrator in calibrators.items()}
     )
     record: dict[str, Any] = {
-        "settings": asdict(settings),
+        "settings": {"kind": "shared"},
         "documents": {"fitted": len(looks[0::2]), "reported": len(looks[1::2])},
         "unit": {"before": raw_unit, "after": gates.unit},
         "layers": {str(layer): calibrator.dims() for layer, calibrator in calibrators.items()},

@@ -18,22 +18,19 @@ DAY = "26 Jul 2024"
 
 def turns(messages: Any) -> list[dict[str, Any]]:
     """Returns messages as `{"role", "content"}`, both text; other fields stay, but for those that are null.
-
-    Raises:
-        ValueError: it is no list of such messages, or one calls a tool.
-    """
-    if not isinstance(messages, list | tuple) or not messages:
-        raise ValueError(f"wanted a list of messages, got {shown(messages)}")
+    ValueError: it is no list of such messages, or one calls a tool."""
     made = []
-    for number, message in enumerate(messages):
-        if not isinstance(message, Mapping):
-            raise ValueError(f"message {number} is {shown(message)}; wanted {{role, content}}")
-        fields = {name: value for name, value in message.items() if value is not None}
-        if fields.get("tool_calls"):
-            raise ValueError(f"message {number} calls a tool, which is not read: leave the row out")
-        if not isinstance(fields.get("role"), str) or not isinstance(fields.get("content"), str):
-            raise ValueError(f"message {number} is {shown(dict(message))}; wanted role and content as text")
+    for number, message in enumerate(messages if isinstance(messages, list | tuple) else ()):
+        fields = {**message} if isinstance(message, Mapping) else {}
+        fields = {name: value for name, value in fields.items() if value is not None}
+        texts = isinstance(fields.get("role"), str) and isinstance(fields.get("content"), str)
+        if not texts or fields.get("tool_calls"):
+            raise ValueError(
+                f"message {number} is {shown(message)}; wanted role and content as text, no tool calls"
+            )
         made.append(fields)
+    if not made:
+        raise ValueError(f"wanted a list of messages, got {shown(messages)}")
     return made
 
 

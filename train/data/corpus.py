@@ -7,17 +7,15 @@ more.) After another tokenizer, template, `max_tokens` or `lengths` the sides ar
 
 **Order.** In memory, the documents of a step are a pure function of (seed, step), so a resumed run reads on
 without any state. A stream is cut into blocks of `shuffle_rows` rows, and block b of pass e is read in the
-order of a permutation drawn from (seed, e, b): the state is where the block began and how far it has been
-read, at the price of reading at most one block again. Every process reads the same rows and works on its
-share of their documents.
+order of a permutation drawn from (seed, e, b); a resumed run reads it again up to its step. Every process
+reads the same rows and works on its share of their documents.
 """
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
-from itertools import islice
-from typing import Any
+from itertools import count, islice
 
 import numpy as np
 from tqdm import tqdm
@@ -54,18 +52,11 @@ class Corpus:
     def documents_of(self, step: int) -> list[Document]:
         """Documents of step `step` (from 0), over all processes: a new shuffle each time through the
         corpus."""
-        count = len(self.train)
+        size = len(self.train)
         places = range(step * self.batch_documents, (step + 1) * self.batch_documents)
-        epochs = range(places[0] // count, places[-1] // count + 1)
-        order = {epoch: np.random.default_rng([self.seed, 3, epoch]).permutation(count) for epoch in epochs}
-        return [self.train[order[place // count][place % count]] for place in places]
-
-    def state(self) -> dict[str, Any]:
-        """Nothing has to be kept: a step needs no history."""
-        return {}
-
-    def restore_(self, state: Mapping[str, Any]) -> None:
-        """Does nothing: a step needs no history."""
+        epochs = range(places[0] // size, places[-1] // size + 1)
+        order = {epoch: np.random.default_rng([self.seed, 3, epoch]).permutation(size) for epoch in epochs}
+        return [self.train[order[place // size][place % size]] for place in places]
 
     def describe(self) -> str:
         """Returns the SHA-256 of all tokens of both sides, in order."""
@@ -114,62 +105,44 @@ class StreamingCorpus:
             )
         self.held_out = tuple(kept)
         known = asdict(settings) | {"first": tokens_digest(first), "order": [batch_documents, seed]}
+        known["commit"] = source.commit
         self._sha256 = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
-        self.restore_({"step": 0, "epoch": 0, "block": 0, "rows_of_block": 0, "source": None})
+        self._documents, self._last, self._next = self._training_documents(), list[Document](), 0
 
     @property
     def commit(self) -> str | None:
         """Commit of the hub data set that is read; None: not known, or another source."""
         return self.source.commit
 
-    def restore_(self, state: Mapping[str, Any]) -> None:
-        """Goes to where `state` was taken."""
-        self._place = dict(state)
-        self._last_step, self._last = -1, list[Document]()
-        self._documents = self._training_documents()
-
     def documents_of(self, step: int) -> list[Document]:
-        """Returns the documents of step `step`, over all processes: the next step, or once more the last;
-        ValueError: a row that cannot be read, a hub that broke off."""
-        if step == self._last_step:
-            return list(self._last)
-        assert step == self._place["step"], f"step {step} of a stream that is at step {self._place['step']}"
-        self._last = list(islice(self._documents, self.batch_documents))
-        self._last_step = step
-        self._place["step"] = step + 1
+        """Returns the documents of step `step`, over all processes: once more the last, or a later one, up to
+        which the stream is read on. ValueError: a row that cannot be read, a hub that broke off."""
+        assert step >= self._next - 1, f"step {step} of a stream that is at step {self._next}"
+        while self._next <= step:
+            self._last = list(islice(self._documents, self.batch_documents))
+            self._next += 1
         return list(self._last)
-
-    def state(self) -> dict[str, Any]:
-        """The position where the next step begins, for JSON; the same on every process."""
-        return dict(self._place)
 
     def describe(self) -> str:
         """SHA-256 of the source, the settings and the first documents; changes of later rows go unnoticed."""
         return self._sha256
 
     def _training_documents(self) -> Iterator[Document]:
-        """All that is trained on, from `_place` on, for ever; keeps `_place` up to date."""
-        place = self._place
-        while True:
-            found = place["epoch"] == 0 or place["block"] > 0 or place["rows_of_block"] > 0
-            stream = self.source.rows(place["source"])
+        """All that is trained on, for ever."""
+        for epoch in count():
+            stream, block, found = self.source.rows(), 0, False
             while rows := list(islice(stream, self.shuffle_rows)):
-                after = self.source.state()
-                seed = [self.seed, 4, place["epoch"], place["block"]]
-                order = np.random.default_rng(seed).permutation(len(rows))
-                for i in order[place["rows_of_block"] :]:
-                    place["rows_of_block"] += 1
+                for i in np.random.default_rng([self.seed, 4, epoch, block]).permutation(len(rows)):
                     document = self.read(rows[i])
                     if document is not None and not self._is_held_out(document):
                         found = True
                         yield document
-                place.update(block=place["block"] + 1, rows_of_block=0, source=after)
+                block += 1
             if not found:
                 raise ValueError(
                     "empty data set: a whole pass over the stream gave no document to train on, though an "
                     "earlier one did: the data was changed while it was read."
                 )
-            place.update(epoch=place["epoch"] + 1, block=0, rows_of_block=0, source=None)
 
     def _is_held_out(self, document: Document) -> bool:
         return held_out_fraction(document.context_ids) < self.held_out_share

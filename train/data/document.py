@@ -45,15 +45,11 @@ class Batch:
 
     Args:
         valid_BT: False on padding.
-        document_length_B: tokens of the context (without padding, without appendix).
-        appendix_length_B: tokens of the appendix.
         keys: of the documents; they seed what is drawn for them.
     """
 
     input_ids_BT: Int[Tensor, "B T"]
     valid_BT: Bool[Tensor, "B T"]
-    document_length_B: Int[Tensor, " B"]
-    appendix_length_B: Int[Tensor, " B"]
     keys: tuple[int, ...]
 
 
@@ -100,8 +96,6 @@ def collate(documents: Sequence[Document], *, pad_id: int, device: torch.device 
     return Batch(
         input_ids_BT.to(device),
         valid_BT.to(device),
-        torch.tensor([len(document.context_ids) for document in documents], device=device),
-        torch.tensor([len(document.appendix_ids) for document in documents], device=device),
         tuple(document.key for document in documents),
     )
 

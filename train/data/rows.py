@@ -52,10 +52,11 @@ class Reader:
         """The form of a row, and its values by role."""
         columns = self.settings.columns or {role: role for role in ROLES if role in row}
         forms = [form for form in FORMS if form in columns]
-        if len(forms) != 1:
+        loose = self.settings.columns.keys() - {*forms, *(FORMS[forms[0]] if forms else ())}
+        if len(forms) != 1 or loose:
             raise ValueError(
-                f"columns are {sorted(row)}; wanted exactly one of {', '.join(FORMS)}: name it with "
-                "data.columns, for instance data.columns={text: body}"
+                f"columns are {sorted(row)}; wanted exactly one of {', '.join(FORMS)} and what goes with it: "
+                f"name it with data.columns, for instance {{text: body}} (got {self.settings.columns})"
             )
         places = {role: columns.get(role, role) for role in (forms[0], *FORMS[forms[0]])}
         for role, column in places.items():

@@ -6,7 +6,6 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from retain.config import Count, ProperShare, Tokens, Whole
-from retain.process.registry import suggest
 from retain.train.settings import refuse, section
 
 # How a row can be read: the column that holds the context, and those that go with it.
@@ -45,7 +44,7 @@ class DataSettings:
     """How many to train on (`reference`: generated; else at most, the first that there are; 0 = all).
     Streaming reads as many as the steps need, and wants 0."""
     held_out: Annotated[int, Field(ge=0, le=10**6)] = 32
-    """How many held-out documents are looked at, for the overlap that is reported."""
+    """How many held-out documents are looked at."""
     held_out_share: ProperShare = 0.05
     """Share of all contexts, by their hash, that is never trained on. If fewer than `held_out` fall into it,
     the `held_out` of the smallest hash are held out (not of a stream)."""
@@ -66,13 +65,11 @@ class DataSettings:
 def check_data(settings: DataSettings) -> None:
     """Raises ValueError with all settings that contradict each other, before anything is read."""
     source, least, most = settings.source, settings.min_tokens, settings.max_tokens
-    reference, columns = source == "reference", settings.columns
+    reference = source == "reference"
     # Which keys mean something for some sources only.
     only = {"path": "jsonl, hub", "lengths": "jsonl, hub", "columns": "jsonl, hub"}
     only |= dict.fromkeys(("subset", "revision", "streaming"), "hub")
     outside = [n for n in settings.lengths if not least <= n <= most]
-    forms = [form for form in FORMS if form in columns]
-    loose = [role for role in columns if role not in forms and role not in FORMS[forms[0]]] if forms else []
     refuse(
         *(
             (
@@ -99,19 +96,6 @@ def check_data(settings: DataSettings) -> None:
             outside,
             f"data.lengths has {', '.join(map(str, outside[:1]))}; all must be between "
             f"data.min_tokens={least} and data.max_tokens={most}",
-        ),
-        *(
-            (True, f"data.columns.{role}: unknown{suggest(role, ROLES)}; known: {', '.join(ROLES)}")
-            for role in columns
-            if role not in ROLES
-        ),
-        (
-            columns and len(forms) != 1,
-            f"data.columns names {forms or 'no context'}: wanted exactly one of {', '.join(FORMS)} in it",
-        ),
-        (
-            len(forms) == 1 and loose,
-            f"data.columns.{', '.join(loose[:1])} does not go with data.columns.{', '.join(forms)}",
         ),
     )
 

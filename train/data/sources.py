@@ -2,7 +2,7 @@
 lie.
 
 jsonl is read by hand and needs no package: a damaged line is named. Local folders of other files and the hub
-go through `datasets`, which streams them: a small JSON state is enough to go on behind any row.
+go through `datasets`, which streams them.
 """
 
 import glob
@@ -53,11 +53,10 @@ def read_jsonl(path: str) -> Iterator[Row]:
 
 
 class Dataset:
-    """Rows that `datasets` reads: a data set of the hub, or the files of a local folder.
+    """Rows that `datasets` streams: a data set of the hub, or the files of a local folder.
 
-    A hub revision is a commit, a branch or a tag. It is resolved once: every pass, and a run that goes on
-    from a `state`, reads the same commit, also when the branch has moved. Where HF_HUB_OFFLINE is set, the
-    local cache is read.
+    A hub revision is a commit, a branch or a tag, resolved once, so that every pass reads the same commit.
+    Where HF_HUB_OFFLINE is set, the local cache is read.
 
     Attributes:
         commit: of a hub data set, the one that is read, once it was opened; None: not known, or a folder.
@@ -68,62 +67,41 @@ class Dataset:
     ) -> None:
         self.path, self.subset, self.split, self.revision = path, subset, split, revision
         self.commit: str | None = None
-        self._stream: Any = None
-        self._read = 0
 
-    def rows(self, state: Mapping[str, Any] | None = None) -> Iterator[Row]:
-        """Yields all rows, or those behind the one where `state` was taken; one reader at a time.
-
-        Raises:
-            ValueError: it cannot be loaded, or a row cannot be read.
-        """
+    def rows(self) -> Iterator[Row]:
+        """Yields all rows; ValueError: it cannot be loaded, or a row cannot be read."""
         require("train", "datasets", what="data.source=hub")
-        self._read = state["rows"] if state else 0
+        read = 0
         try:
-            self._stream = self._loaded(state or {})
-            if state:
-                self._stream.load_state_dict(state["datasets"])
-            for values in self._stream:
-                self._read += 1
-                yield Row(f"{self.path!r} row {self._read}", values)
+            for read, values in enumerate(self._loaded(), start=1):
+                yield Row(f"{self.path!r} row {read}", values)
         # Errors of transports and loaders of many packages, without a common ancestor.
         except Exception as error:
-            raise ValueError(self._failure(error)) from error
+            raise ValueError(self._failure(error, read)) from error
 
-    def state(self) -> dict[str, Any]:
-        """The position behind the last row that was read, for JSON."""
-        return {"rows": self._read, "commit": self.commit, "datasets": self._stream.state_dict()}
-
-    def _loaded(self, state: Mapping[str, Any]) -> Any:
-        """The stream, from its first row on."""
+    def _loaded(self) -> Any:
         import datasets
         from huggingface_hub import HfApi, constants
 
         local = os.path.isdir(self.path)
         # Streaming asks the hub which files there are; what was downloaded earlier is found only without.
         streaming = local or not constants.HF_HUB_OFFLINE
-        self.commit = state.get("commit") or self.commit
         if self.commit is None and streaming and not local:
             self.commit = HfApi().dataset_info(self.path, revision=self.revision).sha
         how = {"split": self.split, "revision": self.commit or self.revision, "streaming": streaming}
-        stream: Any = datasets.load_dataset(self.path, self.subset, **how)
-        return stream if streaming else stream.to_iterable_dataset()
+        return datasets.load_dataset(self.path, self.subset, **how)
 
-    def _failure(self, error: Exception) -> str:
-        """The text of an error, with the next step."""
+    def _failure(self, error: Exception, read: int) -> str:
+        """The text of an error behind some rows that were read, with the next step."""
         said = next(iter(str(error).strip().splitlines()), "no message")[:300]
-        problem = (
-            f"data.path={self.path} cannot be read behind row {self._read} ({type(error).__name__}: {said})"
-        )
+        problem = f"data.path={self.path} cannot be read behind row {read} ({type(error).__name__}: {said})"
         if os.path.isdir(self.path):
             return f"{problem}: a file in it is damaged, cut short, or not of the other files' kind."
-        if self._read:
-            return f"{problem}: start the command again, and the run goes on from its last checkpoint."
         return (
-            f"{problem}. Check its name, data.subset={self.subset!r}, data.split={self.split!r}, "
-            f"data.revision={self.revision!r} and the network; a private or gated one needs HF_TOKEN or `hf "
-            "auth login`; of one with a loading script take data.revision=refs/convert/parquet. Without a "
-            "network download it, and set data.path to that folder."
+            f"{problem}. Start the command again, and the run goes on from its last checkpoint; or check the "
+            f"name, data.subset={self.subset!r}, data.split={self.split!r}, data.revision={self.revision!r} "
+            "and the network: a private or gated one needs HF_TOKEN or `hf auth login`, one with a loading "
+            "script data.revision=refs/convert/parquet; one that was downloaded is read by data.path=FOLDER."
         )
 
 

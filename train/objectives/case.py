@@ -37,7 +37,7 @@ class Case:
     """A layer's predictions and targets of one document, with a batch axis of one.
 
     Args:
-        output_BHT: the gate's output, in its unit.
+        output_BHT: the gate's output, in its unit, in float32 or float64.
         target_BHT: the output that is wanted, as risk, mass or rank; 0 where nothing is defined.
         reached_BHT: entries that count.
         gate: for its unit and its floor.

@@ -12,14 +12,12 @@ form of ForesightKV's, arXiv 2602.03203, as in DynTS, arXiv 2601.18383).
 from collections.abc import Callable, Mapping
 from functools import partial, reduce
 from operator import add
-from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
-from retain.gates import Gate
 from retain.train.objectives.case import Case, LossSettings, boundary_of, keyed_generator, mean_over_reached
 from retain.train.objectives.layer_output import layer_output_loss
 
@@ -27,23 +25,10 @@ from retain.train.objectives.layer_output import layer_output_loss
 CLAMP = 1e-6
 
 
-def local_losses(
-    output_HT: Float[Tensor, "H T"],
-    gate: Gate,
-    target_HT: Float[Tensor, "H T"],
-    reached_HT: Bool[Tensor, "H T"],
-    view: Any,
-    settings: LossSettings,
-    key: tuple[int, ...],
-    *,
-    horizon: int,
-) -> dict[str, Float[Tensor, ""]]:
+def local_losses(case: Case) -> dict[str, Float[Tensor, ""]]:
     """Returns every term of `settings.terms`, unweighted, of one layer and one document: all 0, with a
-    gradient of 0, where no entry is reached. Arguments are those of `Case`, without its batch axis.
-    ValueError: `layer_output` without a view."""
-    output_BHT = output_HT.to(torch.promote_types(output_HT.dtype, torch.float32))[None]
-    case = Case(output_BHT, target_HT[None], reached_HT[None], gate, settings, key, view, horizon)
-    return {name: TERMS[name](case)[0] for name in settings.terms}
+    gradient of 0, where no entry is reached. ValueError: `layer_output` without a view."""
+    return {name: TERMS[name](case)[0] for name in case.settings.terms}
 
 
 def total_loss(found: Mapping[str, Tensor], settings: LossSettings) -> Tensor:

@@ -7,7 +7,6 @@ from torch import Tensor
 from retain.attention.ranking import rank_entries
 from retain.scores.value_norm import value_norm
 from retain.train.objectives.case import keyed_generator
-from retain.train.objectives.targets import Example
 
 # Share of a head's entries whose finding is reported.
 OVERLAP_SHARE = 0.2
@@ -49,15 +48,3 @@ def baseline_overlaps(
         name: float(head_overlaps(score_HT.float(), target_HT, reached_HT).mean())
         for name, score_HT in scores.items()
     }
-
-
-def baselines_of(example: Example, seed: int) -> dict[str, float]:
-    """Returns `baseline_overlaps` of an example, with chance keyed by seed, document and layer."""
-    shown = example.view.document
-    return baseline_overlaps(
-        shown.values_BHTD,
-        shown.output_weight_QDE,
-        example.target_HT,
-        example.reached_HT,
-        (seed, example.key, example.layer_idx),
-    )

@@ -9,13 +9,12 @@ punishes the gated model where the full one is sure (TRIM-KV's `fwkl`); `kl_reve
 (IndexMem). DMS's released code says "forward KL" and computes the latter.
 """
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -30,32 +29,24 @@ CHUNK = 256
 BLOCK = 2**22
 # Of each layer.
 LogGates = Sequence[Float[Tensor, "B H T"]]
+# Hidden states [N, E] -> logits [N, V].
+Head = Callable[[Tensor], Tensor]
 Valid = Bool[Tensor, "B T"]
-
-
-@dataclass(frozen=True)
-class Head:
-    """A model's language-model head: hidden states behind the last norm -> logits `x = W h`, or `cap tanh(x /
-    cap)` where the model's configuration says so (Gemma)."""
-
-    projection: nn.Module
-    soft_cap: float | None = None
-
-    def __call__(self, hidden_NE: Float[Tensor, "N E"]) -> Float[Tensor, "N V"]:
-        logits_NV = self.projection(hidden_NE)
-        if self.soft_cap is not None:
-            logits_NV = torch.tanh(logits_NV / self.soft_cap) * self.soft_cap
-        return logits_NV
 
 
 @torch.no_grad()
 def head_of(model: Any) -> Head:
-    """Returns the head of a causal language model, compared with the model's logits on two tokens;
-    ValueError: they differ: the architecture does something to its logits that is not known here."""
-    config = model.config.get_text_config()
-    head = Head(model.get_output_embeddings(), getattr(config, "final_logit_softcapping", None))
-    device = next(model.parameters()).device
-    input_ids = torch.arange(2, device=device)[None] + min(2, config.vocab_size - 2)
+    """Returns the head of a causal language model: hidden states behind the last norm -> logits `x = W h`, or
+    `cap tanh(x / cap)` where its configuration says so (Gemma). It is compared with the model's logits on two
+    tokens; ValueError: they differ: the architecture does something to its logits that is not known here."""
+    config, projection = model.config.get_text_config(), model.get_output_embeddings()
+    cap = getattr(config, "final_logit_softcapping", None)
+
+    def head(hidden_NE: Tensor) -> Tensor:
+        logits_NV = projection(hidden_NE)
+        return logits_NV if cap is None else torch.tanh(logits_NV / cap) * cap
+
+    input_ids = torch.arange(2, device=next(model.parameters()).device)[None] + min(2, config.vocab_size - 2)
     hidden_TE = base_model(model)(input_ids=input_ids, use_cache=False).last_hidden_state[0]
     wanted_TV = model(input_ids=input_ids, use_cache=False).logits[0].float()
     off = float((head(hidden_TE).float() - wanted_TV).abs().max())
@@ -148,7 +139,7 @@ class _Aging(torch.autograd.Function):
             torch.where(seen_BrT[:, None], (age_BrT[:, None] * decay_BHT[:, :, None]).exp(), 0.0).sum(-1)
             for _, seen_BrT, age_BrT in _blocks(decay_BHT, valid_BT, rows_BR, protected)
         ]
-        return torch.cat(parts, -1) if parts else decay_BHT.new_zeros((*decay_BHT.shape[:2], 0))
+        return torch.cat(parts, -1)
 
     @staticmethod
     def backward(ctx: Any, d_BHR: Tensor) -> tuple[Tensor, None, None, None]:
@@ -249,21 +240,6 @@ def capacity_term(
     excess_BXR = (open_BXR - limit_BR[:, None]).relu().masked_fill(~counts_BR[:, None], 0.0)
     each_BXR = excess_BXR / seen_BR.clamp_min(1)[:, None]
     return (each_BXR.sum(-1) / counts_BR.sum(-1).clamp_min(1)[:, None]).mean(-1)
-
-
-def closed_term(log_gates: LogGates, valid_BT: Valid, keep: float) -> Float[Tensor, " B"]:
-    """`max(0, (1 - keep) - closed)`, with `closed` the share of all entries of all layers and heads that is:
-    one-sided, so that more may be closed (DMS, arXiv 2506.05345).
-    DMS takes the share over the whole batch; here it is each document's, so that a document's loss is the
-    same in any batch and on any number of processes."""
-    return ((1.0 - keep) - (1.0 - open_share(log_gates, valid_BT))).relu()
-
-
-def eviction_rate_term(log_gates: LogGates, valid_BT: Valid, keep: float) -> Float[Tensor, " B"]:
-    """`|open - keep|`, with `open` the share of all entries that is: two-sided (Attention-Gate, arXiv
-    2410.12876). The share is
-    each document's, as in `closed_term`."""
-    return (open_share(log_gates, valid_BT) - keep).abs()
 
 
 def admitted_term(log_gates: LogGates, valid_BT: Valid, protected: int) -> Float[Tensor, " B"]:

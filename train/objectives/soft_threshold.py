@@ -24,48 +24,33 @@ SUREST = 1e-7
 
 
 @dataclass(frozen=True)
-class SoftThresholdStep:
-    """The batch that is gated at one step: False on padding, the documents' keys, and whether hard decisions
-    are drawn (`noisy`: training) or taken (looking)."""
-
-    valid_BT: Bool[Tensor, "B T"]
-    keys: tuple[int, ...]
-    step: int
-    noisy: bool
-
-
 class SoftThreshold:
-    """`to_log_gate` of an end-to-end stage: called by `SoftGated`, once a layer, and again where a layer is
-    computed again for the gradient (then it gives the same). Decisions are soft or `hard`
-    (`straight_through`, `gumbel`)."""
+    """`to_log_gate` of a batch: called by `SoftGated` once a layer, and again where a layer is computed again
+    for the gradient (then it gives the same).
 
-    def __init__(
-        self,
-        gates: GateSet,
-        *,
-        hard: Literal["none", "straight_through", "gumbel"] = "none",
-        temperature: float = 0.1,
-        seed: int = 0,
-    ):
-        self.layer_of = {id(gates[layer]): layer for layer in gates.layers}
-        self.hard, self.temperature, self.seed = hard, temperature, seed
-        self.current: SoftThresholdStep | None = None
+    Args:
+        gates: of all layers.
+        hard: decisions are soft (`none`), or hard: `straight_through`, or `gumbel`, which divides by the
+            temperature.
+        valid_BT: False on padding.
+        keys: seeds of the noise of `gumbel`, of each document; None: nothing is drawn.
+    """
+
+    gates: GateSet
+    hard: Literal["none", "straight_through", "gumbel"]
+    temperature: float
+    valid_BT: Bool[Tensor, "B T"]
+    keys: Sequence[tuple[int, ...]] | None
 
     def __call__(self, output_BHT: Float[Tensor, "B H T"], gate: Gate) -> Float[Tensor, "B H T"]:
         log_gate_BHT = published_log_gate(output_BHT, gate)
         if self.hard == "none":
             return log_gate_BHT
-        current = self.current
-        assert current is not None, "set `current` first"
-        noise_BHT = None
-        if self.hard == "gumbel" and current.noisy:
-            noise_BHT = logistic_noise(
-                [(self.seed, current.step, key, self.layer_of[id(gate)]) for key in current.keys],
-                log_gate_BHT,
-                current.valid_BT,
-            )
-        temperature = self.temperature if self.hard == "gumbel" else 1.0
-        return decided(log_gate_BHT, noise_BHT, temperature)
+        if self.hard == "straight_through" or self.keys is None:
+            return decided(log_gate_BHT, None, 1.0 if self.hard == "straight_through" else self.temperature)
+        layer = next(layer for layer in self.gates.layers if self.gates[layer] is gate)
+        noise_BHT = logistic_noise([(*key, layer) for key in self.keys], log_gate_BHT, self.valid_BT)
+        return decided(log_gate_BHT, noise_BHT, self.temperature)
 
 
 def decided(

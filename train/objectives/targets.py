@@ -6,15 +6,14 @@ which weight. `retain/future.py` computes what their attention makes of an entry
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
 
-from jaxtyping import Bool, Float, Float32
+from jaxtyping import Bool, Float32
 from torch import Tensor
 
 from retain.config import Count, Positive, Tokens
 from retain.future import SOURCES, future_use
-from retain.gates import GateInputs
 from retain.train.settings import refuse, section, unknown
 from retain.train.teacher import View
 
@@ -92,24 +91,3 @@ def future_target(view: View, settings: TargetSettings) -> tuple[Tensor, Tensor]
 TARGETS: dict[str, Callable[[View, TargetSettings], tuple[Tensor, Tensor]]] = {
     "future_use": future_target,
 }
-
-
-@dataclass(frozen=True)
-class Example:
-    """Inputs and target of one layer's gate on one document.
-
-    Args:
-        row: place of the document among those that were asked for.
-        inputs: of the gate, one sequence.
-        target_HT: in the target's own unit, float32.
-        reached_HT: where it is defined.
-        view: the layer as the teacher showed it.
-    """
-
-    layer_idx: int
-    row: int
-    key: int
-    inputs: GateInputs
-    target_HT: Float[Tensor, "H T"]
-    reached_HT: Bool[Tensor, "H T"]
-    view: View

@@ -2,7 +2,7 @@
 
 Only held-out documents are used: half of them are fitted to, and the report is of the other half. The last
 step's checkpoint stays until all of this is saved, so a signal, an error or a full disk in this phase costs
-no training: the same command resumes here, also with another `calibration`.
+no training: the same command resumes here.
 
 Processes share the documents; where the frozen model is sharded, all look at each. One process fits, and all
 get what it fitted, to the last bit.
@@ -37,38 +37,23 @@ def calibration_of(
     config: DistillConfig, gates: GateSet, frozen: Frozen, corpus: Any, accelerator: Accelerator
 ) -> dict[str, Any] | None:
     """Calibrates the gates once training is over (its last checkpoint is on disk), on every process alike;
-    calibrators are put in. Returns the record (None: none was wanted). ValueError: on every process, if it
-    cannot be done; says that training is not lost."""
+    calibrators are put in. Returns the record (None: none was wanted)."""
     if not corpus.held_out or config.calibration.kind == "none":
         return None
     together = is_sharded(frozen.model)
     each, place = (1, 0) if together else (accelerator.num_processes, accelerator.process_index)
-    looks: list[Look] = []
-    problem: str | None = None
-    try:
-        documents = corpus.held_out[place::each]
-        show = accelerator.is_main_process
-        for document in tqdm(documents, desc="calibration", unit="doc", disable=not show):
-            looks.append(_look(config, gates, frozen, document))
-    except ValueError as error:
-        problem = str(error)
-    everyone = gather_object([([] if together and not accelerator.is_main_process else looks, problem)])
+    bar = tqdm(
+        corpus.held_out[place::each], desc="calibration", unit="doc", disable=not accelerator.is_main_process
+    )
+    looks = [_look(config, gates, frozen, document) for document in bar]
+    everyone = gather_object([[] if together and not accelerator.is_main_process else looks])
 
     def fit() -> tuple[Any, nn.ModuleDict]:
-        whole = [everyone[number % each][0][number // each] for number in range(len(corpus.held_out))]
-        calibrate_(gates, whole, config.calibration)
-        return gates.metadata.get("calibration"), copy.deepcopy(gates.calibrators).cpu()
+        whole = [everyone[number % each][number // each] for number in range(len(corpus.held_out))]
+        calibrate_(gates, whole)
+        return gates.metadata["calibration"], copy.deepcopy(gates.calibrators).cpu()
 
-    try:
-        if problems := [said for _, said in everyone if said is not None]:
-            raise ValueError(problems[0])
-        record, calibrators = on_main_process(accelerator, fit)
-    except ValueError as error:
-        raise ValueError(
-            f"{error} Training is over: all {config.training.steps} steps are in the checkpoint of "
-            f"{config.output}, and the same command, also with other calibration.* (kind=none leaves it "
-            "out), goes on from there without training again."
-        ) from error
+    record, calibrators = on_main_process(accelerator, fit)
     if not accelerator.is_main_process:
         gates.calibrators = nn.ModuleDict(
             {layer: calibrator.to(gates[int(layer)].device) for layer, calibrator in calibrators.items()}
@@ -120,7 +105,7 @@ def metadata_of(
         "soft": mapping["soft"] if config.stage == "end_to_end" else None,
         "data": {
             **mapping["data"],
-            "documents_used": used if used is not None else sum(summary["documents_of_process"]),
+            "documents_used": used or config.training.steps * config.training.batch_documents,
             "held_out_used": len(corpus.held_out),
             "sha256": corpus.describe(),
             "commit": corpus.commit,
@@ -140,6 +125,5 @@ def metadata_of(
 def command_line() -> str:
     """The command that started this process, as one types it."""
     program, *rest = sys.argv
-    if program == "retain train":  # as retain.eval.cli names it
-        return f"{program} {shlex.join(rest)}"
-    return "accelerate launch " + shlex.join([os.path.relpath(program), *rest])
+    started = program if program == "retain train" else f"accelerate launch {os.path.relpath(program)}"
+    return f"{started} {shlex.join(rest)}"

@@ -18,10 +18,9 @@ alike. (accelerate's `save_state` depends on all of these, and pickles.) It is o
 name, synced, and renamed over the one before: a kill leaves the one or the other whole.
 """
 
-import hashlib
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -36,7 +35,7 @@ from retain.process import disk
 from retain.process.disk import save_new
 from retain.process.lock import lock_folder
 from retain.process.provenance import write_text
-from retain.train.run.parallel import Accelerator, Synchroniser, check_alike, on_main_process
+from retain.train.run.parallel import Accelerator, Synchroniser, on_main_process
 
 CONFIG_FILE = "config.yaml"
 RUN_FILE = "run.json"
@@ -45,8 +44,6 @@ CHECKPOINT_FILE = "checkpoint.safetensors"
 # Keys and sections that say how to start and where to write, not what is trained (`plan` and `resume`: of
 # earlier runs).
 START_KEYS = ("overwrite", "resume", "plan", "output", "tracker", "training.checkpoint_every")
-# Fitted after the last step: free to change until then.
-AFTER_KEYS = ("calibration",)
 # Advice where another run holds the folder.
 OTHERWISE = "another `output` (a file STOP in the folder stops the other run)"
 
@@ -55,15 +52,7 @@ State = Literal["fresh", "resume", "finished"]
 
 def inspect_run(folder: Path, config: Mapping[str, Any], *, overwrite: bool) -> State:
     """Decides how a run of this config would start in this folder; changes nothing. Model and documents are
-    for `check_inputs`, once they are loaded.
-
-    An unfinished run goes on under another `calibration` (one that failed after hours of training can be
-    corrected), and any run, once its folder was moved, under another `output`; `adopt_` writes down what it
-    goes on with.
-
-    Raises:
-        ValueError: the folder holds a run of another config.
-    """
+    for `check_inputs`, once they are loaded. ValueError: the folder holds a run of another config."""
     if overwrite or not folder.exists():
         return "fresh"
     if not (folder / CONFIG_FILE).is_file():
@@ -73,35 +62,22 @@ def inspect_run(folder: Path, config: Mapping[str, Any], *, overwrite: bool) -> 
                 "overwrite=true."
             )
         return "fresh"
-    finished = (folder / METADATA_FILE).is_file() and _record(folder / RUN_FILE).get("finished", True)
-    free = START_KEYS if finished else (*START_KEYS, *AFTER_KEYS)
-    if differ := _differences(_record(folder / CONFIG_FILE), config, free):
+    if differ := _differences(read_mapping(folder / CONFIG_FILE), config):
         raise ValueError(
             f"{folder} holds a run of another config ({'; '.join(differ)}): choose another `output`, or "
             "pass overwrite=true to replace it."
         )
-    if finished:
+    if (folder / METADATA_FILE).is_file() and read_mapping(folder / RUN_FILE).get("finished", True):
         return "finished"
     return "resume" if latest(folder) else "fresh"
 
 
-def _record(path: Path) -> dict[str, Any]:
-    """A record of the run; ValueError: it is damaged."""
-    try:
-        return read_mapping(path) if path.is_file() else {}
-    except ValueError as error:
-        raise ValueError(
-            f"{path} is damaged ({' '.join(str(error).split())}), and says which run the folder holds: "
-            "restore it, choose another `output`, or pass overwrite=true to train anew."
-        ) from error
-
-
-def _differences(earlier: Any, config: Mapping[str, Any], free: Collection[str]) -> list[str]:
-    """`key: earlier -> now` for every leaf that differs, both sides as plain YAML values; not of keys and
-    sections that are free to."""
+def _differences(earlier: Any, config: Mapping[str, Any]) -> list[str]:
+    """`key: earlier -> now` for every leaf that differs, both sides as plain YAML values; not of `START_KEYS`
+    and what is below them."""
     before, now = leaves(earlier), leaves(json.loads(json.dumps(config)))
     keys = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
-    bound = [key for key in keys if not any(f"{key}.".startswith(f"{name}.") for name in free)]
+    bound = [key for key in keys if not any(f"{key}.".startswith(f"{name}.") for name in START_KEYS)]
     return [f"{key}: {before.get(key)!r} -> {now.get(key)!r}" for key in bound]
 
 
@@ -117,7 +93,7 @@ def locked(folder: Path, accelerator: Accelerator) -> Iterator[None]:
 def check_inputs(folder: Path, inputs: Mapping[str, str]) -> None:
     """Raises ValueError if the folder's run began with another model, other documents or other gates
     than `inputs` (the sha256 of each, by its name), or did not write down with which."""
-    earlier = _record(folder / RUN_FILE)
+    earlier = read_mapping(folder / RUN_FILE)
     differ = [
         f"{name}: sha256 {earlier.get(name, 'not recorded')} -> {now}"
         for name, now in inputs.items()
@@ -138,12 +114,6 @@ def begin_(folder: Path, config: Mapping[str, Any], inputs: Mapping[str, str]) -
         (folder / CHECKPOINT_FILE).unlink(missing_ok=True)
         write_text(folder / RUN_FILE, json.dumps({**inputs, "finished": False}, indent=2) + "\n")
         (folder / LOG_FILE).unlink(missing_ok=True)
-    adopt_(folder, config)
-
-
-def adopt_(folder: Path, config: Mapping[str, Any]) -> None:
-    """Writes down the config that the run goes on with, which `inspect_run` has let pass."""
-    with disk_errors(folder):
         text = yaml.safe_dump(json.loads(json.dumps(config)), sort_keys=False, allow_unicode=True)
         write_text(folder / CONFIG_FILE, text)
 
@@ -151,7 +121,7 @@ def adopt_(folder: Path, config: Mapping[str, Any]) -> None:
 def finish_(folder: Path) -> None:
     """Writes down that the artifact is there, and drops the checkpoint."""
     with disk_errors(folder):
-        record = {**_record(folder / RUN_FILE), "finished": True}
+        record = {**read_mapping(folder / RUN_FILE), "finished": True}
         write_text(folder / RUN_FILE, json.dumps(record, indent=2) + "\n")
         (folder / CHECKPOINT_FILE).unlink(missing_ok=True)
 
@@ -209,8 +179,7 @@ def save_checkpoint(
 
 def load_checkpoint(path: Path, synchroniser: Synchroniser) -> tuple[int, dict[str, Any]]:
     """Puts gates and optimiser where a checkpoint left them, on every process, and returns (steps done,
-    `extra` of then). ValueError: it is damaged, or not the same file to every process."""
-    check_alike({"checkpoint": hashlib.sha256(path.read_bytes()).hexdigest()})
+    `extra` of then). ValueError: it is damaged."""
     state = _state_of(path)
     synchroniser.load_(load_file(path))
     return state["step"], state["extra"]

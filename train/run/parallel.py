@@ -18,12 +18,12 @@ optimiser are float32, the frozen model's precision is `dtype` of the training c
 
 import math
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 from accelerate import Accelerator as Accelerator  # other modules take both from here
@@ -35,10 +35,8 @@ from retain.hf.model.decoder import base_model
 from retain.process.extras import require
 
 X = TypeVar("X")
-# Placement of frozen weights: whole on each device (or where `device_map` put them), or in parts, two ways.
-Sharding = Literal["replicated", "fsdp2", "zero3"]
-# Models whose weights are in parts.
-_SHARDED: "WeakKeyDictionary[nn.Module, Sharding]" = WeakKeyDictionary()
+# Two ways to place frozen weights in parts.
+Sharding = Literal["fsdp2", "zero3"]
 
 
 def make_accelerator(tracker: str, output: str = ".") -> Accelerator:
@@ -124,17 +122,14 @@ class Synchroniser:
 
     def load_(self, tensors: Mapping[str, Tensor]) -> None:
         """Goes on from `tensors`, whatever the number of processes that they were saved under."""
-        gates: dict[str, Tensor] = {}
-        states: dict[int, dict[str, Tensor]] = {}
-        for name, tensor in tensors.items():
-            part, _, rest = name.partition("/")
-            if part == "gates":
-                gates[rest] = tensor
-            else:
-                number, _, rest = rest.partition("/")
-                states.setdefault(int(number), {})[rest] = tensor
-        self.gates.load_state_dict(gates)
-        self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": states})
+        states: dict[int, dict[str, Tensor]] = defaultdict(dict)
+        for name in tensors:
+            if name.startswith("optimizer/"):
+                _, number, rest = name.split("/")
+                states[int(number)][rest] = tensors[name]
+        kept = {name: tensor for name, tensor in tensors.items() if name.startswith("gates/")}
+        self.gates.load_state_dict({name.removeprefix("gates/"): kept[name] for name in kept})
+        self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": dict(states)})
 
 
 @contextmanager
@@ -198,15 +193,6 @@ def leave_together_(accelerator: Accelerator) -> None:
     accelerator.end_training()
 
 
-def sharding_of(accelerator: Accelerator) -> Sharding:
-    """The placement of the frozen model that the launcher asks for."""
-    if accelerator.distributed_type == DistributedType.FSDP:
-        return "fsdp2"
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        return "zero3" if accelerator.state.deepspeed_plugin.zero_stage == 3 else "replicated"
-    return "replicated"
-
-
 def shard_frozen_(
     model: nn.Module,
     accelerator: Accelerator,
@@ -214,9 +200,9 @@ def shard_frozen_(
     sharding: Sharding | None = None,
     deepspeed_config: Mapping[str, Any] | None = None,
 ) -> None:
-    """Brings a frozen model to its devices: whole, or in parts that are put together layer by layer.
+    """Brings a frozen model to its devices: whole (`model.to(device)`, but what is quantised, or spread by
+    `device_map`, stays where it is), or in parts that are put together layer by layer.
 
-    - `replicated`: `model.to(device)`; what is quantised, or spread by `device_map`, stays where it is.
     - `fsdp2`: every decoder layer is `fully_shard`-ed over all processes. Embeddings, the last norm and the
       head stay whole everywhere: they are called from outside of layers.
     - `zero3`: every parameter is partitioned, one after another, so that no device ever holds all of them,
@@ -232,10 +218,14 @@ def shard_frozen_(
     Raises:
         ValueError: a model that cannot be sharded.
     """
-    sharding = sharding or sharding_of(accelerator)
+    launched, plugin = accelerator.distributed_type, accelerator.state.deepspeed_plugin
+    if sharding is None and launched == DistributedType.FSDP:
+        sharding = "fsdp2"
+    elif sharding is None and launched == DistributedType.DEEPSPEED and plugin.zero_stage == 3:
+        sharding = "zero3"
     model.requires_grad_(False)
     placed = getattr(model, "hf_device_map", None) or getattr(model, "is_quantized", False)
-    if sharding == "replicated":
+    if sharding is None:
         if not placed:
             model.to(accelerator.device)
         return
@@ -247,15 +237,12 @@ def shard_frozen_(
     if sharding == "fsdp2":
         _fully_shard_(model, accelerator)
     else:
-        if deepspeed_config is None:
-            deepspeed_config = accelerator.state.deepspeed_plugin.deepspeed_config
-        _partition_(model, accelerator, deepspeed_config)
-    _SHARDED[model] = sharding
+        _partition_(model, accelerator, deepspeed_config or plugin.deepspeed_config)
 
 
 def is_sharded(model: nn.Module) -> bool:
     """True where every process has to take part in each forward of this model."""
-    return model in _SHARDED
+    return any(hasattr(p, "placements") or hasattr(p, "ds_id") for p in model.parameters())
 
 
 def _fully_shard_(model: nn.Module, accelerator: Accelerator) -> None:

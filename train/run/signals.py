@@ -52,8 +52,7 @@ class Signals:
     def __exit__(self, *error: object) -> None:
         for number, handler in self._before.items():
             # None: a handler that was not set from Python, which Python cannot put back.
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        self._before = {}
+            signal.signal(number, handler or signal.SIG_DFL)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.received is not None:

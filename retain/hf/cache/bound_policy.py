@@ -6,7 +6,6 @@ Everything that can be wrong about the request is found when the cache is made, 
 
 import dataclasses
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import nn
 from retain import config
 from retain.attention.head_weights import check_weights
 from retain.budget.statement import Budget
-from retain.capability import BEFORE_ROPE, Use, check_gates, refuse
+from retain.capability import Use, check_gates, refuse
 from retain.eviction import BoundPolicy, Scorer
 from retain.hf.model.decoder import rotary_of
 from retain.hf.model.layout import LayerSpec
@@ -24,7 +23,7 @@ from retain.policy import check_budget
 from retain.presets import Policy, load_policy
 from retain.process.registry import check_choice, suggest
 from retain.protection import spans_by_sequence
-from retain.scores.triattention import check_centres
+from retain.scores.triattention import stored_centres
 
 # Settings of `Cache` itself, near which a misspelt one may lie.
 KEYWORDS = (
@@ -101,13 +100,12 @@ def bind_policy(
         return BoundPolicy(chosen.name, precision=chosen.precision)
     if chosen.learned:
         gates = shipped_gates(model, chosen.name) if gates is None else gates_for(model, gates)
-        if caution := check_gates(chosen, keep, gates, scored_elsewhere=scorer is not None):
-            warnings.warn(caution, stacklevel=3)
-    before = BEFORE_ROPE & set(getattr(gates, "inputs", ())) if chosen.learned else ()
-    rope: tuple[Use, ...] = ("unknown_rope",) if before and rotary_of(model) is None else ()
+        check_gates(chosen, keep, gates, scored_elsewhere=scorer is not None)
+    rope: tuple[Use, ...] = ("unknown_rope",) if rotary_of(model) is None else ()
     refuse(chosen, rope, gates=gates, scorer=scorer)
     if (centres := chosen.observed_settings.get("centres")) is not None:
-        check_centres(centres, [(layer.layer_idx, layer.num_heads, layer.head_dim) for layer in layers])
+        for layer in layers:
+            stored_centres(centres, layer.layer_idx, layer.num_heads, layer.head_dim)
     if (weights := chosen.weights) is not None:
         check_weights(
             weights, [layer.num_kv_heads for layer in layers], [layer.layer_idx for layer in layers]

@@ -366,6 +366,7 @@ class Engine:
     def _evict_ahead(self) -> None:
         """Cut all layers, which hold the first prompt whole, by the queries of lookahead tokens behind it."""
         gates = self.state.bound_policy.gates
+        assert gates is not None
         shown, self._unscored = look_ahead(self.model, gates, self.read_only(), self._unscored), []
         self._cut_ahead(shown)
 

@@ -90,7 +90,7 @@ def load(
 
 
 def _digest(bound: BoundPolicy) -> str | None:
-    return getattr(bound.gates, "metadata", {}).get("sha256")
+    return None if bound.gates is None else bound.gates.metadata.get("sha256")
 
 
 def _precision_of(record: Mapping[str, Any]) -> Precision | None:

@@ -86,17 +86,9 @@ def run_behind(
     valid_BT: Tensor,
     positions_BT: Int[Tensor, "B T"],
 ) -> dict[int, Asked]:
-    """Run tokens behind a prompt through an attached model, with whatever adapters the model carries now.
-
-    Args:
-        cache: of the prompt.
-        embeds_BSE: the tokens, as the decoder reads them.
-        valid_BT: False on the prompt's padding.
-        positions_BT: of the prompt's tokens; those behind it count on.
-
-    Returns:
-        index of each layer -> queries and keys of the tokens there.
-    """
+    """Runs tokens (`embeds_BSE`, as the decoder reads them) behind the prompt of a cache through an attached
+    model, with whatever adapters it carries now. `valid_BT` is False on the prompt's padding. Returns the
+    tokens' queries and keys by layer."""
     device, (B, S) = embeds_BSE.device, embeds_BSE.shape[:2]
     valid_BT = valid_BT.to(device)
     last_B1 = positions_BT.to(device).masked_fill(~valid_BT, -1).amax(-1, keepdim=True)
@@ -114,16 +106,10 @@ def run_behind(
 def look_ahead(
     model: nn.Module, gates: GateSet, cache: ReadCache, evidence: Sequence[Evidence]
 ) -> list[Evidence]:
-    """The evidence of a prompt, with the queries of the gates' lookahead tokens behind it.
-
-    Args:
-        model: attached; as it was when this returns.
-        cache: of the prompt.
-        evidence: one per layer, nothing evicted from.
-    """
-    first = evidence[0]
+    """The evidence of a prompt (one per layer, nothing evicted from) that a cache of an attached model holds,
+    with the queries of the gates' lookahead tokens behind it."""
+    first, extension = evidence[0], gates.extension
     assert first.held_BHT is None, "lookahead tokens ask behind a whole prompt"
-    extension = gates.extension
     assert isinstance(extension, LookaheadExtension)
     with extension.extend(base_model(model)):
         embeds_BSE = lookahead_embeds(model, extension, len(first.valid_BT))
@@ -155,14 +141,8 @@ def lookahead_gates(
     Every linear module is adapted that the tokens' queries and keys depend on, which gives the paper's count
     of parameters (20.6M on an 8B Llama). The tokens begin as embeddings of tokens drawn at random.
 
-    Args:
-        model: a causal language model of transformers.
-        num_tokens: lookahead tokens.
-        rank, alpha: of the adapters.
-        seed: of the first weights.
-
-    Raises:
-        ValueError: unsupported architecture, layers that are left alone, or settings that mean nothing.
+    `rank` and `alpha` are the adapters', `seed` that of the first weights. ValueError: unsupported
+    architecture, layers that are left alone, or settings that mean nothing.
     """
     layout, base = layout_of(model), base_model(model)
     if layout.alone:
@@ -173,11 +153,11 @@ def lookahead_gates(
         )
     specs = layout.evicting
     embedding: Any = base.get_input_embeddings()
+    sizes: dict[str, Any] = {"num_tokens": num_tokens, "rank": rank, "alpha": alpha}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        sizes: dict[str, Any] = {"num_tokens": num_tokens, "rank": rank, "alpha": alpha}
-        sizes["modules"] = adapted_modules(base, specs[-1])
-        extension = LookaheadExtension(E=specs[-1].hidden_size, **sizes)
+        modules = adapted_modules(base, specs[-1])
+        extension = LookaheadExtension(E=specs[-1].hidden_size, modules=modules, **sizes)
         drawn = torch.randint(base.config.get_text_config().vocab_size, (num_tokens,))
     with torch.no_grad():
         extension.tokens_SE.copy_(embedding(drawn.to(embedding.weight.device)).float().cpu())
@@ -187,8 +167,7 @@ def lookahead_gates(
 
 def adapted_modules(base: nn.Module, last: LayerSpec) -> dict[str, tuple[int, int]]:
     """Names in the decoder, and widths, of the linear modules that the queries and keys of the last layer
-    depend on: all of attention and MLP up to it, but its output projection and MLP and, where it is a module
-    by itself, its value projection."""
+    depend on: all of attention and MLP up to it, but its output projection, MLP and value projection."""
     behind = {id(module) for module in (last.output, *last.inputs[2:])}
     layers: Any = base.layers
     found = {}

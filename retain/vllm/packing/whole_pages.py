@@ -41,8 +41,7 @@ def in_pages(plan: Plan, page: int) -> Plan:
     equal_L = tuple((pages * page + tail) * heads for heads in totals.heads_L)
     protected_BT[:, length - tail :] = True
     totals = replace(totals, equal_BL=(equal_L,))
-    protected_B = (int(protected_BT.sum()),)
-    return replace(plan, totals=totals, protected_B=protected_B, protected_BT=protected_BT)
+    return replace(plan, totals=totals, protected_BT=protected_BT)
 
 
 def round_to_pages(
