@@ -26,7 +26,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "retain.eval.describe:main",
     ),
     "try": ("answer one question from a full cache and from a tenth of it", "retain.eval.tryout:main"),
-    "compare": ("compare policies at equal achieved memory", "retain.eval.cli:compare"),
+    "compare": ("compare policies at equal achieved memory", "retain.eval.compare:main"),
     "train": ("train retention gates for a model on documents", "retain.train.distill:main"),
     "report": ("write the report of a comparison again", "retain.eval.report.render:main"),
     "diagnose": ("measure how eviction changes a model's predictions", "retain.eval.diagnose:main"),
@@ -47,14 +47,6 @@ def list_policies(arguments: Sequence[str]) -> int:
     )
     print(policies())
     return 0
-
-
-def compare(arguments: Sequence[str]) -> int:
-    """Runs a comparison; `--help` and wrong options end before transformers is imported."""
-    from retain.eval.config import compare_parser
-
-    compare_parser().parse_args(arguments)
-    return int(import_module("retain.eval.compare").main(arguments))
 
 
 def lm_eval(arguments: Sequence[str]) -> int:

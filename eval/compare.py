@@ -15,12 +15,16 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+from tqdm import tqdm
+
+import retain
+from retain.config import to_mapping
 from retain.eval.config import (
     CompareConfig,
     all_candidates,
@@ -29,24 +33,14 @@ from retain.eval.config import (
     gates_identity,
     policy_settings,
 )
-from retain.process.command import command, parse_first
-
-if __name__ == "__main__":
-    parse_first(compare_parser())
-
-import torch
-from tqdm import tqdm
-
-import retain
-from retain.config import to_mapping
 from retain.eval.report.render import write_report
 from retain.eval.run.checks import load_checked, refuse_stated
 from retain.eval.run.measure import measure
-from retain.eval.run.memory import check_equal_bytes
 from retain.eval.run.plan import Context, Loaded, Unit, task_settings, units_of
-from retain.eval.run.table import LOCK, append_lines, digest, finish_run, key_of, open_run, read_table
+from retain.eval.run.table import LOCK, append_lines, digest, finish_run, open_run, read_table
 from retain.hf.model.identity import fingerprint, identity_of
 from retain.models.named import commit_of
+from retain.process.command import command
 from retain.process.disk import disk_errors
 from retain.process.extras import require
 from retain.process.lock import lock_folder
@@ -176,8 +170,6 @@ def measure_all(config: CompareConfig, loaded: Loaded, units: Sequence[Unit], pr
                 ) from error
             except ValueError as error:
                 raise ValueError(f"in {unit.name}: {error}") from error
-            done |= {key_of(asdict(line)): asdict(line) for line in lines}
-            check_equal_bytes([done[key] for key in unit.identities], loaded.policies)
             append_lines(config.folder, lines)
     processes.wait_for_everyone()
 
@@ -186,7 +178,7 @@ def measure_all(config: CompareConfig, loaded: Loaded, units: Sequence[Unit], pr
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parses the command line, runs, and prints the answer."""
     typed = [*(sys.argv[1:] if arguments is None else arguments)]
-    config = config_of(compare_parser().parse_args(typed), refuse_stated)
+    config = config_of(compare_parser().parse_intermixed_args(typed), refuse_stated)
     goes_on = "Lines that are written stay: the same command goes on where it was."
     with launched() as processes, disk_errors(config.folder, key="results", goes_on=lambda: goes_on):
         report = compare(config, processes, typed=shlex.join(["python", "-m", MODULE, *typed]))

@@ -12,9 +12,8 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
@@ -26,7 +25,6 @@ from retain.presets import Policy, load_policy
 
 When = Literal["prefill", "chunk", "decode", "prefill+decode", "chunk+decode"]
 Question = Literal["unknown", "known"]
-WHEN: tuple[str, ...] = get_args(When)
 # Label of the full cache, which is always measured, and its budget.
 FULL = "full"
 FULL_BUDGET = Budget(keep_ratio=1.0)
@@ -162,17 +160,12 @@ def find_policy(config: CompareConfig, candidate: Candidate) -> Policy:
     """The policy of a candidate: a variant or a preset, under its protection; a control is the gate's
     pipeline. ValueError: there is no such policy, or it cannot be changed so."""
     protection = config.protections[candidate.protection] if candidate.protection != PRESET else ()
-    parts = [part for part in _parts(config, candidate.policy) if not part.startswith(GATES)]
-    return _policy(candidate.label, (*parts, *protection))
+    name, *changes = (part for part in _parts(config, candidate.policy) if not part.startswith(GATES))
+    return replace(load_policy(name, [*changes, *protection]), name=candidate.label, variants={})
 
 
 def _parts(config: CompareConfig, name: str) -> tuple[str, ...]:
     return config.variants.get(name) or ("gate" if name in CONTROLS else name,)
-
-
-@cache
-def _policy(label: str, parts: tuple[str, ...]) -> Policy:
-    return replace(load_policy(parts[0], parts[1:]), name=label, variants={})
 
 
 def policy_settings(policy: Policy) -> dict[str, Any]:
@@ -238,17 +231,11 @@ LISTS = ("policies", "tasks", "keep_ratios", "tokens_per_head", "when", "questio
 SINGLE = ("gates", "items_per_task", "context_tokens", "device", "run")
 
 
-class _Parser(argparse.ArgumentParser):
-    """Takes `key=value` behind options too."""
-
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        return self.parse_intermixed_args(args, namespace)
-
-
 def compare_parser() -> argparse.ArgumentParser:
-    """The command line of a comparison; its help lists every key with type, default and meaning."""
+    """The command line of a comparison, for `parse_intermixed_args`; its help lists every key with type,
+    default and meaning."""
     about = meanings_of(CompareConfig)
-    parser = _Parser(
+    parser = argparse.ArgumentParser(
         os.path.relpath(sys.argv[0]),
         description="Compare KV-cache eviction policies at equal achieved memory.",
         epilog="\n  ".join(["Keys of a config (type; default): meaning", *key_help(CompareConfig)]),
@@ -273,8 +260,8 @@ def config_of(given: argparse.Namespace, check: Callable[[Any], object] | None =
     changes = [f"model={json.dumps(name)}" for name in models]
     if models and given.config is None:
         changes.append(f"run={json.dumps(re.sub(r'[^-.0-9A-Z_a-z]+', '-', models[0]).strip('-.'))}")
-    stated = {key: getattr(given, key) for key in (*LISTS, *SINGLE) if getattr(given, key) is not None}
-    changes += [f"{key}=[{value}]" if key in LISTS else f"{key}={value}" for key, value in stated.items()]
+    stated = ((key, getattr(given, key)) for key in (*LISTS, *SINGLE))
+    changes += [f"{key}=[{x}]" if key in LISTS else f"{key}={x}" for key, x in stated if x is not None]
     changes += [word for word in given.words if "=" in word]
     if given.config is None and not changes:
         raise ValueError("state a model with --policies and --tasks, or --config YAML; --help says more.")

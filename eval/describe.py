@@ -5,8 +5,8 @@
     retain doctor
 
 `describe` reads no weights, so that a model can be looked at before it is fetched: which layers evict, what
-full and kept caches take, and what a step of training gates takes. Each line of `doctor` is `ok`, a `note`
-(something that some commands need is missing) or `WRONG` (the library cannot be trusted to work).
+full and kept caches take, and what a step of training gates takes. Each line of `doctor` is `ok` or `WRONG`
+(the library cannot be trusted to work).
 """
 
 import argparse
@@ -32,12 +32,12 @@ from retain.models.catalogue import CATALOGUE
 from retain.models.named import REFERENCE, dtype_of, meta_model_of, named_config, named_precision
 from retain.process.command import command
 from retain.process.provenance import version_of
+from retain.reference import load_model as load_reference
 
 TOKENS = (8192, 32768, 131072)
 # Of a config that names no precision, as of checkpoints whose weights are packed.
 UNSTATED = torch.bfloat16
 
-OK, NOTE, WRONG = "ok", "note", "WRONG"
 # The name under which packages are installed; that of the import belongs to another project.
 DISTRIBUTION = "retain-kv"
 GIB = 2**30
@@ -45,22 +45,25 @@ GIB = 2**30
 
 class Footprint(NamedTuple):
     """Bytes of one sequence: full and kept of layers that evict, and of layers that are left alone (None: one
-    has a recurrent state, whose size is not computed)."""
+    has a recurrent state, whose size is not computed); and `training_step`."""
 
     tokens: int
     full: int
     kept: int
     alone: int | None
+    flops: float
+    peak: float
 
 
-def footprint(layout: Layout, tokens: int, keep_ratio: float) -> Footprint:
+def footprint(model: Any, layout: Layout, tokens: int, keep_ratio: float) -> Footprint:
     """Bytes of entries alone; of a window of W tokens, a later query can see W - 1."""
     spec = layout.evicting[0]  # heads are alike in all layers
     width = spec.num_kv_heads * spec.entry_width * spec.dtype.itemsize
     full, kept = (len(layout.evicting) * width * entries for entries in (tokens, round(keep_ratio * tokens)))
     windows = [left.window for left in layout.alone.values() if left.window is not None]
     alone = sum(min(tokens, window - 1) * width for window in windows)
-    return Footprint(tokens, full, kept, alone if len(windows) == len(layout.alone) else None)
+    known = alone if len(windows) == len(layout.alone) else None
+    return Footprint(tokens, full, kept, known, *training_step(model, layout, tokens))
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,40 +71,31 @@ class ModelDescription:
     """Facts of a model that its config says.
 
     Args:
-        model_type: of its decoder; if it is refused, of the config.
-        refusal, whole: why it cannot be used, or why only its text decoder is described.
-        dtype: of weights and entries.
-        layout: its layers, on the meta device; None: it is refused.
+        model, layout: the model, or its text decoder, and its layers, on the meta device.
+        whole: why only the text decoder is described.
         keep_ratio: kept / seen.
-        footprints, steps: caches, and operations and bytes of `training_step`, one a length.
+        footprints: one a length.
     """
 
     name: str
-    model_type: str
-    refusal: str | None = None
-    whole: str | None = None
-    dtype: torch.dtype = UNSTATED
-    parameters: int = 0
-    layout: Layout | None = None
-    keep_ratio: float = 1.0
-    footprints: tuple[Footprint, ...] = ()
-    steps: tuple[tuple[float, float], ...] = ()
+    model: Any
+    layout: Layout
+    whole: str | None
+    keep_ratio: float
+    footprints: tuple[Footprint, ...]
 
     def __str__(self) -> str:
-        rows = [("model_type", self.model_type)]
-        if self.refusal is not None:
-            rows.append(("refused", self.refusal))
+        rows = [("model_type", base_model(self.model).config.model_type)]
         if self.whole is not None:
             rows.append(("text decoder", f"what follows is of it alone. As a whole: {self.whole}"))
-        if self.layout is not None:
-            precision = str(self.dtype).removeprefix("torch.")
-            rows.append(("weights", f"{self.parameters / 1e9:.4g} B parameters in {precision}"))
-            rows += layer_rows(self.layout)
-        for one, (flops, peak) in zip(self.footprints, self.steps, strict=True):
+        count, dtype = sum(one.numel() for one in self.model.parameters()), self.layout.evicting[0].dtype
+        rows.append(("weights", f"{count / 1e9:.4g} B parameters in {str(dtype).removeprefix('torch.')}"))
+        rows += layer_rows(self.layout)
+        for one in self.footprints:
             text = f"full cache {size(one.full)}; {size(one.kept)} kept at keep_ratio {self.keep_ratio:g}"
             alone = "" if one.alone == 0 else f", and {size(one.alone)} left alone"
             rows.append((f"{one.tokens:,} tokens", text + alone))
-            rows.append(("", f"a step of training: {flops / 1e12:,.3g} TFLOP, about {size(int(peak))}"))
+            rows.append(("", f"a step of training: {one.flops / 1e12:,.3g} TFLOP, about {size(one.peak)}"))
         width = max(len(label) for label, _ in rows)
         return "\n".join([f"model: {self.name}", *(f"  {label:<{width}}  {text}" for label, text in rows)])
 
@@ -119,9 +113,8 @@ def training_step(model: Any, layout: Layout, tokens: int) -> tuple[float, float
     text, layers = base.config, base.layers
     experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
     met = getattr(text, "num_experts_per_tok", 1) / experts if experts else 1.0
-    parameters = sum(
-        one.numel() * (met if ".experts." in path else 1.0) for path, one in layers.named_parameters()
-    )
+    sizes = ((path, one.numel()) for path, one in layers.named_parameters())
+    parameters = sum(count * (met if ".experts." in path else 1.0) for path, count in sizes)
     E, Q, H, D, b = spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.dtype.itemsize
     flops = 2.0 * parameters * tokens + 2.0 * Q * D * tokens**2 * (len(layers) + len(layout.evicting))
     weights = sum(one.nbytes for one in model.parameters())
@@ -140,7 +133,7 @@ def layer_rows(layout: Layout) -> list[tuple[str, str]]:
     return [(label, f"{len(one)} ({ranges(one)}): {of}") for (label, of), one in kinds.items()]
 
 
-def size(num_bytes: int | None) -> str:
+def size(num_bytes: int | float | None) -> str:
     """Bytes in words."""
     if num_bytes is None:
         return "a state of unknown size"
@@ -171,7 +164,7 @@ def describe_model(
         dtype: of weights and entries; `auto`: as its config says.
 
     Raises:
-        ValueError: the config cannot be read; or a ratio is none.
+        ValueError: the config cannot be read, the model cannot be used; or a ratio is none.
     """
     if not 0 < keep_ratio <= 1:
         raise ValueError(f"keep_ratio is {keep_ratio}: pass a number above 0, at most 1.")
@@ -179,35 +172,26 @@ def describe_model(
     text = config.get_text_config()
     named = torch.float32 if name == REFERENCE else named_precision(config)
     precision = (named or UNSTATED) if dtype == "auto" else dtype_of(dtype)
-    refusals: list[str] = []
-    for part in [config] if text is config else [config, text]:
+    whole = None
+    for part in (config, text):
         try:
             model: Any = meta_model_of(part, precision)
             layout = layout_of(model, on_meta=True)
             break
         except ValueError as error:
-            refusals.append(str(error))
-    else:
-        return ModelDescription(name, config.model_type, refusal=refusals[-1])
+            if part is text:
+                raise
+            whole = str(error)
     positions: Any = getattr(text, "max_position_embeddings", None)
     if tokens is None:
         tokens = [one for one in TOKENS if positions is None or one <= positions] or [positions]
-    return ModelDescription(
-        name,
-        base_model(model).config.model_type,
-        whole=refusals[0] if refusals else None,
-        dtype=precision,
-        parameters=sum(one.numel() for one in model.parameters()),
-        layout=layout,
-        keep_ratio=keep_ratio,
-        footprints=tuple(footprint(layout, one, keep_ratio) for one in tokens),
-        steps=tuple(training_step(model, layout, one) for one in tokens),
-    )
+    footprints = tuple(footprint(model, layout, one, keep_ratio) for one in tokens)
+    return ModelDescription(name, model, layout, whole, keep_ratio, footprints)
 
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Describes a model; 1 if it is refused."""
+    """Describes a model."""
     parser = argparse.ArgumentParser(prog="retain describe", description="Describe a model by its config.")
     names = f"hub name, local folder, config.json, {', '.join(CATALOGUE)}, or reference:0"
     parser.add_argument("name", metavar="MODEL", help=names)
@@ -215,86 +199,66 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, nargs="+", help=about)
     parser.add_argument("--keep-ratio", type=float, default=0.2, help="kept / seen (default 0.2)")
     parser.add_argument("--dtype", default="auto", help="of weights and entries, as torch calls it")
-    found = describe_model(**vars(parser.parse_args(arguments)))
-    print(found)
-    return 0 if found.refusal is None else 1
+    print(describe_model(**vars(parser.parse_args(arguments))))
+    return 0
 
 
-class Finding(NamedTuple):
-    """A line of `retain doctor`: `ok`, `note` or `WRONG`, what it is about, and what was found."""
-
-    state: str
-    about: str
-    text: str
-
-
-def versions() -> Iterator[Finding]:
-    """Installed packages, against the ranges that this installation of retain states."""
-    yield Finding(OK, "python", f"{platform.python_version()}, {platform.platform()}")
+def findings() -> Iterator[tuple[bool, str]]:
+    """Lines of `retain doctor`, each with whether it is as it must be: installed packages against the ranges
+    that this installation of retain states, and which path the ops take on each device."""
+    yield True, f"python {platform.python_version()}, {platform.platform()}"
     if (other := version_of("retain")) is not None:
-        text = f"the package 'retain' {other} is installed, another project under the same import name: "
-        yield Finding(WRONG, "retain", f"{text}pip uninstall retain, then install {DISTRIBUTION} again")
+        text = f"the package 'retain' {other} is another project under the same import name: "
+        yield False, f"{text}pip uninstall retain, then install {DISTRIBUTION} again"
     try:
-        stated = [Requirement(line) for line in metadata.requires(DISTRIBUTION) or ()]
+        stated = metadata.requires(DISTRIBUTION) or []
     except metadata.PackageNotFoundError:
-        yield Finding(NOTE, DISTRIBUTION, "used from a folder, not installed: versions are not checked")
-        return
-    yield Finding(OK, DISTRIBUTION, metadata.version(DISTRIBUTION))
-    for one in stated:
+        stated = []
+        yield True, f"{DISTRIBUTION} is used from a folder: versions are not checked"
+    for one in map(Requirement, stated):
         # Neither of an extra nor of another platform.
         if one.marker is None or one.marker.evaluate({"extra": ""}):
-            found, wanted = version_of(one.name), str(one.specifier)
-            fits = found is not None and one.specifier.contains(found, prereleases=True)
-            yield Finding(OK if fits else WRONG, one.name, f"{found or 'not installed'} (wanted: {wanted})")
-
-
-def devices() -> Iterator[Finding]:
-    """On each device which path the ops take, and a trial."""
-    gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
-    if not gpus:
-        yield Finding(NOTE, "cuda", f"torch {torch.__version__} sees no GPU")
-    for device in ("cpu", *gpus):
-        if device != "cpu":
-            free, total = (count / GIB for count in torch.cuda.mem_get_info(device))
-            yield Finding(
-                OK, device, f"{torch.cuda.get_device_name(device)}, {free:.1f} of {total:.1f} GiB free"
-            )
+            found = version_of(one.name) or "not installed"
+            fits = found[0].isdigit() and one.specifier.contains(found, prereleases=True)
+            yield fits, f"{one.name} {found} (wanted: {one.specifier})"
+    for device in devices():
+        name = "" if device == "cpu" else f" ({torch.cuda.get_device_name(device)})"
         dtype = torch.float32 if device == "cpu" else torch.bfloat16
         reason = why_reference(torch.zeros(1, dtype=dtype, device=device))
         path = "Triton kernels" if reason is None else f"the reference in PyTorch: {reason}"
-        state = NOTE if device != "cpu" and reason is not None else OK
-        yield Finding(state, f"ops on {device}", f"{path} ({', '.join(OPS)})")
-        yield trial(device)
+        yield True, f"ops on {device}{name}: {path} ({', '.join(OPS)})"
 
 
-def trial(device: str) -> Finding:
-    """The reference model reads a prompt and answers from a cache that evicts."""
-    from retain.reference import load_model
+def devices() -> list[str]:
+    """The CPU, and the GPUs that torch sees."""
+    return ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
 
-    try:
-        model = load_model().to(device)
-        retain.attach(model)
-        begin = time.perf_counter()
-        cache = retain.Cache(model, policy="defensivekv", keep_ratio=0.2)
-        ids = torch.arange(2, 1002, device=device)[None] % model.config.vocab_size
-        model.generate(ids, cache=cache, max_new_tokens=4, do_sample=False)
-        total = cache.report().total
-    except Exception as error:  # of any kind: to find it is what this command is for
-        return Finding(WRONG, f"trial on {device}", f"{type(error).__name__}: {error}")
-    seconds = time.perf_counter() - begin
+
+def trial(device: str) -> str:
+    """The reference model reads a prompt and answers from a cache that evicts: what was held."""
+    model = load_reference().to(device)
+    retain.attach(model)
+    begin = time.perf_counter()
+    cache = retain.Cache(model, policy="defensivekv", keep_ratio=0.2)
+    ids = torch.arange(2, 1002, device=device)[None] % model.config.vocab_size
+    model.generate(ids, cache=cache, max_new_tokens=4, do_sample=False)
+    total, seconds = cache.report().total, time.perf_counter() - begin
     held = f"{total.entries_held:,} of {total.entries_seen:,} entries held"
-    return Finding(OK, f"trial on {device}", f"{held}, {seconds:.1f} s")
+    return f"trial on {device}: {held}, {seconds:.1f} s"
 
 
 @command
 def doctor(arguments: Sequence[str] | None = None) -> int:
-    """Prints every finding; 1 if one is wrong."""
+    """Prints every finding, and a trial on each device, which raises what does not work there; 1 if a finding
+    is wrong."""
     about = "Report versions, devices and kernels."
     argparse.ArgumentParser(prog="retain doctor", description=about).parse_args(arguments)
     wrong = 0
-    for finding in itertools.chain(versions(), devices()):
-        print(f"{finding.state:<5}  {finding.about:<20}  {finding.text}", flush=True)
-        wrong += finding.state == WRONG
+    for fine, text in findings():
+        print(f"{'ok' if fine else 'WRONG':<5}  {text}", flush=True)
+        wrong += not fine
+    for device in devices():
+        print(f"ok     {trial(device)}", flush=True)
     print(f"{wrong} wrong: retain may not work here." if wrong else "Nothing is wrong.")
     return int(wrong > 0)
 

@@ -4,8 +4,8 @@
     retain diagnose --model reference:0 --task reference/multikey --policies snapkv gate --gates FOLDER
 
 A document is a context, a question behind it, and a continuation, which is read token by token ("steps"): of
-a text the text itself, of a task's row the full cache's greedy answer. Each policy reads the context and
-evicts, at each budget, and then reads the question and the *same* continuation. At each step are measured:
+a text the text itself, of a task's row the right answer. Each policy reads the context and evicts, at each
+budget, and then reads the question and the continuation. At each step are measured:
 
     KL, top-1, perplexity   of the next token, against the model without any cache of this library
     coverage                share of the attention to the context that goes to kept entries
@@ -18,11 +18,11 @@ measured through the same code: its row must read coverage 1, KL 0 and top-1 1, 
 
 import argparse
 import math
-import shlex
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 import torch
@@ -35,22 +35,19 @@ from tqdm import tqdm
 from retain.attention.chunked import attention_chunks
 from retain.attention.ranking import rank_entries
 from retain.budget.statement import Budget
-from retain.eval.config import resolve_device
-from retain.eval.run.answers import respond
+from retain.eval.record import text_table, write_record
 from retain.eval.run.memory import positions_held
+from retain.eval.run.plan import load_model
 from retain.eval.run.scores import oracle
-from retain.eval.tasks.encode import encode, opening_ids
-from retain.eval.text_table import text_table
+from retain.eval.tasks.encode import Encoded, encode, opening_ids
+from retain.eval.tasks.sources import load_rows
 from retain.evidence import Evidence
 from retain.hf.cache.cache import Cache
-from retain.hf.intercept.attach import attach
 from retain.hf.version_names import CACHE
-from retain.models.named import load
 from retain.models.named_gates import load_gates
 from retain.policy import decide_layers, score_entries
 from retain.presets import Policy, load_policy
 from retain.process.command import command
-from retain.process.provenance import code_state, environment, now, write_json
 
 FULL, ORACLE = "full", "oracle"
 # Steps whose attention exists at once.
@@ -100,129 +97,85 @@ def divergence(logits_SV: Float[Tensor, "S V"], other_SV: Float[Tensor, "S V"]) 
     return kl_divergence(*pair).clamp_min(0.0)
 
 
-@dataclass(frozen=True)
-class Document:
-    """A context that is evicted from, a question of at least one token, and the continuation that is measured
-    (None: what the full cache generates, up to one of `end_ids`, of which the first is read too)."""
-
-    context_ids: tuple[int, ...]
-    question_ids: tuple[int, ...]
-    continuation_ids: tuple[int, ...] | None = None
-    end_ids: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class Reading:
-    """Measures of a policy at one budget on one document: `N` (layer, KV head) pairs, `S` steps, `T` entries.
-
-    Args:
-        policy: as asked for, or `full`.
-        keep_ratio: kept / seen as asked for; 1 for the full cache.
-        keep_NT, bytes_held: what is kept of the context.
-        coverage_NS, overlap_N: coverage, and overlap with the oracle.
-        kl_S, agree_S: KL(full || evicted) in nats, and whether both have the same most likely token.
-        loss_S: negative log-probability of the continuation's token in nats.
-    """
-
-    policy: str
-    keep_ratio: float
-    keep_NT: Bool[Tensor, "N T"]
-    bytes_held: int
-    coverage_NS: Float[Tensor, "N S"]
-    overlap_N: Float[Tensor, " N"]
-    kl_S: Float[Tensor, " S"]
-    agree_S: Bool[Tensor, " S"]
-    loss_S: Float[Tensor, " S"]
-
-
 def policies_of(typed: Sequence[str], keep_ratios: Sequence[float]) -> dict[str, Policy]:
     """The policies that were typed, changes behind commas, as in `snapkv,protection.recent=8`; the oracle is
     the preset `gate` with another score. ValueError: a policy or a keep_ratio that cannot be."""
     if wrong := [ratio for ratio in keep_ratios if not 0 < ratio <= 1]:
         raise ValueError(f"keep_ratio is kept / seen, above 0 and at most 1, got {wrong}.")
-    made = {}
-    for one in typed:
-        name, *changes = one.split(",")
-        made[one] = load_policy("gate" if name == ORACLE else name, changes)
-    return made
+    split = {one: one.split(",") for one in typed}
+    return {
+        one: load_policy("gate" if name == ORACLE else name, more) for one, (name, *more) in split.items()
+    }
 
 
 @torch.inference_mode()
 def diagnose(
     model: Any,
-    document: Document,
-    policies: Sequence[str],
+    document: Encoded,
+    policies: Mapping[str, Policy],
     keep_ratios: Sequence[float],
     *,
-    steps: int = 32,
     gates: Any = None,
-) -> list[Reading]:
-    """Measures every policy at every budget on one document; the full cache first.
+) -> list[dict[str, Any]]:
+    """Measures every policy at every budget on one document: a row each, of means over its steps and heads
+    (`coverage_worst` is the least single number), the full cache's first.
 
     Memory: the evidence of the document (linear in its length), and attention of a few steps at a time.
 
     Args:
         model: an attached causal language model.
-        policies: presets, with changes behind commas (`snapkv,protection.recent=8`), or `oracle`.
+        document: context, question, and the continuation as the right answer.
+        policies: `policies_of`.
         keep_ratios: kept / seen, in (0, 1].
-        steps: tokens of the continuation that are measured, at most.
         gates: for policies that take them: loaded gates, a folder, or a hub id; None: those that ship.
 
     Raises:
-        ValueError: bad settings, or a policy that cannot hold what it protects.
+        ValueError: a policy cannot hold what it protects, or finds no gates.
     """
-    if steps < 1:
-        raise ValueError(f"steps is at least 1, got {steps}.")
-    chosen, context, asked = policies_of(policies, keep_ratios), document.context_ids, document.question_ids
-    base = Cache(model, policy=None).prefill(ids_on(model, context), evict=False, hold_evidence=True)
-    continuation = document.continuation_ids
-    if continuation is None:
-        ids_1T = ids_on(model, (*context, *asked))
-        (answer,) = respond(model, base.fork(), ids_1T, new_tokens=steps, end_ids=document.end_ids)
-        continuation = answer + document.end_ids[:1]
-    target_S = torch.tensor(continuation[:steps])
-    tail, count = (*asked, *continuation[: len(target_S) - 1]), len(target_S)
-    whole_1T = ids_on(model, (*context, *tail))
+    context, target_S = document.context_ids, torch.tensor(document.answer_ids)
+    tail, count = (*document.question_ids, *document.answer_ids[:-1]), len(target_S)
+    context_1T, whole_1T = ids_on(model, context), ids_on(model, (*context, *tail))
+    base = Cache(model, policy=None).prefill(context_1T, evict=False, hold_evidence=True)
     teacher = Cache(model, policy=None).prefill(whole_1T, evict=False, hold_evidence=True).evidence
     assert teacher is not None and base.evidence is not None
     risks = oracle([teacher], len(context))
     full_SV = model(input_ids=whole_1T, use_cache=False, logits_to_keep=count).logits[0].float().cpu()
     made = []
-    for name, ratio in ((FULL, 1.0), *((name, ratio) for name in chosen for ratio in keep_ratios)):
+    for name, ratio in ((FULL, 1.0), *((name, ratio) for name in policies for ratio in keep_ratios)):
         if name == FULL:
             cache = base.fork()
         elif name.split(",")[0] == ORACLE:
-            scores = [
-                score_entries(chosen[name], layer, learned=risk)
-                for layer, risk in zip(base.evidence, risks, strict=True)
-            ]
-            budget = Budget(keep_ratio=ratio)
-            decided = decide_layers(chosen[name], base.evidence, budget, scores=scores)
+            pairs = zip(base.evidence, risks, strict=True)
+            scores = [score_entries(policies[name], layer, learned=risk) for layer, risk in pairs]
+            decided = decide_layers(policies[name], base.evidence, Budget(keep_ratio=ratio), scores=scores)
             cache = base.fork().evict_with([layer.keep_BHT for layer in decided])
         else:
-            how: dict[str, Any] = {"gates": gates if chosen[name].learned else None, "short": "raise"}
-            cache = Cache(model, chosen[name], keep_ratio=ratio, **how).prefill(ids_on(model, context))
+            how: dict[str, Any] = {"gates": gates if policies[name].learned else None, "short": "raise"}
+            cache = Cache(model, policies[name], keep_ratio=ratio, **how).prefill(context_1T)
         heads = positions_held(cache)
         keep_NT = torch.zeros(len(heads), len(context), dtype=torch.bool)
         for keep_T, positions in zip(keep_NT, heads, strict=True):
             keep_T[positions.cpu()] = True
         keeps = [keep_HT[None] for keep_HT in keep_NT.split([layer.num_heads for layer in teacher])]
-        held = cache.report().total.bytes_held
+        held = cache.report().total.bytes_held / 2**20
         output = model(input_ids=ids_on(model, tail), use_cache=True, **{CACHE: cache})
-        logits_SV = output.logits[0, -count:].float().cpu()
-        pairs = zip(keeps, risks, strict=True)
+        logits_SV, covered_NS = output.logits[0, -count:].float().cpu(), coverage_of(teacher, keeps, count)
+        overlaps = [
+            oracle_overlap(*pair) for pair in zip(keeps, (one.values_BHT.cpu() for one in risks), strict=True)
+        ]
         made.append(
-            Reading(
-                policy=name,
-                keep_ratio=ratio,
-                keep_NT=keep_NT,
-                bytes_held=held,
-                coverage_NS=coverage_of(teacher, keeps, count),
-                overlap_N=torch.cat([oracle_overlap(keep, risk.values_BHT.cpu())[0] for keep, risk in pairs]),
-                kl_S=divergence(full_SV, logits_SV),
-                agree_S=logits_SV.argmax(-1) == full_SV.argmax(-1),
-                loss_S=cross_entropy(logits_SV.double(), target_S, reduction="none"),
-            )
+            {
+                "policy": name,
+                "keep_ratio": ratio,
+                "coverage": float(covered_NS.double().mean()),
+                "coverage_worst": float(covered_NS.min()),
+                "oracle_overlap": float(torch.cat(overlaps, 1).mean()),
+                "kl": float(divergence(full_SV, logits_SV).mean()),
+                "agreement": float((logits_SV.argmax(-1) == full_SV.argmax(-1)).double().mean()),
+                "loss": float(cross_entropy(logits_SV.double(), target_S)),
+                "kept": float(keep_NT.double().mean()),
+                "mib_held": held,
+            }
         )
     return made
 
@@ -244,47 +197,30 @@ def ids_on(model: Any, tokens: Sequence[int]) -> Int[Tensor, "1 S"]:
     return torch.tensor([list(tokens)], dtype=torch.int64, device=model.get_input_embeddings().weight.device)
 
 
-def summarise(readings: Sequence[Sequence[Reading]]) -> list[dict[str, Any]]:
-    """A row for each policy and budget: means over the steps of all documents together (of overlap and
-    entries, which have no steps, over documents), the least single number of coverage, the standard error of
-    the documents' mean KL (None: of one document), and the perplexity over that of the first row, the full
-    cache's."""
+def summarise(readings: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """A row for each policy and budget: means over documents, the least number of coverage, the standard
+    error of KL (None: of one document), and the perplexity over that of the first row, the full cache's."""
     rows: list[dict[str, Any]] = []
     for same in zip(*readings, strict=True):
-        together = {
-            name: torch.cat([getattr(one, name).double().flatten() for one in same])
-            for name in ("coverage_NS", "overlap_N", "kl_S", "agree_S", "loss_S", "keep_NT")
-        }
-        mean = {name: float(values.mean()) for name, values in together.items()}
-        kl_D = torch.stack([one.kl_S.mean() for one in same])
-        rows.append(
-            {
-                "policy": same[0].policy,
-                "keep_ratio": same[0].keep_ratio,
-                "coverage": mean["coverage_NS"],
-                "coverage_worst": float(together["coverage_NS"].min()),
-                "oracle_overlap": mean["overlap_N"],
-                "kl": mean["kl_S"],
-                "kl_se": float(kl_D.std() / len(same) ** 0.5) if len(same) > 1 else None,
-                "agreement": mean["agree_S"],
-                "perplexity": (perplexity := math.exp(mean["loss_S"])),
-                "perplexity_ratio": perplexity / (rows[0]["perplexity"] if rows else perplexity),
-                "kept": mean["keep_NT"],
-                "mib_held": sum(one.bytes_held for one in same) / len(same) / 2**20,
-            }
-        )
+        (first, *_), numbers = same, [*same[0]][2:]
+        row = {**first, **{name: fmean(one[name] for one in same) for name in numbers}}
+        kl_D, row["perplexity"] = [one["kl"] for one in same], math.exp(row.pop("loss"))
+        row["coverage_worst"] = min(one["coverage_worst"] for one in same)
+        row["kl_se"] = stdev(kl_D) / len(same) ** 0.5 if len(same) > 1 else None
+        row["perplexity_ratio"] = row["perplexity"] / (rows[0] if rows else row)["perplexity"]
+        rows.append(row)
     return rows
 
 
-def documents_of(given: argparse.Namespace, model: Any, tokenizer: Any) -> list[Document]:
+def documents_of(given: argparse.Namespace, model: Any, tokenizer: Any) -> list[Encoded]:
     """The documents that the command line asks for. ValueError: an unknown task, or a text that cannot be
     read or is too short."""
+    if given.steps < 1:
+        raise ValueError(f"steps is at least 1, got {given.steps}.")
     if given.task is not None:
-        from retain.eval.tasks.sources import load_rows
-
-        how = {"context_tokens": given.context_tokens, "first_item": 0, "items": given.documents}
-        rows = [encode(row, tokenizer, model) for row in load_rows(given.task, tokenizer, seed=0, **how)]
-        return [Document(row.context_ids, row.question_ids, None, row.end_ids) for row in rows]
+        how = {"context_tokens": given.context_tokens, "items": given.documents}
+        rows = [encode(row, tokenizer, model) for row in load_rows(given.task, tokenizer, **how)]
+        return [replace(row, answer_ids=row.answer_ids[: given.steps]) for row in rows]
     try:
         text = Path(given.text).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -295,7 +231,7 @@ def documents_of(given: argparse.Namespace, model: Any, tokenizer: Any) -> list[
 
 def cut(
     ids: Sequence[int], opening: Sequence[int], context_tokens: int, steps: int, documents: int
-) -> list[Document]:
+) -> list[Encoded]:
     """Documents spread over all of a text, none overlapping; each context begins with `opening`. The first
     token behind a context is read and not measured: it is predicted before the eviction, and would count as
     unharmed. ValueError: numbers below 1, or a text that is too short."""
@@ -307,7 +243,7 @@ def cut(
         )
     starts = [number * (len(ids) // documents) for number in range(documents)]
     pieces = [(*opening, *ids[start : start + size]) for start in starts]
-    return [Document(piece[:at], piece[at : at + 1], piece[at + 1 :]) for piece in pieces]
+    return [Encoded(piece[:at], piece[at : at + 1], piece[at + 1 :], ()) for piece in pieces]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -335,30 +271,15 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures, shows the table, and writes it if a file was named."""
     typed = sys.argv[1:] if arguments is None else list(arguments)
-    given, started = parser().parse_args(typed), now()
-    policies_of(given.policies, given.keep_ratio)
-    device = resolve_device(given.device)
-    model, tokenizer = load(given.model, dtype=given.dtype)
-    if tokenizer is None:
-        raise ValueError(f"model={given.model!r} has no tokenizer, and documents are texts.")
-    model = model.to(device).requires_grad_(False)
+    given = parser().parse_args(typed)
+    policies = policies_of(given.policies, given.keep_ratio)
+    model, tokenizer = load_model(given.model, given.device, dtype=given.dtype)
     gates = None if given.gates is None else load_gates(given.gates, model)
-    attach(model)
     documents = tqdm(documents_of(given, model, tokenizer), unit="document")
-    asked, how = (given.policies, given.keep_ratio), {"steps": given.steps, "gates": gates}
-    rows = summarise([diagnose(model, document, *asked, **how) for document in documents])
-    lines = [
-        ["-" if x is None else x if isinstance(x, str) else f"{x:.4g}" for x in row.values()] for row in rows
-    ]
-    print("\n".join(text_table([*rows[0]], lines)))
+    rows = summarise([diagnose(model, one, policies, given.keep_ratio, gates=gates) for one in documents])
+    print(text_table(rows))
     if given.output is not None:
-        record = {
-            **{"command": shlex.join(["retain", "diagnose", *typed]), "started": started, "rows": rows},
-            "environment": environment(str(device), torch.get_num_threads()),
-            "code": code_state(Path(__file__).parent),
-        }
-        given.output.parent.mkdir(parents=True, exist_ok=True)
-        write_json(given.output, record)
+        write_record(given.output, rows, ["retain", "diagnose", *typed], str(model.device))
     return 0
 
 

@@ -18,7 +18,6 @@ released code lets the model write the answer, and counts an item only if it is 
 import argparse
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,18 +28,18 @@ from tqdm import tqdm
 
 from retain.attention.chunked import attention_chunks
 from retain.attention.head_weights import format_weights
-from retain.eval.config import resolve_device
+from retain.eval.run.plan import load_model
 from retain.eval.tasks.encode import Encoded, encode
 from retain.eval.tasks.sources import load_rows
 from retain.hf.intercept.observe import observe
 from retain.hf.model.decoder import describe
-from retain.models.named import REFERENCE, load
+from retain.models.named import REFERENCE
 from retain.process.command import command
 from retain.process.provenance import write_text
 
 DUO, HEADKV = "duoattention", "headkv"
-# Tasks of which items for headkv are written, and what is added to the seed, so that no comparison asks them.
-REFERENCE_TASK, TASK, SEED = "reference_probes", "niah/grid", 10**6
+# Tasks whose items heads are measured on, and their seed, which no comparison asks.
+REFERENCE_TASK, TASK, SEED = "reference/multikey", "niah/grid", 10**6
 # First and last entries that a streaming head holds.
 SINKS, RECENT = 4, 32
 # 1 / beta of a budget goes by importance; HeadKV's scripts try 1.005 to 10.
@@ -156,26 +155,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--documents", type=int, default=64, help="texts with a needle (default 64)")
     parser.add_argument("--device", default="cpu", help="e.g. cuda:0 (default cpu)")
     given = parser.parse_args(arguments)
-    device = resolve_device(given.device)
-    model, tokenizer = load(given.model)
-    if tokenizer is None:
-        raise ValueError(f"model={given.model!r} has no tokenizer, and documents are texts.")
-    model = model.to(device).requires_grad_(False)
-    task, seed = (REFERENCE_TASK, 0) if given.model == REFERENCE else (TASK, SEED)
-    size = {"context_tokens": given.context_tokens, "items": given.documents}
-    rows = tqdm(load_rows(task, tokenizer, seed=seed, **size), unit="item")
-    items = ((encode(row, tokenizer, model), row.max_new_tokens) for row in rows)
+    model, tokenizer = load_model(given.model, given.device)
+    task = REFERENCE_TASK if given.model == REFERENCE else TASK
+    rows = load_rows(task, tokenizer, seed=SEED, context_tokens=given.context_tokens, items=given.documents)
+    items = (encode(row, tokenizer, model) for row in tqdm(rows, unit="item"))
     specs = describe(model)
     if len({(spec.num_kv_heads, spec.num_heads) for spec in specs}) > 1:
         raise ValueError(
             "layers have unlike numbers of heads, and heads are compared over layers of as many."
         )
     if given.policy == DUO:
-        weights_LH = class_weights(measure_far_attention(model, (item for item, _ in items)))
+        weights_LH = class_weights(measure_far_attention(model, items))
     else:
-        # The reference model's answers have an end token that is none of theirs.
-        cut = (replace(item, answer_ids=item.answer_ids[:longest]) for item, longest in items)
-        weights_LH = importance_weights(measure_head_importance(model, cut), specs[0].num_kv_heads)
+        weights_LH = importance_weights(measure_head_importance(model, items), specs[0].num_kv_heads)
     given.output.parent.mkdir(parents=True, exist_ok=True)
     layers = [spec.layer_idx for spec in specs]
     write_text(given.output, format_weights(dict(zip(layers, weights_LH.tolist(), strict=True))))

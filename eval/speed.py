@@ -23,35 +23,30 @@ weights.
 import argparse
 import copy
 import gc
-import shlex
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar
 
 import torch
-from pydantic import Field
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, StaticCache
 
 import retain
-from retain.config import build
 from retain.eval.config import resolve_device
-from retain.eval.text_table import text_table
+from retain.eval.record import text_table, write_record
 from retain.hf.version_names import CACHE
 from retain.kernels.measure import quiet
 from retain.models.named import dtype_of, load_named_model
 from retain.models.named_gates import load_gates, new_gates
 from retain.presets import load_policy
 from retain.process.command import command
-from retain.process.provenance import code_state, environment, now, write_json
 
 X = TypeVar("X")
 PLAIN, FULL, DENSE = "plain", "full", "dense"
@@ -61,57 +56,48 @@ HOST = ((ATTACHED, DYNAMIC, 1.05), ("", DYNAMIC, 1.15), ("compiled", STATIC, 1.0
 DEVICE = (("compiled", STATIC, 1.05), ("compiled", f"{FULL}, compiled", 1 / 1.8))
 
 
-def _option(about: str, **bounds: Any) -> Any:
-    return Field(description=about, **bounds)
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    about = "Time inference under policies against full caches."
+    shows_defaults = argparse.ArgumentDefaultsHelpFormatter
+    made = argparse.ArgumentParser(prog="retain speed", description=about, formatter_class=shows_defaults)
+    made.add_argument("--model", default="smollm2-135m", help="a name, folder or hub id")
+    made.add_argument("--policies", default="snapkv,layer_defensivekv,merge", help="presets, between commas")
+    made.add_argument("--keep-ratio", type=float, default=0.1, help="kept / seen")
+    made.add_argument("--batch", type=int, default=1, help="prompts read at once")
+    made.add_argument("--gates", help="folder or hub id; left out: those that ship")
+    made.add_argument("--tokens", type=int, default=1024, help="length of a prompt")
+    made.add_argument("--steps", type=int, default=16, help="tokens decoded behind it")
+    made.add_argument(
+        "--rounds", type=int, default=5, help="measured lives of each cache, behind an unmeasured one"
+    )
+    made.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, auto")
+    made.add_argument("--dtype", default="auto", help="of weights and cache; auto: as the checkpoint says")
+    made.add_argument("--shape", help="layers,width,heads,KV heads,feed-forward of a random model with gates")
+    made.add_argument("--compiled", action="store_true", help="time compiled steps")
+    made.add_argument("--output", type=Path, default="results/speed/speed.json", help="of the record")
+    return made
 
 
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """The options of the command, one a field; values out of range are refused."""
-
-    model: Annotated[str, _option("a name, folder or hub id")] = "smollm2-135m"
-    policies: Annotated[str, _option("presets, between commas")] = "snapkv,layer_defensivekv,merge"
-    keep_ratio: Annotated[float, _option("kept / seen", gt=0, le=1)] = 0.1
-    batch: Annotated[int, _option("prompts read at once", ge=1)] = 1
-    gates: Annotated[str, _option("folder or hub id; empty: those that ship")] = ""
-    tokens: Annotated[int, _option("length of a prompt", ge=1)] = 1024
-    steps: Annotated[int, _option("tokens decoded behind it", ge=1)] = 16
-    rounds: Annotated[int, _option("measured lives of each cache, behind one that does not count", ge=2)] = 5
-    device: Annotated[str, _option("cpu, cuda, cuda:1, auto")] = "cpu"
-    dtype: Annotated[str, _option("of weights and cache; auto: as the checkpoint says")] = "auto"
-    shape: Annotated[
-        str, _option("layers,width,heads,KV heads,feed-forward of a random model with gates")
-    ] = ""
-    compiled: Annotated[bool, _option("time compiled steps")] = False
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "device", str(resolve_device(self.device)))
-
-    @property
-    def on_gpu(self) -> bool:
-        return self.device.startswith("cuda")
-
-
-def load_model(setting: Setting) -> Any:
+def load_model(given: argparse.Namespace) -> Any:
     """The model on its device; a random one is a Llama of the stated shape.
 
     Raises:
         ValueError: It cannot be loaded, or a shape that is none.
     """
-    if not setting.shape:
-        model = load_named_model(setting.model, dtype=setting.dtype)
-        return model.to(setting.device).requires_grad_(False)
-    sizes = [int(part) for part in setting.shape.split(",") if part.strip().isdigit()]
+    if not given.shape:
+        return load_named_model(given.model, dtype=given.dtype).to(given.device).requires_grad_(False)
+    sizes = [int(part) for part in given.shape.split(",") if part.strip().isdigit()]
     if len(sizes) != 5 or sizes[1] % (2 * sizes[2]) or sizes[2] % sizes[3]:
         raise ValueError(
-            f"shape {setting.shape!r}: wanted layers, width, heads, KV heads, feed-forward width; width a "
+            f"shape {given.shape!r}: wanted layers, width, heads, KV heads, feed-forward width; width a "
             "multiple of 2 x heads, and the heads of KV heads."
         )
     names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads")
     shape = dict(zip((*names, "intermediate_size"), sizes, strict=True))
     config = LlamaConfig(vocab_size=1024, max_position_embeddings=2**20, attn_implementation="sdpa", **shape)
-    dtype = torch.float32 if setting.dtype == "auto" else dtype_of(setting.dtype)
-    with torch.random.fork_rng(), torch.device(setting.device):
+    dtype = torch.float32 if given.dtype == "auto" else dtype_of(given.dtype)
+    with torch.random.fork_rng(), torch.device(given.device):
         torch.manual_seed(0)
         made: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
     return made.eval().requires_grad_(False)
@@ -121,51 +107,48 @@ class Subjects:
     """The model, its copy that is not attached, the gates, and the tokens that every cache reads.
 
     Raises:
-        ValueError: as `load_model`, or gates that are not the model's.
+        ValueError: as `load_model`, gates that are not the model's, or numbers or policies that cannot be.
     """
 
-    def __init__(self, setting: Setting) -> None:
-        self.model = model = load_model(setting)
+    def __init__(self, given: argparse.Namespace) -> None:
+        if min(given.batch, given.tokens, given.steps, given.rounds) < 1:
+            raise ValueError("batch, tokens, steps and rounds are 1 or more.")
+        self.given = given
+        given.device = str(resolve_device(given.device))
+        self.model = model = load_model(given)
         # A copy whose weights are the same tensors.
         self.twin = copy.deepcopy(model, {id(weight): weight for weight in model.parameters()})
-        self.gates: Any = load_gates(setting.gates, model) if setting.gates else None
-        if setting.shape and not setting.gates:  # right in time alone
-            self.gates = new_gates(model, "linear").to(setting.device).eval().requires_grad_(False)
-        shape, draw = (setting.batch, setting.tokens + setting.steps), torch.Generator().manual_seed(0)
+        self.gates: Any = load_gates(given.gates, model) if given.gates else None
+        if given.shape and not given.gates:  # right in time alone
+            self.gates = new_gates(model, "linear").to(given.device).eval().requires_grad_(False)
+        shape, draw = (given.batch, given.tokens + given.steps), torch.Generator().manual_seed(0)
         ids_BT = torch.randint(model.config.get_text_config().vocab_size, shape, generator=draw)
-        self.ids_BT = ids_BT.to(setting.device)
+        self.ids_BT = ids_BT.to(given.device)
+        self.policies = given.policies.split(",")
+        retain.attach(model)
+        for policy in self.policies:
+            self.cache(policy)  # refused before anything is read
 
-    def cache(self, policy: str | None, keep_ratio: float = 1.0) -> retain.Cache:
-        """An empty cache; without a policy, it keeps everything."""
-        if policy is None:
+    def cache(self, policy: str) -> retain.Cache:
+        """An empty cache; FULL keeps everything."""
+        if policy == FULL:
             return retain.Cache(self.model, None)
         gates = self.gates if load_policy(policy).learned else None
-        return retain.Cache(self.model, policy, keep_ratio=keep_ratio, gates=gates, short="raise")
+        return retain.Cache(self.model, policy, keep_ratio=self.given.keep_ratio, gates=gates, short="raise")
 
-
-def collected(runs: Mapping[str, Callable[[], X]], rounds: int) -> dict[str, list[X]]:
-    """Results of functions that are called in turn, round after round, from another one on; the first round
-    does not count, and a function that runs out of memory has no results.
-
-    Raises:
-        ValueError: A cache or model refuses; the policy is named.
-    """
-    found: dict[str, list[X]] = {name: [] for name in runs}
-    names, failed = [*runs], set[str]()
-    for turn in tqdm(range(-1, rounds), unit="round"):
-        start = (turn + 1) % len(names)
-        for name in (*names[start:], *names[:start]):
-            gc.collect()
-            try:
-                result = None if name in failed else runs[name]()
-            except torch.OutOfMemoryError:
-                failed.add(name)
-                found[name].clear()
-            except (ValueError, TypeError) as error:
-                raise ValueError(f"speed: policy {name!r}: {error}") from error
-            else:
-                found[name] += [] if result is None or turn < 0 else [result]
-    return found
+    def collected(self, runs: Mapping[str, Callable[[], X]]) -> dict[str, list[X]]:
+        """Results of functions that are called in turn, round after round, from another one on; the first
+        round does not count."""
+        found: dict[str, list[X]] = {name: [] for name in runs}
+        names = [*runs]
+        with quiet(torch.get_num_threads()), torch.no_grad():
+            for turn in tqdm(range(self.given.rounds + 1), unit="round"):
+                start = turn % len(names)
+                for name in (*names[start:], *names[:start]):
+                    gc.collect()
+                    result = runs[name]()
+                    found[name] += [result] if turn else []
+        return found
 
 
 def live(
@@ -178,8 +161,8 @@ def live(
         cut_to: Entries of each head that are left of transformers' cache.
 
     Returns:
-        `ttft_ms` and `token_ms`; `bytes_held` behind the prompt; on CUDA `peak_bytes` up to the first token,
-        beyond those before.
+        `ttft_ms` and `token_ms`; `mib_held` behind the prompt; on CUDA `mib_peak` up to the first token,
+        beyond what was held before.
     """
     on_gpu = ids_BT.is_cuda
     before = torch.cuda.memory_allocated(ids_BT.device) if on_gpu else 0
@@ -192,9 +175,9 @@ def live(
         for layer in cache.layers:
             layer.keys, layer.values = (kept[:, :, -cut_to:].clone() for kept in (layer.keys, layer.values))
     first = clock()
-    found = {"ttft_ms": 1e3 * (first - start), "bytes_held": bytes_of(cache)}
+    found = {"ttft_ms": 1e3 * (first - start), "mib_held": bytes_of(cache) / 2**20}
     if on_gpu:
-        found["peak_bytes"] = torch.cuda.max_memory_allocated(ids_BT.device) - before
+        found["mib_peak"] = (torch.cuda.max_memory_allocated(ids_BT.device) - before) / 2**20
     begin = clock()
     for at in range(tokens, ids_BT.shape[1]):
         position_B1 = torch.full_like(ids_BT[:, :1], at)
@@ -219,76 +202,52 @@ def bytes_of(cache: Any) -> int:
     return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
 
 
-def measure(setting: Setting) -> list[dict[str, Any]]:
-    """Times all caches: a row for each, with ratios to other caches' times of the same round."""
-    subjects = Subjects(setting)
-    model, twin, ratio = subjects.model, subjects.twin, setting.keep_ratio
-    same: dict[str, Any] = {"ids_BT": subjects.ids_BT, "tokens": setting.tokens}
-    plain = partial(DynamicCache, config=twin.config)
-    runs = {
-        PLAIN: partial(live, twin, plain, **same),
-        FULL: partial(live, model, partial(subjects.cache, None), **same),
-        DENSE: partial(live, twin, plain, cut_to=max(1, int(ratio * setting.tokens)), **same),
-    }
-    for name in setting.policies.split(","):
-        runs[name] = partial(live, model, partial(subjects.cache, name, ratio), **same)
-    with quiet(torch.get_num_threads()), retain.attach(model), torch.no_grad():
-        found = collected(runs, setting.rounds)
-    rows = []
-    for policy, lives in found.items():
-        row: dict[str, Any] = {"policy": policy} if lives else {"policy": f"{policy} (out of memory)"}
-        for name in lives[0] if lives else ():
-            mine = [one[name] for one in lives]
-            row[name] = spread(mine) if name.endswith("_ms") else mine[-1]
-            for other in (PLAIN, FULL, DENSE) if name.endswith("_ms") else ():
-                if found[other] and other != policy:
-                    pairs = zip(mine, (one[name] for one in found[other]), strict=True)
-                    row[f"{name[:-3]}_over_{other}"] = spread([one / its for one, its in pairs])
-        rows.append(row)
-    return rows
+def measure(subjects: Subjects) -> list[dict[str, Any]]:
+    """Times all caches: a row for each with medians, of times and of ratios to other caches' times of the
+    same round (None: to itself)."""
+    twin, tokens = subjects.twin, subjects.given.tokens
+    timed = partial(live, ids_BT=subjects.ids_BT, tokens=tokens)
+    plain, kept = partial(DynamicCache, config=twin.config), int(subjects.given.keep_ratio * tokens)
+    runs = {PLAIN: partial(timed, twin, plain), DENSE: partial(timed, twin, plain, cut_to=max(1, kept))}
+    for name in (FULL, *subjects.policies):
+        runs[name] = partial(timed, subjects.model, partial(subjects.cache, name))
+    found = subjects.collected(runs)
+
+    def over(policy: str, other: str, name: str) -> float | None:
+        pairs = zip(found[policy], found[other], strict=True)
+        return None if other == policy else statistics.median(one[name] / its[name] for one, its in pairs)
+
+    return [
+        {
+            "policy": policy,
+            **{name: statistics.median(one[name] for one in lives) for name in lives[0]},
+            "ttft_over_plain": over(policy, PLAIN, "ttft_ms"),
+            **{f"token_over_{other}": over(policy, other, "token_ms") for other in (PLAIN, FULL, DENSE)},
+        }
+        for policy, lives in found.items()
+    ]
 
 
-def spread(values: Sequence[float]) -> dict[str, Any]:
-    """Median, 20th and 80th percentile, and all values."""
-    cuts = statistics.quantiles(values, n=5, method="inclusive")
-    return {"median": statistics.median(values), "p20": cuts[0], "p80": cuts[3], "all": list(values)}
-
-
-def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Rows as lines of text: medians over lives, medians of ratios within a round."""
-    columns = {"first token ms": "ttft_ms", "first / plain": "ttft_over_plain", "token ms": "token_ms"}
-    columns |= {f"token / {other}": f"token_over_{other}" for other in (PLAIN, FULL, DENSE)}
-    columns |= {"peak MiB": "peak_bytes", "held MiB": "bytes_held"}
-
-    def cell(row: Mapping[str, Any], name: str) -> str:
-        value = row.get(name)
-        median = value["median"] if isinstance(value, Mapping) else value
-        return "-" if median is None else f"{median / (2**20 if 'bytes' in name else 1):.2f}"
-
-    cells = [[row["policy"], *(cell(row, name) for name in columns.values())] for row in rows]
-    return text_table(["policy", *columns], cells)
-
-
-def compiled_runs(
-    setting: Setting, subjects: Subjects, compiled: Callable[..., Any]
-) -> dict[str, Callable[[], float]]:
+@torch.no_grad()
+def compiled_runs(subjects: Subjects, compiled: Callable[..., Any]) -> dict[str, Callable[[], float]]:
     """Functions that decode `steps` tokens more and give the milliseconds of one, by name; prompts are
     read."""
-    model, twin, ids_BT = subjects.model, subjects.twin, subjects.ids_BT[:, : setting.tokens]
-    most, kept = setting.steps * (setting.rounds + 1), int(setting.keep_ratio * setting.tokens)
-    seconds = clock if setting.on_gpu else time.process_time
+    given, model, twin = subjects.given, subjects.model, subjects.twin
+    ids_BT, on_gpu = subjects.ids_BT[:, : given.tokens], subjects.ids_BT.is_cuda
+    most, kept = given.steps * (given.rounds + 1), int(given.keep_ratio * given.tokens)
+    seconds = clock if on_gpu else time.process_time
 
     def stepper(run: Any, cache: Any) -> Callable[[], float]:
-        places = iter(range(setting.tokens, setting.tokens + most))
+        places = iter(range(given.tokens, given.tokens + most))
 
         def steps() -> float:
             start = seconds()
-            for at in islice(places, setting.steps):
-                if setting.on_gpu:
+            for at in islice(places, given.steps):
+                if on_gpu:
                     torch.compiler.cudagraph_mark_step_begin()
                 positions = torch.full_like(ids_BT[:, :1], at)
                 run(input_ids=ids_BT[:, :1], position_ids=positions, use_cache=True, **{CACHE: cache})
-            return 1e3 * (seconds() - start) / setting.steps
+            return 1e3 * (seconds() - start) / given.steps
 
         return steps
 
@@ -297,15 +256,15 @@ def compiled_runs(
         return cache
 
     runs = {}
-    if not setting.on_gpu:  # where caches that hold everything would take more than there is
-        runs[DYNAMIC] = stepper(twin, filled(twin, DynamicCache(config=twin.config), setting.tokens))
-        runs[ATTACHED] = stepper(model, filled(model, DynamicCache(config=model.config), setting.tokens))
+    if not on_gpu:  # where caches that hold everything would take more than there is
+        runs[DYNAMIC] = stepper(twin, filled(twin, DynamicCache(config=twin.config), given.tokens))
+        runs[ATTACHED] = stepper(model, filled(model, DynamicCache(config=model.config), given.tokens))
     static = StaticCache(config=twin.config, max_cache_len=kept + most)
     runs[STATIC] = stepper(compiled(twin.__call__), filled(twin, static, kept))
     ours = compiled(model.__call__)
-    for name in (FULL, *setting.policies.split(",")):
-        for way in ("compiled",) if setting.on_gpu else ("as written", "compiled"):
-            cache = subjects.cache(None if name == FULL else name, setting.keep_ratio).prefill(ids_BT)
+    for name in (FULL, *subjects.policies):
+        for way in ("compiled",) if on_gpu else ("as written", "compiled"):
+            cache = subjects.cache(name).prefill(ids_BT)
             if way == "compiled":
                 cache.engine.generation.room = most
                 cache.engine.generation.decode_static(cache.state)
@@ -314,70 +273,39 @@ def compiled_runs(
     return runs
 
 
-def compiled_lines(setting: Setting, compiled: Callable[..., Any]) -> list[str]:
+def compiled_lines(subjects: Subjects, compiled: Callable[..., Any]) -> list[str]:
     """Times decoded tokens as written and compiled: the lines of the report, aims behind them."""
-    subjects = Subjects(setting)
-    with quiet(torch.get_num_threads()), retain.attach(subjects.model), torch.no_grad():
-        times = collected(compiled_runs(setting, subjects, compiled), setting.rounds)
-    found = {name: spread(ms) for name, ms in times.items()}
+    runs = compiled_runs(subjects, compiled)
+    found = {name: statistics.median(ms) for name, ms in subjects.collected(runs).items()}
     rivals = [name for name in (DYNAMIC, STATIC) if name in found]
     rows = [
-        [name, f"{one['median']:.2f}", *(f"{one['median'] / found[rival]['median']:.3f}" for rival in rivals)]
-        for name, one in found.items()
+        {"": name, "ms": ms, **{f"/ {one}": ms / found[one] for one in rivals}} for name, ms in found.items()
     ]
-    lines = text_table(["", "ms", *(f"/ {rival}" for rival in rivals)], rows)
-    for way, rival, bound in DEVICE if setting.on_gpu else HOST:
+    lines = text_table(rows).splitlines()
+    for way, rival, bound in DEVICE if subjects.ids_BT.is_cuda else HOST:
         for name in found:
             if name == way or (name.endswith(f", {way or 'as written'}") and not name.startswith(FULL)):
-                ratio = found[name]["median"] / found[rival]["median"]
+                ratio = found[name] / found[rival]
                 held = "held" if ratio <= bound else "**NOT held**"
                 lines.append(f"{held}: {name} takes {ratio:.3f} of {rival}, at most {bound:.3g}")
     return lines
-
-
-def parser() -> argparse.ArgumentParser:
-    """The command line: an option for each field of `Setting`."""
-    made = argparse.ArgumentParser(
-        prog="retain speed", description="Time inference under policies against full caches."
-    )
-    hints = get_type_hints(Setting, include_extras=True)
-    for one in fields(Setting):
-        kind, about = get_args(hints[one.name])
-        text = f"{about.description}; default {'empty' if one.default == '' else one.default}"
-        how: dict[str, Any] = {"action": "store_true"} if kind is bool else {"type": kind}
-        made.add_argument(f"--{one.name.replace('_', '-')}", default=one.default, help=text, **how)
-    made.add_argument("--output", type=Path, default=Path("results/speed/speed.json"), help="of the record")
-    return made
 
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Times what the options say, prints the table, and writes a record; of compiled steps, lines alone."""
     typed = sys.argv[1:] if arguments is None else list(arguments)
-    given = vars(parser().parse_args(typed))
-    output = given.pop("output")
-    setting, date = build(given, Setting), now()
-    if setting.compiled:
-        mode = "reduce-overhead" if setting.on_gpu else None
-        print("\n".join(compiled_lines(setting, partial(torch.compile, fullgraph=True, mode=mode))))
+    given = parser().parse_args(typed)
+    subjects = Subjects(given)
+    if given.compiled:
+        mode = "reduce-overhead" if subjects.ids_BT.is_cuda else None
+        print("\n".join(compiled_lines(subjects, partial(torch.compile, fullgraph=True, mode=mode))))
         return 0
-    rows = measure(setting)
-    device = setting.device
-    if setting.on_gpu:
+    rows, device = measure(subjects), given.device
+    if subjects.ids_BT.is_cuda:
         device = f"{device} ({torch.cuda.get_device_name(device)})"
-    record = {
-        **{
-            "command": shlex.join(["retain", "speed", *typed]),
-            "date": date,
-            "setting": asdict(setting),
-            "rows": rows,
-        },
-        "environment": environment(device, torch.get_num_threads()),
-        "code": code_state(Path(__file__).parent),
-    }
-    output.parent.mkdir(parents=True, exist_ok=True)
-    write_json(output, record)
-    print("\n".join([*table(rows), f"written: {output}"]))
+    write_record(given.output, rows, ["retain", "speed", *typed], device)
+    print(f"{text_table(rows)}\nwritten: {given.output}")
     return 0
 
 

@@ -9,9 +9,19 @@ cache holds, and a page shows the text with every token shaded by the share of h
 import argparse
 import textwrap
 from collections.abc import Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from retain.eval.report.page import Shown, document_page
+from retain.eval.run.answers import respond
+from retain.eval.run.memory import positions_held
+from retain.eval.run.plan import load_model
+from retain.eval.tasks.encode import encode
+from retain.eval.tasks.row import Row
+from retain.hf.cache.cache import Cache
 from retain.process.command import command
 
 TEXT = Path(__file__).parent / "try.txt"
@@ -46,41 +56,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ValueError: A text without its question, or something that the model or a cache refuses.
     """
     given = parser().parse_args(arguments)
-    from inspect import signature
-
-    import torch
-
-    from retain.eval.config import resolve_device
-    from retain.eval.report.document_view import Shown, page
-    from retain.eval.run.answers import respond
-    from retain.eval.run.memory import positions_held
-    from retain.eval.tasks.encode import encode
-    from retain.eval.tasks.row import Row
-    from retain.hf.cache.cache import Cache
-    from retain.hf.intercept.attach import attach
-    from retain.models.named import load
-
     if (given.text is None) != (given.question is None):
         raise ValueError("--text and --question go together: pass both, or none for the text that ships.")
-    text, question, begins = given.text, given.question, given.begins
-    if text is None:
-        text, question, begins = TEXT, QUESTION, BEGINS
-    device = resolve_device(given.device)
-    model, tokenizer = load(given.model)
-    if tokenizer is None:
-        raise ValueError(f"model={given.model!r} has no tokenizer, and a text needs one.")
-    attach(model.to(device))
+    text, question, begins = given.text or TEXT, given.question or QUESTION, given.begins
+    if given.text is None:
+        begins = BEGINS
+    model, tokenizer = load_model(given.model, given.device)
     context = text.read_text(encoding="utf-8").strip()
     row = Row("try", context, f"\n{question}\n", ("",), ANSWER_TOKENS, answer_prefix=begins)
     asked = encode(row, tokenizer, model)
-    ids = asked.context_ids
+    ids, default = asked.context_ids, signature(Cache).parameters["policy"].default
     print(f"{len(ids):,} tokens are read and evicted from; then comes the question: {question}")
-    default = signature(Cache).parameters["policy"].default
-    budget = {"keep_ratio": given.keep_ratio}
-    gates = {} if given.gates is None else {"gates": given.gates}
     policies: dict[str, dict[str, Any]] = {"full cache": {"policy": None}}
-    policies |= {name: {"policy": name, **budget} for name in OTHERS}
-    policies[default] = {"policy": default, **budget, **gates}
+    policies |= {name: {"policy": name, "keep_ratio": given.keep_ratio} for name in (*OTHERS, default)}
+    policies[default] |= {} if given.gates is None else {"gates": given.gates}
     Cache(model, **policies[default])  # refused before anything is read
     given.out.parent.mkdir(parents=True, exist_ok=True)
     shown, width = [], max(map(len, policies))
@@ -88,22 +77,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cache = Cache(model, **how)
         with torch.inference_mode():
             cache.prefill(torch.tensor([ids], device=model.device))
-            total, kept_T = cache.report().total, torch.zeros(len(ids), dtype=torch.int64)
-            heads = positions_held(cache)
-            for positions in heads:
-                kept_T[positions.cpu()] += 1
+            mib, heads = cache.report().total.bytes_held / 2**20, positions_held(cache)
+            kept_T = torch.cat(heads).bincount(minlength=len(ids)).tolist()
             read_1T = torch.tensor([[*ids, *asked.question_ids]], device=model.device)
-            answers = respond(model, cache, read_1T, new_tokens=ANSWER_TOKENS, end_ids=asked.end_ids)
-        said = " ".join(
-            [begins, *tokenizer.decode(list(answers[0]), skip_special_tokens=True).split()]
-        ).strip()
-        shown.append(Shown(name, said, total.bytes_held, tuple(kept_T.tolist()), len(heads)))
+            (answer,) = respond(model, cache, read_1T, new_tokens=ANSWER_TOKENS, end_ids=asked.end_ids)
+        words = tokenizer.decode(list(answer), skip_special_tokens=True).split()
+        said = " ".join([begins, *words]).strip()
+        shown.append(Shown(name, said, mib, tuple(kept_T), len(heads)))
         share = f"{given.keep_ratio:.0%}" if "keep_ratio" in how else "all"
-        line = f"  {name:<{width}}  {share:>4}  {total.bytes_held / 2**20:6.1f} MiB  "
-        print(line + textwrap.shorten(said, 96))
+        print(f"  {name:<{width}}  {share:>4}  {mib:6.1f} MiB  {textwrap.shorten(said, 96)}")
     title = f"{given.keep_ratio:.0%} of a cache: what is kept, what is answered"
     pieces = [tokenizer.decode([token]) for token in ids]
-    given.out.write_text(page(title, question, pieces, shown), encoding="utf-8")
+    given.out.write_text(document_page(title, question, pieces, shown), encoding="utf-8")
     print(f"Page: {given.out} (each token shaded by the share of heads that keep it)")
     return 0
 

@@ -5,7 +5,6 @@ every time and a caller can ask without running anything. Tests and benchmarks f
 Triton's interpreter, which runs kernels on the CPU, is only reached that way.
 """
 
-import importlib.metadata
 import importlib.util
 import logging
 import os
@@ -22,8 +21,6 @@ Path = Literal["triton", "reference"]
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
-# Versions of Triton that the kernels are written for, as pyproject.toml has them: from, and below.
-OLDEST, TOO_NEW = (3, 6), (3, 9)
 # Precisions of kernels, by their names in signatures; float64 is for references only.
 TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 DTYPES = tuple(TYPES)
@@ -77,9 +74,8 @@ def path_for(op: str, *tensors: Tensor, unsupported: str | None = None) -> Path:
     """
     check_devices(op, *tensors)
     forced = _forced.get()
-    why = _why_not(
-        tensors, unsupported, anywhere=forced == "triton" and (interpreting() or _target.get() is not None)
-    )
+    anywhere = forced == "triton" and (interpreting() or _target.get() is not None)
+    why = why_reference(*tensors, unsupported=unsupported, anywhere=anywhere)
     if forced == "triton" and why is not None:
         raise ValueError(f"{op}: the Triton path was forced, but {why}; leave the choice to the op.")
     if forced is not None:
@@ -119,23 +115,17 @@ def which(*tensors: Tensor, unsupported: str | None = None) -> Path:
     return "triton" if why_reference(*tensors, unsupported=unsupported) is None else "reference"
 
 
-def why_reference(*tensors: Tensor, unsupported: str | None = None) -> str | None:
+def why_reference(*tensors: Tensor, unsupported: str | None = None, anywhere: bool = False) -> str | None:
     """The reason why a call with such tensors takes the reference, if no path is forced; None: it takes the
-    kernel."""
-    return _why_not(tensors, unsupported, anywhere=False)
-
-
-def _why_not(tensors: tuple[Tensor, ...], unsupported: str | None, *, anywhere: bool) -> str | None:
-    """The reason that keeps a call from the kernel; `anywhere`: kernels are interpreted, on any device."""
+    kernel. `anywhere`: kernels are interpreted, or only compiled, on any device."""
     assert tensors, "a path is chosen by the device and precision of tensors; none was given"
     if not anywhere and not all(tensor.is_cuda for tensor in tensors):
         return "the tensors are not on CUDA"
     for tensor in tensors:
         if tensor.dtype.is_floating_point and tensor.dtype not in DTYPES:
             return f"kernels take float32, float16 and bfloat16, not {dtype_name(tensor.dtype)}"
-    missing = _missing()
-    if missing is not None:
-        return missing
+    if not _has_triton():
+        return "Triton is not installed (pip install 'retain-kv[kernels]')"
     if tensors[0].is_cuda:
         major, minor = torch.cuda.get_device_capability(tensors[0].device)
         if major < 8:
@@ -149,19 +139,8 @@ def said() -> tuple[tuple[str, str, str], ...]:
 
 
 @cache
-def _missing() -> str | None:
-    """Why the installed Triton cannot be used."""
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed (pip install 'retain-kv[kernels]')"
-    try:
-        version = importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:  # a build under another name
-        return None
-    found = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
-    if OLDEST <= found < TOO_NEW:
-        return None
-    oldest, too_new = (".".join(map(str, bound)) for bound in (OLDEST, TOO_NEW))
-    return f"Triton {version} is installed, and kernels are written for {oldest} or later, below {too_new}"
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def without_autocast(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:

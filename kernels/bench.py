@@ -2,7 +2,7 @@
 
     python -m retain.kernels.bench [--op NAME ...] [--device cpu|cuda]
 
-Each op's `cases` file gives named shapes, inputs, the least work of a call, rivals and claims. Printed is
+Each op's `cases` file gives named shapes, inputs, rivals and claims. Printed is
 Markdown, by convention kept as kernels/benchmarks/<device>-<date>.md, with a line for each claim that holds
 or does not. An op that is wrong on a small case or on a shape to be timed is an error, before its times.
 
@@ -30,7 +30,7 @@ import torch
 
 from retain.kernels import backend
 from retain.kernels.build import OPS
-from retain.kernels.measure import Claim, Cost, check, quiet
+from retain.kernels.measure import Claim, check, quiet
 
 COPY = "copy"
 # The precision that is timed, and the bytes that the copy reads.
@@ -106,10 +106,11 @@ def over(ms: dict[str, list[float]], op: str, rival: str, factor: float = 1.0) -
     return [factor * mine / other for mine, other in zip(ms[op], ms[rival], strict=True)]
 
 
-def verdict(claim: Claim, op: str, ms: dict[str, list[float]], cost: Cost, copied: float) -> str:
-    """The line of a claim: its measured value, and whether it is held; the copy moves `copied` bytes."""
+def verdict(claim: Claim, op: str, ms: dict[str, list[float]], least: float, copied: float) -> str:
+    """The line of a claim: its measured value, and whether it is held; the op moves `least` bytes at least,
+    and the copy `copied`."""
     if claim.rival == COPY:
-        median, text = spread_of([1 / one for one in over(ms, op, COPY, copied / cost.bytes)])
+        median, text = spread_of([1 / one for one in over(ms, op, COPY, copied / least)])
         held, text = median >= claim.bound, f"{text} of the copy's bandwidth, at least {claim.bound:g}"
     else:
         median, text = spread_of(over(ms, op, claim.rival))
@@ -131,18 +132,16 @@ def section(op: str, device: torch.device) -> Iterator[str]:
     paths = dict.fromkeys(f"{path} {why}" for name, path, why in backend.said() if name == op)
     yield f"\n## {op}\n\n- {DTYPE[device.type]}, by {', '.join(paths) or 'the op'}"
     for name, case in shapes.items():
-        ms, cost = measure(op, cases, case, device), cases.cost(case, DTYPE[device.type])
+        ms = measure(op, cases, case, device)
         yield f"\n### {op}, {name}, {len(ms[op])} rounds\n"
-        yield "| what | ms | op's ms / its ms | GB/s |\n| --- | ---: | ---: | ---: |"
+        yield "| what | ms | op's ms / its ms |\n| --- | ---: | ---: |"
         for row, taken in ms.items():
-            median, text = spread_of(taken)
             ratio = spread_of(over(ms, op, row))[1] if row not in (op, COPY) else ""
-            moved = {op: cost.bytes, COPY: copied}.get(row)
-            rate = f"{moved / median / 1e6:.1f}" if moved else ""
-            yield f"| {row} | {text} | {ratio} | {rate} |"
-        yield f"\n- {cost.flops / spread_of(ms[op])[0] / 1e9:.2f} TFLOP/s"
-        claims = [claim for claim in cases.CLAIMS if claim.case == name]
-        yield from (f"- {verdict(claim, op, ms, cost, copied)}" for claim in claims)
+            yield f"| {row} | {spread_of(taken)[1]} | {ratio} |"
+        yield ""
+        for claim in (claim for claim in cases.CLAIMS if claim.case == name):
+            least = cases.least_bytes(case, DTYPE[device.type]) if claim.rival == COPY else 0.0
+            yield f"- {verdict(claim, op, ms, least, copied)}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

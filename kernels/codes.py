@@ -60,27 +60,6 @@ class Codes(NamedTuple):
         return self._replace(codes_CW=self.codes_CW[held], groups_C=self.groups_C[held])
 
 
-def misfits(codes: Codes) -> list[str]:
-    """Problems of codes that do not fit together; their groups are not looked up."""
-    (count, width), found = codes.shape, []
-    if codes.bits not in BITS or codes.span < 1 or width < 1:
-        return [f"{codes.bits} bits, spans of {codes.span} and {width} channels (bits are 8, 4 or 2)"]
-    wide, spans = bytes_wide(width, codes.bits), -(-width // codes.span)
-    if codes.codes_CW.dtype != torch.uint8 or codes.codes_CW.shape != (count, wide):
-        found.append(
-            f"codes are {tuple(codes.codes_CW.shape)} of {codes.codes_CW.dtype}, where {wide} bytes an entry "
-            "(torch.uint8) are needed"
-        )
-    alone = codes.groups_C is None
-    scales = tuple(codes.scales_G2N.shape)
-    if codes.scales_G2N.dtype != SCALES or scales[1:] != (2, spans) or (alone and scales[0] != count):
-        wanted = f"[{count if alone else 'groups'}, 2, {spans}]"
-        found.append(f"scales are {scales} of {codes.scales_G2N.dtype}, where {wanted} ({SCALES}) is needed")
-    if codes.groups_C is not None and codes.groups_C.shape != (count,):
-        found.append(f"groups are {tuple(codes.groups_C.shape)}, where ({count},) are needed")
-    return found
-
-
 def bytes_wide(width: int, bits: int) -> int:
     """Bytes of the codes of an entry of so many channels."""
     return -(-width * bits // 8)

@@ -1,33 +1,23 @@
-"""Judges results of ops and the memory of calls; words for what a benchmark is to find.
+"""Judges results of ops; words for what a benchmark is to find.
 
 A result is right by the project's tolerance rule: at most twice the error of plain PyTorch in the same
 precision, plus a floor of some units in the last place.
 """
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from retain.kernels.backend import using
 
-# Error allowed beyond twice that of plain PyTorch, relative to the reference's largest magnitude. The home of
-# these numbers is tests/close.py, which cannot be imported from here; tests/kernels/test_bench.py compares.
+# Error allowed beyond twice that of plain PyTorch, relative to the reference's largest magnitude: some units
+# in the last place of the format. tests/close.py takes these.
 FLOOR = {torch.float64: 1e-14, torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Least work of a call: floating-point operations of its matrix products (a multiply-add counts two), and
-    bytes, each input read once and each output written once."""
-
-    flops: float
-    bytes: float
 
 
 @dataclass(frozen=True)
@@ -67,8 +57,8 @@ def check(cases: Any, case: Any, dtype: torch.dtype, device: torch.device | str,
 
 
 def tensors_of(results: Any) -> list[Tensor]:
-    """Floating tensors of an op's results: a tensor, several, or a dataclass of them."""
-    parts = vars(results).values() if is_dataclass(results) else results
+    """Floating tensors of an op's results: a tensor, several, or some by name."""
+    parts = results.values() if isinstance(results, dict) else results
     parts = [results] if isinstance(results, Tensor) else parts
     return [one.detach() for one in parts if isinstance(one, Tensor) and one.is_floating_point()]
 
@@ -87,33 +77,6 @@ def cast(kwargs: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
         else value
         for name, value in kwargs.items()
     }
-
-
-def extra_bytes(run: Callable[[], Any], device: torch.device) -> int:
-    """The most memory that a call held beyond its inputs, and beyond its result.
-
-    Read off PyTorch's allocators: on CUDA by their peak, on the CPU by their profiler events, which also
-    show temporaries inside an operation. What a library takes from the system itself is not seen.
-    """
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        result = run()
-        torch.cuda.synchronize(device)
-        peak, left = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
-        del result
-        return peak - left
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        result = run()
-    held = profiler.profiler
-    assert held is not None and held.kineto_results is not None
-    events = [event for event in held.kineto_results.events() if event.name() == "[memory]"]
-    live = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-    del result
-    return peak - live
 
 
 @contextmanager

@@ -45,7 +45,6 @@ def future_use(
     aggregate: str = "max",
     weight: str = "value_norm",
     horizon: int = 32,
-    chunk: int | None = None,
 ) -> tuple[Float32[Tensor, "B H T"], Bool[Tensor, "B H T"]]:
     """How much attention the queries after an entry's eviction will give to it.
 
@@ -72,7 +71,6 @@ def future_use(
         sources: of `SOURCES`, with a positive weight.
         aggregate, weight: of `AGGREGATES` and `WEIGHTS`.
         horizon: least distance of a document query, in entries; the protected recent window.
-        chunk: queries at a time; changes memory, not the result. None: as many as are quick.
 
     Returns:
         the use, float32, 0 where no such query exists; and whether one exists: entries that no query can
@@ -96,7 +94,7 @@ def future_use(
         if source not in found:
             found[source] = torch.zeros((B, H, T), device=device)
             counts[source] = torch.zeros((B, T), dtype=torch.int64, device=device)
-        use_BHT = _use(part, distance, T, aggregate, weight, norm_BQT, chunk)
+        use_BHT = _use(part, distance, T, aggregate, weight, norm_BQT)
         if aggregate == "mean":
             found[source] += use_BHT
         else:
@@ -147,14 +145,13 @@ def _use(
     aggregate: str,
     weight: str,
     norm_BQT: Tensor | None,
-    chunk: int | None,
 ) -> Float32[Tensor, "B H T"]:
     """Largest or sum of what the held queries pay the first T entries, group reduced."""
     lse_BQS, least_B = None, None
     if weight == "value_norm_over_hidden":
-        lse_BQS, least_B = _over_hidden(part, chunk)
+        lse_BQS, least_B = _over_hidden(part)
     kind = "max" if aggregate == "max" else "sum"
-    (paid_BQT,) = received_attention(part, kind, entries=T, distance=distance, lse_BQs=lse_BQS, chunk=chunk)
+    (paid_BQT,) = received_attention(part, kind, entries=T, distance=distance, lse_BQs=lse_BQS)
     if norm_BQT is not None:
         paid_BQT = paid_BQT * norm_BQT
     paid_BHGT = paid_BQT.unflatten(1, (part.num_heads, -1))
@@ -162,7 +159,7 @@ def _use(
     return (use_BHT if least_B is None else use_BHT / least_B[:, None, None]).float()
 
 
-def _over_hidden(part: Evidence, chunk: int | None) -> tuple[Tensor, Tensor]:
+def _over_hidden(part: Evidence) -> tuple[Tensor, Tensor]:
     """Log-sum-exps with which a row of attention comes out over the norm of its query's attention input, in
     units of the smallest such norm: `a_qj / ||h_j||_1 = exp(l_qj - lse_qj - log(||h_j||_1 / least)) / least`.
 
@@ -173,7 +170,7 @@ def _over_hidden(part: Evidence, chunk: int | None) -> tuple[Tensor, Tensor]:
             "weight='value_norm_over_hidden' looks at the attention input, and the evidence has none "
             "(hidden_BTE): record it, or pass weight='value_norm'."
         )
-    (lse_BQS,) = received_attention(part, "lse", chunk=chunk)
+    (lse_BQS,) = received_attention(part, "lse")
     hidden_BSE = part.hidden_BTE[:, part.num_seen - part.num_queries :]
     norm_BS = torch.linalg.vector_norm(hidden_BSE, 1, dim=-1, dtype=lse_BQS.dtype)
     norm_BS = norm_BS.clamp_min(torch.finfo(norm_BS.dtype).tiny)
@@ -189,7 +186,6 @@ def future_risk(
     document_tokens: int,
     horizon: int = 32,
     sources: Collection[str] = ("own", "appendix"),
-    chunk: int | None = None,
 ) -> tuple[Float32[Tensor, "B H document_tokens"], Bool[Tensor, "B H document_tokens"]]:
     """Largest value-weighted attention that an entry will be paid after it could have been evicted.
 
@@ -204,7 +200,6 @@ def future_risk(
         document_tokens: entries (padding included) of the document, 1..T; the others are the appendix.
         horizon: least distance of a document query, in entries; the protected recent window.
         sources: `own`, `appendix`, or both.
-        chunk: queries at a time; changes memory, not the result. None: as many as are quick.
 
     Returns:
         risk and reach, as `future_use`.
@@ -229,7 +224,7 @@ def future_risk(
         queried_BS = None if evidence.queried_BS is None else evidence.queried_BS[:, start:]
         appended = replace(evidence, queries_BQSD=evidence.queries_BQSD[:, :, start:], queried_BS=queried_BS)
         branches = [("appendix", appended)]
-    return future_use(document, branches, sources=dict.fromkeys(sources, 1.0), horizon=horizon, chunk=chunk)
+    return future_use(document, branches, sources=dict.fromkeys(sources, 1.0), horizon=horizon)
 
 
 def _count(part: Evidence, distance: int, T: int) -> Int[Tensor, "B T"]:

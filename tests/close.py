@@ -1,16 +1,15 @@
-"""The one home of tolerances.
+"""The one rule of tolerances.
 
 A result is close when its error against a reference in higher precision is at most twice the error of plain
-PyTorch in the same precision, plus a stated floor. Integers, offsets and masks are compared exactly,
-elsewhere, with `torch.equal`.
+PyTorch in the same precision, plus a floor (`FLOOR`, which the kernels' benchmarks share). Integers, offsets
+and masks are compared exactly, elsewhere, with `torch.equal`.
 """
 
 import torch
 from torch import Tensor
 
-# Floors of one operation, relative to the reference's largest magnitude: some units in the last place of the
-# format.
-FLOOR = {torch.float64: 1e-14, torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+from retain.kernels.measure import FLOOR
+
 # Two runs through a whole tiny model round in every layer: that many operations' floors (logits against
 # logits).
 MODEL = 8

@@ -73,14 +73,11 @@ SPECIAL = [*({"group": 3}, {"soft_cap": 2.0}, {"mid_pad": True}), {"dtype": torc
 
 @pytest.mark.parametrize("sources", [("own",), ("appendix",), ("own", "appendix")])
 @pytest.mark.parametrize(
-    ("horizon", "chunk", "settings"),
-    [
-        *((horizon, chunk, {}) for horizon in (0, 4, 10, 11, T) for chunk in (1, 128)),
-        *((4, 5, settings) for settings in SPECIAL),
-    ],
+    ("horizon", "settings"),
+    [*((horizon, {}) for horizon in (0, 4, 10, 11, T)), *((4, settings) for settings in SPECIAL)],
     ids=str,
 )
-def test_future_risk_is_its_definition(sources, horizon, chunk, settings):
+def test_future_risk_is_its_definition(sources, horizon, settings):
     """Two sequences of 11 document slots and 5 appended; the second has 3 pads before it (and one before its
     appendix)."""
     mid_pad = settings.get("mid_pad", False)
@@ -88,7 +85,7 @@ def test_future_risk_is_its_definition(sources, horizon, chunk, settings):
     evidence = random_evidence(pads=(0, 3), num_tokens=T, **shape)
     evidence.valid_BT[1, DOCUMENT] &= not mid_pad
     how = {"document_tokens": DOCUMENT, "horizon": horizon, "sources": sources}
-    risk, reached = future_risk(evidence, chunk=chunk, **how)
+    risk, reached = future_risk(evidence, **how)
     last = replace(evidence, queries_BQSD=evidence.queries_BQSD[:, :, DOCUMENT:])
     of = dict.fromkeys(sources, 1.0), "max", "value_norm", horizon
     wanted, wanted_reached = _naive_use(truncate(evidence, DOCUMENT), [("appendix", last)], *of)
@@ -114,17 +111,17 @@ SINKS = {"sinks_Q": torch.tensor([0.5, -1.0, 2.0, 0.0])}
 @pytest.mark.parametrize("weight", sorted(WEIGHTS))
 @pytest.mark.parametrize("aggregate", sorted(AGGREGATES))
 @pytest.mark.parametrize(
-    ("sources", "chunk", "settings"),
+    ("sources", "settings"),
     [
-        *((sources, chunk, {}) for sources in sorted(SOURCE_SETS) for chunk in (None, 3)),
-        *(("all", None, settings) for settings in ({"group": 1}, {"soft_cap": 2.0}, SINKS)),
+        *((sources, {}) for sources in sorted(SOURCE_SETS)),
+        *(("all", settings) for settings in ({"group": 1}, {"soft_cap": 2.0}, SINKS)),
     ],
     ids=str,
 )
-def test_future_use_is_its_definition(aggregate, weight, sources, chunk, settings):
+def test_future_use_is_its_definition(aggregate, weight, sources, settings):
     document, branches = _parts(**settings)
     given = {"aggregate": aggregate, "weight": weight, "horizon": 4}
-    use, reached = future_use(document, branches, sources=SOURCE_SETS[sources], chunk=chunk, **given)
+    use, reached = future_use(document, branches, sources=SOURCE_SETS[sources], **given)
     wanted, wanted_reached = _naive_use(document, branches, SOURCE_SETS[sources], **given)
     assert use.dtype == torch.float32 and wanted.abs().sum() > 0
     assert torch.equal(reached, wanted_reached)

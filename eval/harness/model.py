@@ -3,10 +3,9 @@
     retain lm-eval -- --model retain --model_args pretrained=NAME,policy=snapkv,keep_ratio=0.25 --tasks ...
 
 A score of this class is a score under eviction, or there is none: log-likelihoods, which lm-eval computes in
-one forward without a cache, are refused; prompts are never cut; answers of another policy are never taken
-from a cache of answers; and a run in which nothing was evicted warns. lm-eval shows a model one prompt, so
-its question is known when entries are evicted; with `context_marker`, all up to that string is read and
-evicted from first.
+one forward without a cache, are refused, and so is its store of answers, which does not know the policy;
+prompts are never cut; and a run in which nothing was evicted warns. lm-eval shows a model one prompt, so its
+question is known when entries are evicted: `retain compare` measures the other case.
 
 Written for lm_eval 0.4.13 (EleutherAI/lm-evaluation-harness; it has no plug-ins, so `retain lm-eval` imports
 this file first) and its main branch, which finds the class through the entry point `lm_eval.models`.
@@ -25,7 +24,6 @@ from typing import Any
 import torch
 from jaxtyping import Int
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 import retain
 from retain.config import leaves
@@ -41,13 +39,12 @@ from retain.models.named_gates import load_gates
 from retain.presets import Policy, load_policy
 from retain.process.extras import require
 from retain.process.provenance import code_state
+from retain.process.removed import hint_of
 
 with require("lm-eval", "lm_eval", what="retain.eval.harness.model"):
     from lm_eval.api.registry import register_model
     from lm_eval.models.huggingface import HFLM
 
-# Arguments of lm-eval's that change no answer, or that other parts of the identity say.
-NEUTRAL = ("batch_size", "max_batch_size", "tokenizer", "max_length")
 # Of a cache's report; entries are (layer, KV head, token) triples, generated tokens among them.
 COUNTED = ("entries_seen", "entries_held", "bytes_full", "bytes_held")
 # Fields of a policy that model_args may replace.
@@ -67,7 +64,6 @@ class RetainLM(HFLM):
         allow_other_weights: Take gates whose base has other weights than the model, as for a fine-tune of it.
         seeds: Of policies that draw. Each prompt draws by this and its tokens, so that neither the batch
             nor the order changes what it keeps.
-        context_marker: The question begins behind the last place where this string stands in a prompt.
         device: None: the GPU if there is one.
         **others: Fields of the policy to replace, one dot a section (`protection.recent=8`), and whatever
             lm-eval's `hf` takes.
@@ -89,18 +85,14 @@ class RetainLM(HFLM):
         gates: str | Path | None = None,
         allow_other_weights: bool = False,
         seeds: int = 0,
-        context_marker: str | None = None,
         device: str | None = None,
         **others: Any,
     ) -> None:
         changes, others = sorted_out(others)
         if "chunk" in When(when).parts:
             raise ValueError(f"when={when!r} reads in chunks, which `retain compare` measures.")
-        if context_marker == "" or others.get("truncation"):
-            raise ValueError(
-                "context_marker is a string behind which the question begins, and truncation=True would cut "
-                "prompts at their end, where the question is: leave them out."
-            )
+        if others.get("truncation"):
+            raise ValueError("truncation=True would cut prompts at their end, where the question is.")
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         origin = pretrained if isinstance(pretrained, str) else type(pretrained).__name__
         if origin == REFERENCE:
@@ -110,7 +102,7 @@ class RetainLM(HFLM):
         super().__init__(pretrained, device=device, **others)
         if self.backend != "causal":
             raise ValueError(f"{origin} is an encoder-decoder model: retain evicts from decoders only.")
-        self.marker, self.seed = context_marker, seeds
+        self.seed = seeds
         self.retain_handle = attach(self.model)
         rule = load_policy(policy, changes)
         loaded = load_gates(gates, self.model, allow_other_weights=allow_other_weights) if gates else None
@@ -120,25 +112,16 @@ class RetainLM(HFLM):
         self._request |= budget
         self._cache()  # a wrong request is refused before anything is read
         self.keeps_all = rule.keeps_all or keep_ratio == 1
-        self.evicted = Counter(dict.fromkeys(("sequences", "sequences_evicted", *COUNTED), 0))
-        self._contexts: list[int] = []  # of the batch at hand: tokens up to its marker
-        fast = self.tokenizer.is_fast
-        self.identity: dict[str, Any] = {
+        self.evicted = Counter(dict.fromkeys(("sequences", *COUNTED), 0))
+        self.asked: dict[str, Any] = {
+            "question": "known",
             "policy": {"name": rule.name, **policy_settings(rule)},
             "budget": budget,
             "when": when,
             "every": every if "decode" in when else None,
             "gates": gates_identity(loaded),
             "seeds": seeds,
-            "context_marker": context_marker,
-            "max_length": self.max_length,
-            "model": identity_of(self.model, head=True),
-            "name": origin,
-            "dtype": str(self.model.dtype),
-            "tokenizer": digest(
-                self.tokenizer.backend_tokenizer.to_str() if fast else self.tokenizer.name_or_path
-            ),
-            **{f"lm_eval.{name}": str(value) for name, value in others.items() if name not in NEUTRAL},
+            "model": {"name": origin, "dtype": str(self.model.dtype), **identity_of(self.model, head=True)},
             "retain": retain.__version__,
             "commit": code_state(Path(__file__).parent)["commit"],
         }
@@ -148,14 +131,13 @@ class RetainLM(HFLM):
         hold what is protected would show at its end."""
         prompts = [request.args[0] for request in requests]
         if prompts and not self.keeps_all:
-            ids, _ = self.tok_batch_encode([min(prompts, key=len)])
-            first = ids[0, : self._contexts[0]] if self.marker else ids[0]
+            ids_1T, _ = self.tok_batch_encode([min(prompts, key=len)])
             try:
-                self._read([first.tolist()])
+                self._cache(ids_1T.tolist()).prefill(ids_1T.to(self.device))
             except ValueError as error:
                 raise ValueError(
-                    f"the shortest prompt has {ids.shape[1]} tokens, of which {len(first)} are read before "
-                    f"an eviction, and cannot be evicted from as asked: {error}"
+                    f"the shortest prompt has {ids_1T.shape[1]} tokens, and cannot be evicted from as asked: "
+                    f"{error}"
                 ) from error
         return super().generate_until(requests, disable_tqdm=disable_tqdm)
 
@@ -183,7 +165,7 @@ class RetainLM(HFLM):
         """As HFLM's, which cuts long prompts with a line in the log; here they are refused.
 
         Raises:
-            ValueError: a prompt is too long, or lacks the marker.
+            ValueError: a prompt is too long.
         """
         ids_BT, mask_BT = super().tok_batch_encode(list(strings), padding_side, None, truncation)
         length = ids_BT.shape[1]
@@ -193,138 +175,60 @@ class RetainLM(HFLM):
                 f"answer may take {self.max_length - left_truncate_len}. Pass max_length="
                 f"{length + self.max_length - left_truncate_len} in model_args if the model reads that far."
             )
-        if self.marker is not None:
-            counts = mask_BT.sum(1).tolist()
-            # Something is left to read behind the eviction.
-            pairs = zip(strings, counts, strict=True)
-            self._contexts = [min(self._context_tokens(text), count - 1) for text, count in pairs]
         return ids_BT, mask_BT
 
-    def _context_tokens(self, string: str) -> int:
-        """Tokens of a prompt up to its marker; a token that reaches into the question belongs to it."""
-        assert self.marker is not None
-        if (place := string.rfind(self.marker)) < 0:
-            raise ValueError(
-                f"context_marker {self.marker!r} is not in the prompt {string[:60]!r} ... {string[-60:]!r}: "
-                "pass a string that every prompt of the task has, or leave it out."
-            )
-        stop = place + len(self.marker)
-        # Special tokens as HFLM has them added to a prompt.
-        begun = self.tokenizer.bos_token is not None and string.startswith(self.tokenizer.bos_token)
-        special = False if begun else self.add_bos_token
-        how = {} if special is None else {"add_special_tokens": special}
-        places = self.tokenizer(string, return_offsets_mapping=True, **how).offset_mapping
-        return next((count for count, (_, end) in enumerate(places) if end > stop), len(places))
-
     def _cache(self, rows: Sequence[Sequence[int]] = ()) -> Cache:
-        """Makes a cache, for prompts of these tokens."""
+        """Makes a cache, for prompts of these tokens, by which policies draw."""
         seeds = [int(digest([self.seed, list(row)])[:8], 16) for row in rows]
         return Cache(self.model, **self._request, seeds=seeds or None, short="raise")
-
-    def _read(self, rows: Sequence[Sequence[int]], whole: Sequence[Sequence[int]] = ()) -> Cache:
-        """Prefills a cache, which evicts, with rows of tokens: the beginnings of `whole`, by which policies
-        draw."""
-        with torch.autocast(
-            self.device.type, self.mixed_precision_dtype, enabled=bool(self.mixed_precision_dtype)
-        ):
-            return self._cache(whole or rows).prefill(*self._padded(rows))
-
-    def _padded(self, rows: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Token ids, left-padded, and their mask."""
-        ids = [torch.tensor(list(row), dtype=torch.long) for row in rows]
-        pair = (ids, [torch.ones_like(row) for row in ids])
-        return [pad_sequence(each, batch_first=True, padding_side="left").to(self.device) for each in pair]
 
     def _model_generate(
         self, context: Int[Tensor, "B T"], max_length: int, stop: list[str], **generation_kwargs: Any
     ) -> Tensor:
         """Generates for a batch, with its cache."""
-        mask_BT = generation_kwargs.pop("attention_mask")
-        rows = [row[mask == 1].tolist() for row, mask in zip(context, mask_BT, strict=True)]
-        ids_BT = context
-        if self.marker is None:
-            cache = self._cache(rows)
-        else:
-            first = [row[:count] for row, count in zip(rows, self._contexts, strict=True)]
-            rest = [row[count:] for row, count in zip(rows, self._contexts, strict=True)]
-            cache = self._read(first, rows)
-            ids_BT, mask_BT = (
-                torch.cat(pair, 1) for pair in zip(self._padded(first), self._padded(rest), strict=True)
-            )
-        output = super()._model_generate(
-            ids_BT,
-            max_length=max_length + ids_BT.shape[1] - context.shape[1],
-            stop=stop,
-            attention_mask=mask_BT,
-            **{CACHE: cache},
-            **generation_kwargs,
-        )
-        total, seen_B = cache.report().total, cache.state.valid_BT.sum(-1).cpu()
-        whole_B = seen_B * sum(spec.num_kv_heads for spec in cache.state.specs)
-        self.evicted["sequences"] += len(rows)
-        self.evicted["sequences_evicted"] += int((cache.entries_by_head().sum((1, 2)) < whole_B).sum())
-        for name in COUNTED:
-            self.evicted[name] += getattr(total, name)
-        return torch.cat([context, output[:, ids_BT.shape[1] :]], dim=1)
+        masks = generation_kwargs["attention_mask"]
+        cache = self._cache([row[mask == 1].tolist() for row, mask in zip(context, masks, strict=True)])
+        how = {"max_length": max_length, "stop": stop, CACHE: cache}
+        output = super()._model_generate(context, **how, **generation_kwargs)
+        total = cache.report().total
+        counts = {name: getattr(total, name) for name in COUNTED}
+        self.evicted.update({"sequences": len(context), **counts})
+        return output
 
     def set_cache_hook(self, cache_hook: Any) -> None:
-        """Takes the hook of `--use_cache`, and puts this model's identity into the keys of its database:
-        lm-eval's hash what was asked alone, so that two policies would share answers. ValueError: this
-        lm-eval stores answers in some other way."""
-        super().set_cache_hook(cache_hook)
-        database: Any = getattr(cache_hook, "dbdict", None)
-        if not callable(getattr(database, "encode_key", None)):
-            raise ValueError(
-                "--use_cache stores answers under keys that do not know the policy: leave out --use_cache, "
-                "or install lm_eval 0.4.13 with sqlitedict 2."
-            )
-        prefix = f"retain-{digest(self.identity)}-"
-        database.encode_key = lambda key: f"{prefix}{key}"
-        database.decode_key = lambda key: key.removeprefix(prefix)
+        """Raises a ValueError: lm-eval's store hashes what was asked alone, so that two policies would share
+        answers."""
+        raise ValueError("--use_cache stores answers under keys that do not know the policy: leave it out.")
 
     def get_model_info(self) -> dict[str, Any]:
-        """HFLM's, and under `retain` what was asked for and what the caches of this process held; answers
-        that `--use_cache` had are not counted."""
-        evicted, warning = self.evicted, None
-        if evicted["sequences"] and not evicted["sequences_evicted"] and not self.keeps_all:
-            warning = f"nothing was evicted from any of {evicted['sequences']} sequences: the budget "
-            warning += f"{self.identity['budget']} holds all of them, so these scores are the full cache's."
+        """HFLM's, and under `retain` what was asked for and what the caches of this process held."""
+        held, seen, warning = self.evicted["entries_held"], self.evicted["entries_seen"], None
+        if held == seen > 0 and not self.keeps_all:
+            warning = f"nothing was evicted from any of {self.evicted['sequences']} sequences: the budget "
+            warning += f"{self.asked['budget']} holds all of them, so these scores are the full cache's."
             warnings.warn(warning, stacklevel=2)
-        achieved = evicted["entries_held"] / max(1, evicted["entries_seen"])
-        return {
-            **super().get_model_info(),
-            "retain": {
-                "question": "known" if self.marker is None else "unknown",
-                **self.identity,
-                "evicted": {**evicted, "keep_ratio_achieved": achieved},
-                "processes": self.world_size,
-                "warning": warning,
-            },
-        }
+        evicted = {**self.evicted, "keep_ratio_achieved": held / max(1, seen)}
+        more = {"evicted": evicted, "processes": self.world_size, "warning": warning}
+        return {**super().get_model_info(), "retain": {**self.asked, **more}}
 
 
 def sorted_out(others: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
     """Splits the arguments that `RetainLM` does not name into changes of the policy (`protection.recent=8`),
     and arguments for lm-eval, which hands names that it does not know to the model's constructor, where they
-    may vanish.
-
-    Raises:
-        ValueError: Names that look like misspelt ones of ours; all at once.
-    """
+    may vanish. ValueError: a name that looks like a misspelt one of ours."""
     ours = {*signature(RetainLM.__init__).parameters, *FIELDS} - {"self", "others"}
-    changes, left, problems = [], {}, []
+    changes, left = [], {}
     for name, value in others.items():
-        section, dot, rest = name.partition(".")
+        section, dot, _ = name.partition(".")
         near = get_close_matches(section, ours, n=1, cutoff=0.75)
         if section in FIELDS:
             changes += [f"{path}={json.dumps(leaf)}" for path, leaf in leaves({name: value}).items()]
-        elif near or dot:
-            problems.append(f"{name!r}" + (f" (did you mean {near[0] + dot + rest!r}?)" if near else ""))
+        elif dot or near or name == "context_marker":
+            hint = f" (did you mean {near[0]!r}?)" if near else hint_of(name)
+            raise ValueError(
+                f"unknown model_args {name!r}{hint}. Known next to those of lm-eval's hf: "
+                f"{', '.join(sorted(ours))}, sections with a dot (protection.recent=8)."
+            )
         else:
             left[name] = value
-    if problems:
-        raise ValueError(
-            f"unknown model_args: {', '.join(problems)}. Known next to those of lm-eval's hf: "
-            f"{', '.join(sorted(ours))}, sections with a dot (protection.recent=8)."
-        )
     return changes, left

@@ -1,4 +1,4 @@
 """The report of a run: `report.md`, `report.html` and `scores.png`, from its table alone.
 
-Reading order: `render`, `table`, `text`, `picture`, `page`; `document_view` (a text, token by token).
+Reading order: `render`, `table`, `text`, `picture`, `page`.
 """

@@ -3,9 +3,10 @@ archive and without a network, whatever a model wrote."""
 
 import base64
 import re
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from retain.process.extras import require
 
@@ -23,7 +24,7 @@ def html_page(title: str, **values: Any) -> str:
 
     Args:
         title: Of the page.
-        values: `body`, HTML; or the values of a document view (`retain.eval.report.document_view`).
+        values: `body`, HTML; or the values of a document view (`document_page`).
     """
     require("eval", "jinja2", what="a page")
     import jinja2
@@ -52,3 +53,21 @@ def page_of(text: str, title: str, folder: Path) -> str:
         image = base64.b64encode((folder / name).read_bytes()).decode()
         body = body.replace(f'src="{name}"', f'src="data:image/png;base64,{image}"')
     return html_page(title, body=body)
+
+
+class Shown(NamedTuple):
+    """A policy on a text: its answer, the MiB of keys and values that it answered from, and how many of all
+    (layer, KV head) pairs hold each token."""
+
+    policy: str
+    answer: str
+    mib_held: float
+    kept: tuple[int, ...]
+    of: int
+
+
+def document_page(title: str, question: str, pieces: Sequence[str], shown: Sequence[Shown]) -> str:
+    """A page with the answers of all policies to a question, and the text, one piece a token, as each of them
+    keeps it, shaded by the share of heads that hold a token; a policy that holds every token everywhere, as
+    the full cache does, is shown with its answer alone."""
+    return html_page(title, question=question, pieces=pieces, shown=shown)

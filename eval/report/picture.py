@@ -1,7 +1,6 @@
 """Draws the score of every policy against the share of the cache that it holds."""
 
 from pathlib import Path
-from typing import Any
 
 from matplotlib import colormaps
 from matplotlib.figure import Figure
@@ -32,30 +31,21 @@ def draw(scores: "DataFrame", path: Path) -> None:
     for panel, ((when, question), group) in zip(panels, groups, strict=True):
         for number, line in enumerate(lines):
             points = group[group["line"] == line].sort_values("keep_ratio")
-            panel.errorbar(
-                points["keep_ratio"],
-                points["score"],
-                yerr=(1.96 * points["error"]).where(points["error"] < 1e9, 0.0),
-                color=colours(number % colours.N),
-                marker=MARKERS[number % len(MARKERS)],
-                elinewidth=0.8,
-                label=line,
-            )
+            bars = (1.96 * points["error"]).where(points["error"] < 1e9, 0.0)
+            how = {"color": colours(number % colours.N), "marker": MARKERS[number % len(MARKERS)]}
+            panel.errorbar(points["keep_ratio"], points["score"], bars, elinewidth=0.8, label=line, **how)
         for score in group.loc[group["line"] == FULL, "score"]:
             panel.axhline(score, color="black", linestyle="--", label=line_words(FULL))
-        evicted = group[group["line"] != FULL]
-        ticks = sorted({float(f"{ratio:.2g}") for ratio in evicted.groupby("budget")["keep_ratio"].mean()})
-        panel.set_xscale("log")
+        ratios = group[group["line"] != FULL].groupby("budget")["keep_ratio"].mean()
+        ticks = sorted({float(f"{ratio:.2g}") for ratio in ratios})
         panel.margins(x=0.12)
+        panel.set(xscale="log", xlabel="share of the cache held")
         panel.set_xticks(ticks, [f"{100 * tick:g} %" for tick in ticks], minor=False)
         panel.set_xticks([], minor=True)
         panel.set_title(where_words(when, question).replace("; ", ";\n"), fontsize=10)
-        panel.set_xlabel("share of the cache held")
         panel.grid(color="#e0e0e0")
     panels[0].set_ylabel("score, points of 100")
-    marks: dict[str, Any] = {}
-    for handles, labels in (panel.get_legend_handles_labels() for panel in panels):
-        marks |= dict(zip(labels, handles, strict=True))
+    handles, labels = panels[0].get_legend_handles_labels()
     columns = max(1, round(1.6 * len(groups)))
-    shown.legend([*marks.values()], [*marks], loc="outside lower center", frameon=False, ncols=columns)
+    shown.legend(handles, labels, loc="outside lower center", frameon=False, ncols=columns)
     shown.savefig(path, dpi=110)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from retain.budget.statement import Budget, spread
+from retain.budget.statement import spread
 from retain.config import problems_of
 from retain.eval.config import (
     CONTROLS,
@@ -48,7 +48,9 @@ def load_checked(config: CompareConfig, local_rank: int = 0) -> tuple[Loaded, di
     """Loads a model with everything that scores it, and the contexts of each task; a ValueError with all
     problems in one message."""
     refuse_stated(config)
-    model, tokenizer = load_model(config, local_rank)
+    origin: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+    how = {"local_rank": local_rank, "device_map": config.device_map, "dtype": config.dtype, **origin}
+    model, tokenizer = load_model(config.model, config.device, **how)
     problems: list[str] = []
     contexts: dict[str, list[Context]] = {}
     for task in task_names(config.tasks):
@@ -113,8 +115,8 @@ def _policies(config: CompareConfig) -> Iterator[str]:
             plain, changed = (error_of(find_policy, config, Candidate(name, at)) for at in (PRESET, label))
             if changed is not None and plain is None:
                 yield f"protection {label!r}: {changed}"
-    if config.baseline is not None and config.baseline not in (FULL, *config.policies):
-        hint = suggest(config.baseline, config.policies)
+    if config.baseline not in (None, FULL, *config.policies):
+        hint = suggest(str(config.baseline), config.policies)
         yield f"`baseline` is none of the policies, got {config.baseline!r}{hint}"
 
 
@@ -122,10 +124,10 @@ def _grid(config: CompareConfig) -> Iterator[str]:
     """Names of the run, its tasks and device; fields that state something twice or leave nothing to do."""
     if Path(config.run).name != config.run or config.run in ("", ".", ".."):
         yield f"`run` is the name of a folder under {config.results}, got {config.run!r}"
-    named = None if config.dtype == "auto" else error_of(dtype_of, config.dtype)
-    tried = (error_of(task_names, config.tasks), error_of(resolve_device, config.device), named)
+    tried = [error_of(task_names, config.tasks), error_of(resolve_device, config.device)]
+    tried += [] if config.dtype == "auto" else [error_of(dtype_of, config.dtype)]
     yield from (str(refused) for refused in tried if refused is not None)
-    known = [*config.tasks, *SOURCES, *dict.fromkeys(task.partition("/")[0] for task in SOURCES)]
+    known = [*config.tasks, *SOURCES, *(task.partition("/")[0] for task in SOURCES)]
     for name in config.task_settings:
         if name not in known:
             yield f"`task_settings` names an unknown task or group {name!r}{suggest(name, known)}"
@@ -137,18 +139,11 @@ def _grid(config: CompareConfig) -> Iterator[str]:
         yield "`keep_ratios` is empty, and so is `tokens_per_head`: state a budget"
     if "prefill" not in config.when and {*config.policies} <= {*CONTROLS}:
         yield "the policies are controls, which are measured with when=prefill alone: add it, or a policy"
-    candidates = [one for one in map(Candidate, config.policies) if not error_of(find_policy, config, one)]
-    packing = [one.policy for one in candidates if find_policy(config, one).precision is not None]
-    if packing and config.tokens_per_head:
-        yield (
-            f"{', '.join(packing)} hold entries in fewer bytes, and tokens_per_head counts entries, of which "
-            "they would hold fewer bytes than others: state keep_ratios, which are ratios of bytes for them"
-        )
 
 
 def _misfits(config: CompareConfig, loaded: Loaded) -> Iterator[str]:
     """Tries the cache of every candidate: its gates may have another unit or a wider protected window, it may
-    not evict at this time, or lack its head weights."""
+    not evict at this time, lack its head weights, or hold entries in fewer bytes than others."""
     for when in config.when:
         for candidate in candidates_of(config, when):
             policy, place = loaded.policies[candidate], loaded.users.get(candidate.policy)
@@ -157,6 +152,11 @@ def _misfits(config: CompareConfig, loaded: Loaded) -> Iterator[str]:
             how = (loaded.model, config, when, policy, config.budgets[0], loaded.gates_of(candidate))
             if refused := error_of(open_cache, *how):
                 yield f"policy {candidate.label!r} with when={when}: {refused}"
+            if policy.precision is not None and config.tokens_per_head:
+                yield (
+                    f"policy {candidate.label!r} holds entries in fewer bytes, and tokens_per_head counts "
+                    "entries: state keep_ratios, which are ratios of bytes for it"
+                )
 
 
 def _budgets(
@@ -164,22 +164,17 @@ def _budgets(
 ) -> Iterator[str]:
     """Tries each candidate's protection at every budget, on the shortest context of all tasks."""
     every = [context for of_task in contexts.values() for context in of_task]
-    shortest = min(every, key=lambda one: len(one.ids), default=None)
-    for candidate, budget in product(all_candidates(config), config.budgets if shortest else ()):
-        assert shortest is not None
-        row, tokens = shortest.rows[0], len(shortest.ids)
-        if refused := error_of(_protect, policies[candidate], budget, tokens):
-            yield (
-                f"policy {candidate.label!r} at {budget_label(budget)}, on item {row.item} of task "
-                f"{row.task!r} (seed {row.seed}), whose context has {tokens} tokens: {refused} Or leave the "
-                "task out, or raise context_tokens."
-            )
-
-
-def _protect(policy: Policy, budget: Budget, tokens: int) -> None:
-    """Makes a policy's protected mask of a context of so many tokens under a budget."""
-    totals = spread(budget, [tokens], [LayerShape(1, 1)])
-    protected_mask(policy.protection, torch.ones(1, tokens, dtype=torch.bool), totals.per_head_B)
+    for context in sorted(every, key=lambda one: len(one.ids))[:1]:
+        row, tokens = context.rows[0], len(context.ids)
+        everywhere = torch.ones(1, tokens, dtype=torch.bool)
+        for candidate, budget in product(all_candidates(config), config.budgets):
+            per_head_B = spread(budget, [tokens], [LayerShape(1, 1)]).per_head_B
+            if refused := error_of(protected_mask, policies[candidate].protection, everywhere, per_head_B):
+                yield (
+                    f"policy {candidate.label!r} at {budget_label(budget)}, on item {row.item} of task "
+                    f"{row.task!r} (seed {row.seed}), whose context has {tokens} tokens: {refused} Or leave "
+                    "the task out, or raise context_tokens."
+                )
 
 
 def error_of(call: Callable[..., object], *arguments: Any) -> Exception | None:

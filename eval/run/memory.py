@@ -1,11 +1,10 @@
 """Counts what a cache holds, and checks that policies of one budget hold equally much.
 
-Equal memory is checked, not assumed: a cache holds exactly what its budget states of the tokens seen at the
-last eviction, plus the tokens since; and policies of one budget that have seen equally much of a context hold
-equally many entries and bytes of it.
+Equal memory is checked, not assumed: a cache holds exactly the entries that its budget states of the tokens
+seen at the last eviction, plus the tokens since, and as many bytes as plain entries under that budget take.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -30,24 +29,38 @@ def held_of(
     and their KV heads.
 
     Raises:
-        RuntimeError: It holds another number of entries than the budget states of the tokens seen at the last
-            eviction, and the tokens since; or before any eviction, not all.
+        RuntimeError: It holds other entries than the budget states of the tokens seen at the last eviction,
+            and the tokens since; or other bytes than as many plain ones, but for rounding where something
+            stands with entries or they are packed; or before any eviction, not all.
     """
     total, state = cache.report().total, cache.state
-    name, wanted, since = f"{candidate.label} at {budget_label(budget)}", total.entries_seen, 0
-    if cache.evictions:
-        policy, size = policies[candidate], state.element_size
-        since = cache.num_seen - state.evicted_at
+    wanted = plain = total.entries_seen
+    lacks, exceeds, since = 0.0, 0.0, 0
+    policy, size = policies.get(candidate), state.element_size
+    # Packed entries may all fit, and nothing is evicted.
+    if policy is not None and (cache.evictions or policy.precision is not None):
+        seen = state.evicted_at if cache.evictions else cache.num_seen
+        since, heads = cache.num_seen - seen, sum(spec.num_kv_heads for spec in state.specs)
         shapes = [
             LayerShape(spec.num_kv_heads, spec.entry_width * size, element_size=size) for spec in state.specs
         ]
-        layers = [policy.shape_held(shape) for shape in shapes]
-        (stated,) = spread(budget_for(budget, policy), [cache.num_seen - since], layers).total_B
-        wanted = stated + since * sum(spec.num_kv_heads for spec in state.specs)
+        held = [policy.shape_held(shape) for shape in shapes]
+        wanted = spread(budget_for(budget, policy), [seen], held).total_B[0] + since * heads
+        plain = spread(budget, [seen], shapes).total_B[0] + since * heads
+        if policy.precision is not None:
+            lacks = PACKED if wanted < total.entries_seen else 1.0
+        elif policy.metadata_bytes:
+            lacks = exceeds = ROUNDED
+    name = f"{candidate.label} at {budget_label(budget)}"
     if total.entries_held != wanted:
         raise RuntimeError(
             f"{name} holds {total.entries_held} entries where the budget and the {since} tokens since the "
             f"last of {cache.evictions} evictions are {wanted}"
+        )
+    stated = plain * total.bytes_full / total.entries_seen
+    if not (1 - lacks) * stated <= total.bytes_held <= (1 + exceeds) * stated:
+        raise RuntimeError(
+            f"unequal memory: {name} holds {total.bytes_held} bytes, where {plain} entries take {stated:.0f}"
         )
     if "decode" in state.when.parts and cache.evictions and since >= state.when.every:
         raise RuntimeError(
@@ -62,41 +75,6 @@ def held_of(
     }
 
 
-def check_equal_bytes(lines: Sequence[Mapping[str, Any]], policies: Mapping[Candidate, Policy]) -> None:
-    """Checks that lines of one budget which have seen equally much of an item hold equally much of it: as
-    many entries and bytes, or if something stands with the entries of one, as many bytes but for rounding. A
-    policy that holds entries in fewer bytes holds no more bytes than the budget states, and no less but for
-    rounding, unless it holds everything.
-
-    Raises:
-        RuntimeError: They do not.
-    """
-    first: dict[tuple[Any, ...], Mapping[str, Any]] = {}
-    exact: dict[tuple[Any, ...], Mapping[str, Any]] = {}
-    for line in lines:
-        policy = policies.get(Candidate(line["policy"], line["protection"]))
-        entries, held = line["entries_held"], line["bytes_held"]
-        if policy is not None and policy.precision is not None:
-            stated = line["keep_ratio"] * line["bytes_seen"]
-            least = 0.0 if entries == line["entries_seen"] else (1 - PACKED) * stated
-            if not least <= held <= stated:
-                raise RuntimeError(
-                    f"unequal memory at {_place(line)}: {line['policy']} holds {held} bytes, of "
-                    f"{stated:.0f} that the budget states"
-                )
-            continue
-        columns = ("budget", "when", "question", "task", "seed", "item", "entries_seen")
-        place = tuple(line[column] for column in columns)
-        like = exact.setdefault((*place, policy.metadata_bytes if policy else 0), line)
-        equal = (entries, held) == (like["entries_held"], like["bytes_held"])
-        other = first.setdefault(place, line) if equal else like
-        if not equal or abs(held - other["bytes_held"]) > ROUNDED * other["bytes_held"]:
-            raise RuntimeError(
-                f"unequal memory at {_place(line)}: {line['policy']} holds {entries} entries and {held} "
-                f"bytes, {other['policy']} {other['entries_held']} and {other['bytes_held']}"
-            )
-
-
 def positions_held(cache: Cache) -> list[Tensor]:
     """Returns the positions of the entries that the cache of one sequence holds, a tensor for each layer and
     head."""
@@ -108,7 +86,3 @@ def positions_held(cache: Cache) -> list[Tensor]:
         positions_N, rows_N = store.positions_C[store.index_N()], store.rows_N()
         found += [positions_N[rows_N == head] for head in range(spec.num_kv_heads)]
     return found
-
-
-def _place(line: Mapping[str, Any]) -> str:
-    return f"{line['budget']}, {line['when']}, item {line['item']} of {line['task']} (seed {line['seed']})"

@@ -7,6 +7,7 @@ on the config alone, so that units run in any order, in any process, and again.
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from itertools import groupby
 from typing import Any
 
@@ -28,7 +29,7 @@ from retain.eval.tasks.row import Row
 from retain.eval.tasks.sources import load_rows
 from retain.gates import GateSet
 from retain.hf.intercept.attach import attach
-from retain.models.named import load_named_model, load_named_tokenizer
+from retain.models.named import load
 from retain.presets import Policy
 
 
@@ -106,16 +107,18 @@ class Unit:
         return f"{items} of {first.task} (seed {first.seed}, {self.when})"
 
 
-def load_model(config: CompareConfig, local_rank: int = 0) -> tuple[Any, Any]:
-    """Loads the model, attached and on its device, and its tokenizer; a ValueError if it cannot be loaded."""
-    origin: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
-    tokenizer = load_named_tokenizer(config.model, **origin)
+def load_model(
+    name: str, device: str = "cpu", *, local_rank: int = 0, device_map: str | None = None, **how: Any
+) -> tuple[Any, Any]:
+    """Loads a model, attached, frozen and on its device, and its tokenizer, for commands that ask texts;
+    a ValueError if it cannot be loaded. `how` as `retain.load` takes it."""
+    place = resolve_device(device, local_rank)
+    model, tokenizer = load(name, device_map=device_map, **how)
     if tokenizer is None:
-        raise ValueError(f"model={config.model!r} has no tokenizer, and rows of text need one.")
-    model = load_named_model(config.model, dtype=config.dtype, device_map=config.device_map, **origin)
-    if config.device_map is None:
-        model = model.to(resolve_device(config.device, local_rank))
-    attach(model)
+        raise ValueError(f"model={name!r} has no tokenizer, and texts need one.")
+    if device_map is None:
+        model = model.to(place)
+    attach(model.requires_grad_(False))
     return model, tokenizer
 
 
@@ -133,10 +136,11 @@ def load_contexts(config: CompareConfig, task: str, model: Any, tokenizer: Any) 
         how = {"context_tokens": config.context_tokens, "seed": seed, "first_item": config.first_item}
         made = load_rows(task, tokenizer, items=config.items_per_task, **how, **task_settings(config, task))
         rows |= {(row.seed, row.item): row for row in made}
-    groups = [tuple(group) for _, group in groupby(rows.values(), key=lambda row: (row.seed, row.context_id))]
+    groups = groupby(rows.values(), key=lambda row: (row.seed, row.context_id))
+    contexts = [tuple(group) for _, group in groups]
     return [
-        Context(group, tuple(encode(row, tokenizer, model, chat=config.chat) for row in group))
-        for group in groups
+        Context(of_one, tuple(encode(row, tokenizer, model, chat=config.chat) for row in of_one))
+        for of_one in contexts
     ]
 
 
@@ -156,7 +160,11 @@ def units_of(
     its answer is scored; `identity` is that of the run, as its manifest holds it.
     """
     shared = {name: part for name, part in identity.items() if name not in GROWING}
-    of_policy: dict[tuple[str, str], str] = {}
+
+    @cache
+    def of_policy(task: str, label: str) -> str:
+        return digest([shared, identity["policies"].get(label), identity["tasks"][task]])
+
     for context in contexts:
         of_row = [
             digest(
@@ -167,14 +175,12 @@ def units_of(
         for when in config.when:
             cells = [(FULL_CANDIDATE, FULL_BUDGET)]
             cells += [(one, budget) for budget in config.budgets for one in candidates_of(config, when)]
-            identities: dict[Key, str] = {}
-            for candidate, budget in cells:
-                for row, read in zip(context.rows, of_row, strict=True):
-                    which = (row.task, candidate.label)
-                    if which not in of_policy:
-                        policy = identity["policies"].get(candidate.label)
-                        of_policy[which] = digest([shared, policy, identity["tasks"][row.task]])
-                    for question in config.question if when == "prefill" else ("unknown",):
-                        key = line_key(row, candidate, budget, when, question)
-                        identities[key] = digest([of_policy[which], read])
+            identities = {
+                line_key(row, candidate, budget, when, question): digest(
+                    [of_policy(row.task, candidate.label), read]
+                )
+                for candidate, budget in cells
+                for row, read in zip(context.rows, of_row, strict=True)
+                for question in (config.question if when == "prefill" else ("unknown",))
+            }
             yield Unit(when, context, identities)

@@ -14,11 +14,10 @@ with a sliding window or a recurrent state cannot be cropped: a model that has t
 Elsewhere entries go while the model reads or decodes, so each candidate has a `retain.Cache` of its policy.
 """
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import Any
 
 import torch
@@ -35,22 +34,8 @@ from retain.hf.model.decoder import layout_of
 from retain.policy import Policy, decide_layers, score_entries
 from retain.scores import Score
 
-
-@dataclass(frozen=True)
-class Caches:
-    """Caches to be, all evicted at one time from what a policy may know by then.
-
-    Attributes:
-        question: Whether the eviction has seen the question: "known" or "unknown".
-        numbers: Numbers of the questions that are asked of each cache.
-        single: Whether they evict once, and no more, so that several decode as one batch.
-        make: Makes the cache of a candidate at a budget.
-    """
-
-    question: str
-    numbers: Sequence[int]
-    single: bool
-    make: Callable[[Candidate, Budget], Cache]
+# Makes the cache of a candidate at a budget.
+Make = Callable[[Candidate, Budget], Cache]
 
 
 @dataclass(frozen=True)
@@ -82,24 +67,26 @@ class Reader:
         return cache.prefill(ids_BT, evict=False, hold_evidence=evidence, wanted=wanted)
 
 
-def caches_of(reader: Reader) -> Iterator[Caches]:
-    """Yields the caches of a unit, eviction by eviction."""
+def caches_of(reader: Reader) -> Iterator[tuple[str, Sequence[int], Make]]:
+    """Yields the evictions of a unit: whether each has seen the question ("known" or "unknown"), the numbers
+    of the questions that are asked of its caches, and what makes these."""
     numbers = range(len(reader.unit.context.rows))
     if reader.unit.when != "prefill":
-        yield Caches("unknown", numbers, False, partial(repeated_eviction, reader))
+        yield "unknown", numbers, partial(repeated_eviction, reader)
         return
     for number in numbers:
         states = [state for state in reader.config.question if state == "known" or number == 0]
         if states:
             whole = reader.read(reader.ids(number, answered=True), evidence=True)
-            yield from (single_eviction(reader, whole, number, known=state == "known") for state in states)
+            for state in states:
+                asked = (number,) if state == "known" else numbers
+                yield state, asked, single_eviction(reader, whole, number, known=state == "known")
 
 
-def single_eviction(reader: Reader, whole: Cache, number: int, *, known: bool) -> Caches:
+def single_eviction(reader: Reader, whole: Cache, number: int, *, known: bool) -> Make:
     """Scores the entries of a prefill for all candidates; each cache is a fork that is evicted once."""
     context, policies = reader.unit.context, reader.loaded.policies
     count = len(context.ids) + (len(context.encoded[number].question_ids) - 1 if known else 0)
-    numbers = (number,) if known else range(len(context.rows))
     scores = scores_of(reader, whole, number, count, known=known)
     evidence = [truncate(layer, count) for layer in whole.evidence or []]
     base = _upto(reader, whole, number, count)
@@ -113,15 +100,14 @@ def single_eviction(reader: Reader, whole: Cache, number: int, *, known: bool) -
         keep = [layer.keep_BHT for layer in layers]
         return fork.evict_with(keep, correction=policy.correction, precision=policy.precision)
 
-    return Caches("known" if known else "unknown", numbers, True, make)
+    return make
 
 
 def scores_of(
     reader: Reader, whole: Cache, number: int, count: int, *, known: bool
 ) -> dict[Candidate, list[Score]]:
-    """Scores the first `count` entries of every layer for all candidates, once for those that agree in what a
-    score depends on: they may differ in protection, budget and scope. The oracle's score stands in the gate's
-    place.
+    """Scores the first `count` entries of every layer for all candidates, once for all budgets. The oracle's
+    score stands in the gate's place.
 
     Args:
         reader: Of the unit.
@@ -141,20 +127,15 @@ def scores_of(
         others = [] if known else [one for one in range(len(reader.unit.context.rows)) if one != number]
         read = (reader.read(reader.ids(one, answered=True), evidence=True).evidence or [] for one in others)
         learned["oracle"] = oracle(chain([teacher], read), count)
-    made: dict[str, list[Score]] = {}
-    scores = {}
-    for one in reader.candidates:
-        policy, by_gates = loaded.policies[one], learned.get(one.policy)
-        how = (policy.observed, policy.learned, policy.fusion, policy.fusion_weight, policy.draw is not None)
-        key = json.dumps([id(by_gates), *how, policy.observed_settings], sort_keys=True, default=str)
-        if key not in made:
-            handed: Sequence[Score | None] = by_gates or [None] * len(observed)
-            pairs = zip(observed, handed, strict=True)
-            seeds = [reader.unit.context.random_seed]
-            layers = [score_entries(policy, seen, learned=score, seeds_B=seeds) for seen, score in pairs]
-            made[key] = [first_entries(score, count) for score in layers]
-        scores[one] = made[key]
-    return scores
+    seeds = [reader.unit.context.random_seed]
+
+    def scored(one: Candidate) -> list[Score]:
+        pairs = zip_longest(observed, learned.get(one.policy, ()))
+        policy = loaded.policies[one]
+        layers = (score_entries(policy, seen, learned=score, seeds_B=seeds) for seen, score in pairs)
+        return [first_entries(score, count) for score in layers]
+
+    return {one: scored(one) for one in reader.candidates}
 
 
 def _upto(reader: Reader, whole: Cache, number: int, count: int) -> Cache:
@@ -170,11 +151,12 @@ def repeated_eviction(reader: Reader, candidate: Candidate, budget: Budget) -> C
     """Makes a cache that has read the context, and evicts by a candidate's policy while it reads or
     decodes."""
     loaded, config, when = reader.loaded, reader.config, reader.unit.when
-    cache = Cache(loaded.model, policy=None)
-    if candidate.policy != FULL:
+    if candidate.policy == FULL:
+        cache = Cache(loaded.model, policy=None)
+    else:
+        policy, gates = loaded.policies[candidate], loaded.gates_of(candidate)
         seeds = [reader.unit.context.random_seed]
-        how = (when, loaded.policies[candidate], budget, loaded.gates_of(candidate), seeds)
-        cache = open_cache(loaded.model, config, *how)
+        cache = open_cache(loaded.model, config, when, policy, budget, gates, seeds)
     return cache.prefill(reader.ids(None), chunk_size=config.chunk_tokens if "chunk" in when else None)
 
 
@@ -192,15 +174,6 @@ def open_cache(
     Raises:
         ValueError: Policy, time of eviction, budget and gates do not go together.
     """
-    stated = budget_for(budget, policy)
-    amounts = {name: getattr(stated, name) for name in ("keep_ratio", "tokens_per_head", "byte_ratio")}
-    return Cache(
-        model,
-        policy,
-        **amounts,
-        when=when.replace("chunk", "chunk"),  # its name there
-        every=config.every,
-        gates=gates if policy.learned else None,
-        seeds=seeds,
-        short="raise",  # at equal memory no short row is held whole
-    )
+    how: dict[str, Any] = {**vars(budget_for(budget, policy)), "when": when, "every": config.every}
+    # At equal memory no short row is held whole.
+    return Cache(model, policy, **how, gates=gates, seeds=seeds, short="raise")

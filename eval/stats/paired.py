@@ -20,8 +20,8 @@ from typing import Literal, TypeVar
 import numpy as np
 from scipy import stats
 
-from retain.eval.stats.bound import p_within
-from retain.eval.stats.interval import Interval, checked_strata, paired_interval
+from retain.eval.stats.bound import WORST, p_within
+from retain.eval.stats.interval import Interval, paired_interval
 
 Name = TypeVar("Name", bound=Hashable)
 Verdict = Literal["better", "worse", "equivalent", "inconclusive"]
@@ -38,23 +38,20 @@ class Comparison:
 
     Attributes:
         interval: Estimate and interval of the macro-mean difference.
-        p: Raw p of the difference test (`sign_flip`).
-        p_within: Raw p of "the difference is at least the margin".
-        holm_p, holm_p_within: The same, adjusted within their families.
+        holm_p: p of the difference test (`sign_flip`), adjusted within its family.
+        holm_p_within: p of "the difference is at least the margin", adjusted within its family.
         family_size: Comparisons that were adjusted together.
         verdict: In the family.
     """
 
     interval: Interval
-    p: float
-    p_within: float
     holm_p: float
     holm_p_within: float
     family_size: int
     verdict: Verdict
 
 
-def sign_flip(differences: Sequence[np.ndarray], *, resamples: int = 9999, seed: int = 0) -> float:
+def sign_flip(strata: Sequence[np.ndarray], *, resamples: int = 9999, seed: int = 0) -> float:
     """Two-sided p of "the macro-mean difference is zero", by flipping the sign of each item's difference:
     `p = 2 * min(P(m* >= m), P(m* <= m))`, `m = (1/K) * sum_k mean_i d_ki`; 1 where nothing differs.
 
@@ -65,12 +62,11 @@ def sign_flip(differences: Sequence[np.ndarray], *, resamples: int = 9999, seed:
     many are drawn positive as heads of n coins, so that no coin is tossed for each.
 
     Args:
-        differences: One array per stratum, one number per item.
+        strata: One array per stratum, one difference per item.
         resamples: Most patterns tried. The smallest p is about 2 / resamples, which a large family must be
             able to afford (`judge` sees to it).
         seed: Of the drawn patterns.
     """
-    strata = checked_strata(differences, "sign_flip")
     # Each difference in its share of the macro mean: their sum is the macro mean, whatever is flipped.
     shares = np.concatenate([stratum / (stratum.size * len(strata)) for stratum in strata])
     shares = shares[shares != 0]
@@ -136,8 +132,7 @@ def judge(
         resamples: Of the sign-flip tests; more where the family is so large that fewer could not pass.
 
     Raises:
-        ValueError: If scores do not pair up, hold a nan, differ by more than 100 points, or the margin is
-            not positive.
+        ValueError: If scores do not pair up, or are no points of 100.
 
     Examples:
         >>> right, wrong = [np.full(40, 100.0)], [np.zeros(40)]
@@ -145,33 +140,24 @@ def judge(
         'better'
     """
     enough = max(resamples, math.ceil(4 * len(family) / ALPHA))
-    made = []
-    for policy, baseline in family.values():
-        differences = _differences(policy, baseline)
-        within = p_within(differences, margin)
-        made.append((paired_interval(differences), sign_flip(differences, resamples=enough), within))
-    adjusted = (holm([p for _, p, _ in made]), holm([within for _, _, within in made]))
+    differences = [_differences(*pair) for pair in family.values()]
+    intervals = map(paired_interval, differences)
+    flips = holm([sign_flip(one, resamples=enough) for one in differences]).tolist()
+    bounds = holm([p_within(one, margin) for one in differences]).tolist()
     return {
-        name: Comparison(
-            interval=interval,
-            p=p,
-            p_within=within,
-            holm_p=float(holm_p),
-            holm_p_within=float(holm_within),
-            family_size=len(made),
-            verdict=verdict(interval, margin, p=float(holm_p), p_within=float(holm_within)),
-        )
-        for name, (interval, p, within), holm_p, holm_within in zip(family, made, *adjusted, strict=True)
+        name: Comparison(interval, p, within, len(family), verdict(interval, margin, p=p, p_within=within))
+        for name, interval, p, within in zip(family, intervals, flips, bounds, strict=True)
     }
 
 
 def _differences(policy: Sequence[np.ndarray], baseline: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Differences per stratum, sorted, so that no sum depends on the order of the items."""
-    ours, theirs = (checked_strata(one, "judge") for one in (policy, baseline))
-    sizes = [[stratum.size for stratum in side] for side in (ours, theirs)]
-    if sizes[0] != sizes[1]:
+    sizes = [[stratum.size for stratum in side] for side in (policy, baseline)]
+    if sizes[0] != sizes[1] or 0 in (sizes[0] or [0]):
         raise ValueError(f"Paired scores need the same items on both sides, got {sizes[0]} and {sizes[1]}.")
+    highest = float(np.abs(np.concatenate([*policy, *baseline])).max())
+    if not highest <= WORST * (1 + 1e-9):
+        raise ValueError(f"Scores are points of {WORST:g}, got {highest:g}.")
     # Equal scores that were computed in two ways may differ in their last bit.
-    rounding = ROUNDING * max(float(np.abs(stratum).max()) for stratum in (*ours, *theirs))
-    pairs = zip(ours, theirs, strict=True)
-    return [np.sort(np.where(np.abs(a - b) <= rounding, 0.0, a - b)) for a, b in pairs]
+    pairs = zip(policy, baseline, strict=True)
+    return [np.sort(np.where(np.abs(a - b) <= ROUNDING * highest, 0.0, a - b)) for a, b in pairs]

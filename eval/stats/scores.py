@@ -44,14 +44,10 @@ def checked(frame: "DataFrame") -> "DataFrame":
     """The table of a finished run.
 
     Raises:
-        ValueError: It has no row, two rows with one key, or a line that lacks items which another has.
+        ValueError: It has no row, or a line that lacks items which another has.
     """
     if not len(frame):
         raise ValueError("There are no results to report. Run the comparison first.")
-    key = [*SETTING, "line", *KEY]
-    if frame.duplicated(key).any():
-        twice = frame.loc[frame.duplicated(key), key].iloc[0].to_dict()
-        raise ValueError(f"The table has two rows of one key: {twice}. Run the comparison again.")
     counts = frame.groupby([*SETTING, "line"], sort=False).size()
     asked = frame.drop_duplicates([*WHERE, *KEY]).groupby(WHERE, sort=False).size()
     for (when, question, budget, line), count in counts.items():

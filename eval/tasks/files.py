@@ -79,22 +79,11 @@ def table_rows(
         except ValueError as error:
             raise ValueError(f"row {number} of {source}: {error}") from error
         answers, classes = read.answers or read.answer or (), read.classes or read.all_classes
-        rows.append(
-            Row(
-                task=source,
-                context=read.context,
-                question=read.question,
-                answers=(answers,) if isinstance(answers, str) else tuple(map(str, answers)),
-                max_new_tokens=read.max_new_tokens or 64,
-                metric=read.metric or "match_all",
-                answer_prefix=read.answer_prefix or "",
-                item=number,
-                extra={
-                    **({"stratum": read.task} if read.task else {}),
-                    **({"classes": classes} if classes else {}),
-                },
-            )
-        )
+        answers = (answers,) if isinstance(answers, str) else tuple(map(str, answers))
+        stated = {name: getattr(read, name) for name in ("max_new_tokens", "metric", "answer_prefix")}
+        more = {name: value for name, value in stated.items() if value}
+        extra = {name: value for name, value in (("stratum", read.task), ("classes", classes)) if value}
+        rows.append(Row(source, read.context, read.question, answers, item=number, extra=extra, **more))
     return rows
 
 
@@ -115,7 +104,7 @@ def module_rows(path: Path) -> RowsFunction:
     return rows
 
 
-def read_file(path: Path) -> Table:
+def read_file(path: Any) -> Table:
     """Rows of a file, JSON lines or Parquet; a ValueError if there is none, or it does not read so."""
     try:
         if path.suffix == ".parquet":
@@ -123,23 +112,13 @@ def read_file(path: Path) -> Table:
             from pyarrow import parquet
 
             return list(parquet.read_table(path).to_pylist())
-        return parse(path.read_text(encoding="utf-8"), str(path))
-    except (OSError, ValueError) as error:
+        # Not splitlines: a JSON string may hold a line separator of Unicode as it is.
+        lines = path.read_text(encoding="utf-8").split("\n")
+        rows = [json.loads(line) for line in lines if line.strip()]
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"rows of {path} cannot be read: {error}") from error
-
-
-def parse(text: str, where: str) -> Table:
-    """Rows of JSON lines; a ValueError if a line is no object, or there is none."""
-    rows = []
-    # Not splitlines: a JSON string may hold a line separator of Unicode as it is.
-    for number, line in enumerate(text.split("\n"), 1):
-        try:
-            if line.strip():
-                rows.append(json.loads(line))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{where}, line {number}, is not JSON: {error}.") from error
     if not rows or not all(isinstance(row, dict) for row in rows):
-        raise ValueError(f"{where} is to hold objects, one a line, and at least one.")
+        raise ValueError(f"{path} is to hold JSON objects, one a line, and at least one.")
     return rows
 
 

@@ -135,12 +135,6 @@ def spans(context: str, needles: Sequence[str]) -> list[tuple[int, int]]:
     return [(start, start + len(needle)) for needle in needles for start in [context.index(needle)]]
 
 
-def different_places(depths: Sequence[float], count: int) -> list[int]:
-    """Places of n depths, in [0, 1) and ascending, among `count` sentences (at least n), no two the same:
-    `floor(d_j (count - n + 1)) + j`."""
-    return [int(depth * (count - len(depths) + 1)) + number for number, depth in enumerate(depths)]
-
-
 @cache
 def _listed(part: str) -> tuple[str, ...]:
     """All words of a part of speech ("noun", "verb" or "adjective"), sorted."""
@@ -173,14 +167,10 @@ DRAWN: Mapping[str, Callable[[random.Random], str]] = {
 }
 
 
-def draw_different(kind: str, count: int, draw: random.Random, taken: set[str]) -> list[str]:
-    """Draw `count` different keys or values of one kind, none of which is among `taken`, and add them to
-    it."""
+def draw_new(kind: str, draw: random.Random, taken: set[str]) -> str:
+    """Draw a key or value of one kind that is not among `taken`, and add it to it."""
     make = lookup(kind, DRAWN, what="kind of key or value")
-    found: list[str] = []
-    while len(found) < count:
-        one = make(draw)
-        if one not in taken:
-            taken.add(one)
-            found.append(one)
-    return found
+    while (one := make(draw)) in taken:
+        pass
+    taken.add(one)
+    return one

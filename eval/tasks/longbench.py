@@ -1,4 +1,4 @@
-"""LongBench and LongBench-E, the English and code tasks, with their official prompts, cuts and scorers.
+"""LongBench, the English and code tasks, with their official prompts, cuts and scorers.
 
 After Bai et al., "LongBench: A Bilingual, Multitask Benchmark for Long Context Understanding" (arXiv
 2308.14508) and THUDM/LongBench: its `config/dataset2prompt.json` (character for character, typos included),
@@ -9,7 +9,7 @@ The context ends where the official prompt's document ends; everything after it 
 question, "Answer:") is the question. So a score that sees the context alone learns no more of the question
 than the document holds. kvpress (`hub:Xnhyacinth/LongBench`) puts the repeated instruction before that place,
 uses a chat template everywhere, allows 20 tokens more, and cuts long contexts on the right; its numbers are
-another measurement. The Chinese tasks, and LongBench v2, are asked through lm-evaluation-harness.
+another measurement. The Chinese tasks, LongBench-E and LongBench v2 are asked through lm-evaluation-harness.
 """
 
 import json
@@ -17,7 +17,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from retain.eval.tasks.files import Table, parse
+from retain.eval.tasks.files import Table, read_file
 from retain.eval.tasks.row import Row, Source
 from retain.process.registry import lookup
 
@@ -32,7 +32,6 @@ def longbench(
     first_item: int,
     items: int | None,
     dataset: str,
-    even: bool = False,
     path: str | None = None,
 ) -> list[Row]:
     """Rows of one data set, the same for every seed.
@@ -43,7 +42,6 @@ def longbench(
         seed: Not needed.
         first_item, items: Number of the first row, and how many; None: all.
         dataset: One of `TASKS`.
-        even: Whether it is LongBench-E's, whose lengths are evenly spread.
         path: The JSON lines, the folder that holds them, or the released data.zip; None: the hub's zip.
 
     Raises:
@@ -52,7 +50,7 @@ def longbench(
     del seed
     card = lookup(dataset, TASKS, what="data set of LongBench")
     opening, closing = card["prompt"].split("{context}")
-    table = _table(f"{dataset}_e" if even else dataset, path)
+    table = _table(dataset, path)
     rows = []
     for number in range(first_item, len(table) if items is None else min(len(table), first_item + items)):
         columns = table[number]
@@ -88,7 +86,7 @@ def _table(name: str, path: str | None) -> Table:
             place = place / f"{name}.jsonl"
         elif place.suffix == ".zip":
             place = zipfile.Path(place, f"data/{name}.jsonl")
-        return parse(place.read_text(encoding="utf-8"), str(place))
+        return read_file(place)
     except (OSError, ValueError, KeyError) as error:  # no network is an OSError
         raise ValueError(
             f"LongBench's {name} could not be had: {error} Fetch data.zip of the hub's data set "
@@ -130,8 +128,5 @@ def cut_middle(context: str, question: str, most: int, tokenizer: Any) -> tuple[
 
 
 SOURCES: dict[str, Source] = {
-    f"{group}/{name}": Source(card["about"], longbench, {"dataset": name, "even": group == "longbench_e"})
-    for group in ("longbench", "longbench_e")
-    for name, card in TASKS.items()
-    if group == "longbench" or card["even"]
+    f"longbench/{name}": Source(card["about"], longbench, {"dataset": name}) for name, card in TASKS.items()
 }

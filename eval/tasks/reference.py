@@ -1,22 +1,19 @@
 """Tasks of the reference model, in its vocabulary, for tests and machines without a network.
 
 Six families that gates are trained on, and one that they are not (lists); the reference model itself was
-trained on all of them. Rows are on text that no training saw, except `probes`, on which
-heads of the model are measured. They are token ids (`Row.extra["token_ids"]`), since a text would not be
-cut into the same tokens again; their answers are names of tokens, and are scored at their places.
+trained on all of them. Rows are on text that no training saw. They are token ids
+(`Row.extra["token_ids"]`), since a text would not be cut into the same tokens again; their answers are names
+of tokens, and are scored at their places.
 """
 
 import hashlib
 from collections.abc import Sequence
-from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
 from retain.eval.tasks.row import Request, Row, Source, one_by_one
 from retain.reference.documents import (
     FACT_FORMATS,
-    LINK_FORMATS,
     Question,
     Writer,
     fill,
@@ -33,10 +30,8 @@ ABOUT = {
     "common": "the words that occur most often",
     "lists": "the items of one list among several",
 }
-# Tasks of which probes are written, in turn: a fact, one among many, and a chain of them.
-PROBED = ("single", "multikey", "tracing")
-# Streams of the generator, kept apart so that no row repeats a document of another use.
-_ROW_STREAM, _PROBE_STREAM = 7, 17
+# Stream of the generator: no row repeats a document of another use.
+_ROW_STREAM = 7
 
 
 @one_by_one
@@ -45,22 +40,8 @@ def reference(request: Request, *, task: str) -> Row:
     # The stream depends on task, seed and number alone.
     name = int.from_bytes(hashlib.sha256(task.encode()).digest()[:4], "big")
     seeds = np.random.SeedSequence([_ROW_STREAM, request.seed, name, request.item])
-    written = write_item(Writer("eval", int(seeds.generate_state(1)[0])), task, request.context_tokens)
-    return _row(request, *written)
-
-
-def probes(tokenizer: Any, *, context_tokens: int, seed: int, first_item: int, items: int) -> list[Row]:
-    """Write rows with evidence on training text, in formats that gates are trained on."""
-    del tokenizer  # always the reference model's
-    writer = Writer("train", int(np.random.SeedSequence([_PROBE_STREAM, seed]).generate_state(1)[0]))
-    rows = []
-    for number in range(first_item + items):
-        written = write_item(writer, PROBED[number % len(PROBED)], context_tokens)
-        rows.append(_row(Request(None, context_tokens, seed, number), *written))
-    return rows[first_item:]
-
-
-def _row(request: Request, context_ids: Sequence[int], question: Question) -> Row:
+    writer = Writer("eval", int(seeds.generate_state(1)[0]))
+    context_ids, question = write_item(writer, task, request.context_tokens)
     tokenizer = load_tokenizer()
     places = [place for place, kind in enumerate(question.kinds) if kind not in ("key", "eos")]
     return Row(
@@ -71,14 +52,12 @@ def _row(request: Request, context_ids: Sequence[int], question: Question) -> Ro
         max_new_tokens=question.generate,
         metric="tokens_in_place",
         length=len(context_ids),
-        item=request.item,
-        seed=request.seed,
         extra={
             "token_ids": {
-                "context": tuple(context_ids),
+                "context": context_ids,
                 "question": question.ids,
                 "answer": question.gold_ids,
-                "evidence": tuple(_stated(context_ids, question)),
+                "evidence": _stated(context_ids, question),
             },
             "places": places,
             "ordered": question.ordered,
@@ -86,30 +65,17 @@ def _row(request: Request, context_ids: Sequence[int], question: Question) -> Ro
     )
 
 
-def _stated(context_ids: Sequence[int], question: Question) -> list[tuple[int, int]]:
-    """Spans of the first statement of each pair of words that the answer needs: a key and its value, or two
-    neighbours of a chain. Where none is stated as a fact or a link, there are none."""
-    asked, gold = question.ids[-2], question.gold_ids[:-1]
-    if "key" in question.kinds and question.ordered:
-        pairs = [*zip(gold[::2], gold[1::2], strict=True)]
-    elif "trace" in question.kinds:
-        pairs = [*pairwise((asked, *gold))]
-    else:
-        pairs = [(asked, value) for value in question.answers]
-    spans = [_first_span(context_ids, key, value) for key, value in pairs]
-    return [span for span in spans if span is not None]
-
-
-def _first_span(context_ids: Sequence[int], key: int, value: int) -> tuple[int, int] | None:
-    ids, found = np.asarray(context_ids), []
-    for template in (*FACT_FORMATS, *LINK_FORMATS):
-        run = np.asarray(fill(template, key, value))
-        windows = np.lib.stride_tricks.sliding_window_view(ids, len(run))
-        found += [(start, start + len(run)) for start in np.flatnonzero((windows == run).all(1)).tolist()]
-    return min(found, default=None)
+def _stated(context_ids: Sequence[int], question: Question) -> tuple[tuple[int, int], ...]:
+    """The span of the first statement of the fact that is asked for; none if it is no fact, or not the only
+    one."""
+    ids, spans = np.asarray(context_ids), list[tuple[int, int]]()
+    for template in FACT_FORMATS if len(question.answers) == 1 else ():
+        run = np.asarray(fill(template, question.ids[-2], question.answers[0]))
+        equal = (np.lib.stride_tricks.sliding_window_view(ids, len(run)) == run).all(1)
+        spans += [(start, start + len(run)) for start in np.flatnonzero(equal).tolist()]
+    return tuple(sorted(spans)[:1])
 
 
 SOURCES: dict[str, Source] = {
-    **{f"reference/{task}": Source(about, reference, {"task": task}) for task, about in ABOUT.items()},
-    "reference_probes": Source("facts and chains on training text, to measure heads on", probes),
+    f"reference/{task}": Source(about, reference, {"task": task}) for task, about in ABOUT.items()
 }

@@ -1,4 +1,4 @@
-"""Needles in a haystack: RULER's eight tasks, and a grid of depths and lengths.
+"""Needles in a haystack: RULER's three tasks without essays, and a grid of depths and lengths.
 
 After Hsieh et al., "RULER: What's the Real Context Size of Your Long-Context Language Models?" (arXiv
 2404.06654), NVIDIA/RULER `scripts/data/synthetic/niah.py`, `constants.py` and `synthetic.yaml`, whose
@@ -10,8 +10,8 @@ is evicted from, while `max_seq_length` there also counts the question, the begi
 about 40 tokens) and 128 tokens to generate; every row is searched for its size, in steps of one sentence,
 and draws from a stream of its seed; keys and values of one row are all different.
 
-RULER's essays have no licence. The five tasks that need them are `ruler_like/...`, on another haystack; RULER
-as published, essays included, is on the hub: `hub:simonjegou/ruler`.
+RULER's essays have no licence. Its five tasks on them are on the hub, as published: `hub:simonjegou/ruler`;
+`facts` asks the same of other prose.
 """
 
 import random
@@ -22,8 +22,7 @@ from typing import Any
 from retain.eval.tasks.haystacks import (
     DEFAULT,
     Haystack,
-    different_places,
-    draw_different,
+    draw_new,
     draw_number,
     draw_word,
     identity,
@@ -32,6 +31,7 @@ from retain.eval.tasks.haystacks import (
     spans,
 )
 from retain.eval.tasks.row import Request, Row, Source, one_by_one
+from retain.process.registry import lookup
 
 INSTRUCTION = (
     "Some special magic {kind} are hidden within the following text. Make sure to memorize it. I will quiz "
@@ -41,8 +41,6 @@ QUESTION = "\nWhat are all the special magic {kind} for {query} mentioned in the
 ANSWER_PREFIX = " The special magic {kind} for {query} mentioned in the provided text are"
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
-# Shares of the text in per cent, as numpy rounds linspace(0, 100, 40).
-DEPTHS = tuple(round(100 * step / 39) for step in range(40))
 # Of the grid: depths in per cent of the haystack's characters, lengths as shares of `context_tokens`.
 GRID_DEPTHS, GRID_LENGTHS = (0, 10, 20, 30, 40, 50, 60, 70, 80, 90, 100), (0.25, 0.5, 0.75, 1.0)
 
@@ -56,77 +54,45 @@ def singular(template: str) -> str:
 
 @one_by_one
 def ruler_niah(
-    request: Request,
-    *,
-    haystack: str = "noise",
-    keys: int = 1,
-    values: int = 1,
-    queries: int = 1,
-    key_kind: str = "words",
-    value_kind: str = "numbers",
+    request: Request, *, haystack: str = "noise", key_kind: str = "words", value_kind: str = "numbers"
 ) -> Row:
-    """Write needles in a haystack.
+    """Write a needle in a haystack.
 
     Args:
         request: Which row; `context_tokens` is the most tokens of instruction and haystack.
-        haystack: "noise" (one sentence again and again), "needle" (needles that nothing asks for), or a name
-            that `haystacks.load_haystack` knows.
-        keys: Keys that have needles; at least `queries`.
-        values: Needles of each key.
-        queries: Keys that are asked for.
+        haystack: "noise" (one sentence again and again) or "needle" (needles that nothing asks for).
         key_kind, value_kind: "words", "numbers" or "uuids".
 
     Raises:
-        ValueError: Unknown names, numbers below 1, or a context too short for the needles.
+        ValueError: Unknown names, or a context too short for the needle.
     """
-    if min(keys, values, queries) < 1:
-        got = f"{keys}, {values}, {queries}"
-        raise ValueError(f"ruler_niah: keys, values and queries are 1 or more, got {got}.")
-    keys = max(keys, queries)
-    draw = random.Random(
-        f"ruler_niah {identity(haystack)} {keys} {values} {queries} {key_kind} {value_kind} "
-        f"{request.seed} {request.item}"
-    )
+    lookup(haystack, {"noise": None, "needle": None}, what="haystack")
+    # The numbers 1 once counted keys, values and keys asked for, as did the choice: rows stay what they were.
+    where = f"{request.seed} {request.item}"
+    draw = random.Random(f"ruler_niah {haystack} 1 1 1 {key_kind} {value_kind} {where}")
     taken: set[str] = set()
-    hidden = {
-        key: draw_different(value_kind, values, draw, taken)
-        for key in draw_different(key_kind, keys, draw, taken)
-    }
-    needles = [
-        (key, NEEDLE.format(kind=value_kind, key=key, value=value)) for key in hidden for value in hidden[key]
-    ]
-    draw.shuffle(needles)
-    asked = draw.sample([*hidden], queries)
-    *most, last = answers = tuple(value for key in asked for value in hidden[key])
-    query = asked[0] if queries == 1 else f"{', '.join(asked[:-1])}, and {asked[-1]}"
-    templates = _asked(value_kind if most else value_kind[:-1], query, several=bool(most))
-    scattered = haystack in ("noise", "needle")
-    if scattered:
-        depths = sorted(draw.random() for _ in needles)
-        further = random.Random(draw.getrandbits(64))
+    key, value = draw_new(key_kind, draw, taken), draw_new(value_kind, draw, taken)
+    draw.choice([key])
+    depth, further = draw.random(), random.Random(draw.getrandbits(64))
 
-        def unasked(number: int) -> str:
-            key, value = (draw_different(kind, 1, further, taken)[0] for kind in (key_kind, value_kind))
-            return NEEDLE.format(kind=value_kind, key=key, value=value)
+    def unasked(number: int) -> str:
+        names = {"key": draw_new(key_kind, further, taken), "value": draw_new(value_kind, further, taken)}
+        return NEEDLE.format(kind=value_kind, **names)
 
-        hay = Haystack(haystack, unasked if haystack == "needle" else lambda number: NOISE, "\n")
-    else:
-        hay = load_haystack(haystack, draw)
-        depths = [depth / 100 for depth in sorted(draw.sample(DEPTHS, len(needles)))]
-
-    def places(size: int) -> list[int]:
-        return different_places(depths, size) if scattered else [int(size * depth) for depth in depths]
+    hay = Haystack(haystack, unasked if haystack == "needle" else lambda number: NOISE, "\n")
+    needle = NEEDLE.format(kind=value_kind, key=key, value=value)
+    templates = _asked(value_kind[:-1], key)
 
     def written(size: int) -> str:
-        placed = zip(places(size), (text for _, text in needles), strict=True)
-        return insert(hay, size, [*placed], templates[0])
+        return insert(hay, size, [(int(depth * size), needle)], templates[0])
 
-    size = request.fit(written, least=len(needles), what=f"ruler_niah with {len(needles)} needles")
-    extra: dict[str, Any] = {"full_answer": f"{', '.join(most)}, and {last}." if most else f"{last}."}
-    if not most:
-        extra["depth"] = 100.0 * places(size)[[key for key, _ in needles].index(asked[0])] / size
-    shown = [text for key, text in needles if key in asked]
-    return _row(written(size), templates, answers, shown, haystack=hay.name, **extra)
+    size = request.fit(written, least=1, what="ruler_niah")
+    labels: dict[str, Any] = {
+        "haystack": haystack,
+        "full_answer": f"{value}.",
+        "depth": 100.0 * int(depth * size) / size,
+    }
+    return _row(written(size), templates, value, needle, **labels)
 
 
 @one_by_one
@@ -167,48 +133,35 @@ def niah_grid(
 
     context = written(request.fit(written, least=1, what="niah_grid", most=tokens))
     labels = {"haystack": hay.name, "depth": depth}
-    return _row(context, templates, (value,), [needle], length=tokens, **labels)
+    return _row(context, templates, value, needle, length=tokens, **labels)
 
 
-def _asked(kind: str, query: str, several: bool = False) -> list[str]:
+def _asked(kind: str, query: str) -> list[str]:
     """Instruction, question and beginning of the answer."""
     templates = (INSTRUCTION, QUESTION, ANSWER_PREFIX)
-    return [(one if several else singular(one)).format(kind=kind, query=query) for one in templates]
+    return [singular(one).format(kind=kind, query=query) for one in templates]
 
 
 def _row(
-    context: str,
-    templates: Sequence[str],
-    answers: tuple[str, ...],
-    needles: Sequence[str],
-    length: int | None = None,
-    **labels: Any,
+    context: str, templates: Sequence[str], value: str, needle: str, length: int | None = None, **labels: Any
 ) -> Row:
-    extra = {**labels, "evidence": spans(context, needles)}
+    extra = {**labels, "evidence": spans(context, [needle])}
     _, question, prefix = templates
-    return Row("ruler", context, question, answers, answer_prefix=prefix, length=length, extra=extra)
+    return Row("ruler", context, question, (value,), answer_prefix=prefix, length=length, extra=extra)
 
 
-_PROSE = {"haystack": DEFAULT}
+_UUIDS = {"haystack": "needle", "key_kind": "uuids", "value_kind": "uuids"}
 _TASKS: dict[str, tuple[str, dict[str, Any]]] = {
-    "ruler/niah_single_1": ("the number of a key, among one sentence again and again", {}),
-    "ruler/niah_multikey_2": ("the number of one key among nothing but such needles", {"haystack": "needle"}),
-    "ruler/niah_multikey_3": (
-        "the UUID of one UUID among nothing but such needles",
-        {"haystack": "needle", "key_kind": "uuids", "value_kind": "uuids"},
-    ),
-    "ruler_like/niah_single_2": ("the number of a key, in prose", _PROSE),
-    "ruler_like/niah_single_3": ("the UUID of a key, in prose", {**_PROSE, "value_kind": "uuids"}),
-    "ruler_like/niah_multikey_1": ("one number of four, in prose", {**_PROSE, "keys": 4}),
-    "ruler_like/niah_multivalue": ("four numbers of a key, in prose", {**_PROSE, "values": 4}),
-    "ruler_like/niah_multiquery": ("the numbers of four keys, in prose", {**_PROSE, "queries": 4}),
+    "niah_single_1": ("the number of a key, among one sentence again and again", {}),
+    "niah_multikey_2": ("the number of one key among nothing but such needles", {"haystack": "needle"}),
+    "niah_multikey_3": ("the UUID of one UUID among nothing but such needles", _UUIDS),
 }
 SOURCES: dict[str, Source] = {
     "niah/grid": Source(
         "one needle at each of 11 depths of 4 lengths in turn, in prose", niah_grid, {"max_new_tokens": 16}
     ),
     **{
-        name: Source(about, ruler_niah, {"max_new_tokens": 128, **settings})
+        f"ruler/{name}": Source(about, ruler_niah, {"max_new_tokens": 128, **settings})
         for name, (about, settings) in _TASKS.items()
     },
 }

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from retain.kernels.attention_stats import Pool, Stats, attention_stats
-from retain.kernels.measure import Claim, Cost
+from retain.kernels.attention_stats import Pool, attention_stats
+from retain.kernels.measure import Claim
 
 ALL = ("max", "sum", "scatter", "entropy", "last", "lse")
 FLOATS = ("max", "sum", "entropy", "lse")
@@ -34,7 +34,7 @@ class Case:
         gaps: whether places are missing between entries.
         sinks: whether there are any.
         given_lse: whether the rows' log-sum-exps are known.
-        wanted, soft_cap, distance, keys, pool, group: as the op's.
+        wanted, soft_cap, distance, asked, pool, group: as the op's; `asked` is its `entries`.
     """
 
     batch: int = 1
@@ -51,7 +51,7 @@ class Case:
     wanted: tuple[str, ...] = ALL
     soft_cap: float | None = None
     distance: int = 0
-    keys: tuple[int, int] | None = None
+    asked: int | None = None
     pool: Pool | None = None
     group: bool = False
 
@@ -76,8 +76,10 @@ CASES = {
     "held per head": Case(batch=2, entries=60, padding=9, held=0.5, width=32),
     "hardly held": Case(entries=40, held=0.05, width=16),
     "soft cap and sinks": Case(entries=45, soft_cap=2.0, sinks=True, width=32),
-    "a range of keys": Case(entries=150, distance=3, keys=(17, 90), width=32, group=True),
-    "known lse": Case(batch=2, entries=60, padding=9, given_lse=True, keys=(10, 50), width=32),
+    "the first keys": Case(entries=150, distance=3, asked=90, width=32, group=True),
+    "known lse": Case(
+        batch=2, entries=60, padding=9, given_lse=True, asked=50, width=32, wanted=(*ALL[:5],)
+    ),
     "few queries, many keys": Case(kv_heads=1, entries=200, num_queries=8, held=0.8, sinks=True, width=16),
     "pool avg": Case(num_queries=16, pool=Pool("avg", 5, 54, True), wanted=POOLED, width=32, group=True),
     "pool max": Case(
@@ -145,8 +147,9 @@ def inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed: int
         "queries_BQSD": normal(B, S, Q, D).to(dtype).transpose(1, 2),
         "keys_BHTD": normal(B, H, T, D).to(dtype),
         "scaling": D**-0.5,
-        **{name: getattr(case, name) for name in ("wanted", "keys", "distance", "soft_cap")},
+        **{name: getattr(case, name) for name in ("wanted", "distance", "soft_cap")},
         **{name: getattr(case, name) for name in ("pool", "group")},
+        "entries": case.asked,
     }
     if case.padding or case.held is not None:
         valid = torch.ones((B, 1, T), dtype=torch.bool, device=device)
@@ -160,23 +163,14 @@ def inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed: int
     if "last" in case.wanted:
         given["least_BQS"] = 4 / T * uniform(B, Q, S)
     if case.given_lse:
-        named = {key: value for key, value in given.items() if key not in ("wanted", "least_BQS", "keys")}
-        given["lse_BQS"] = attention_stats(**named, wanted="lse").lse
+        named = {**given, "wanted": ("lse",), "least_BQS": None, "entries": None}
+        given["lse_BQS"] = attention_stats(**named)["lse"]
     return given
 
 
-def run(case: Case, kwargs: dict[str, Any]) -> Stats:
+def run(case: Case, kwargs: dict[str, Any]) -> dict[str, Tensor]:
     """The op."""
     return attention_stats(**kwargs)
-
-
-def cost(case: Case, dtype: torch.dtype) -> Cost:
-    """Work of one product of the queries with the keys that they see; kernels make it twice."""
-    S, T = case.asking, case.entries
-    seen = S * T - S * (S - 1) // 2
-    B, H, Q, D = case.batch, case.kv_heads, case.heads, case.width
-    numbers = (B * Q * S + B * H * T) * D * dtype.itemsize
-    return Cost(2.0 * B * Q * D * seen, numbers + 4.0 * B * (H if case.group else Q) * T * len(case.wanted))
 
 
 def rivals(case: Case, kwargs: dict[str, Any]) -> dict[str, Callable[[], Any]]:

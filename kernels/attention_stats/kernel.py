@@ -120,43 +120,28 @@ def lse_kernel(Q, K, EXISTS, ASKS, SINKS, SHIFT,
     tl.store(SHIFT + (b * H * G + head) * stride_row + s, shift, mask=inside)
 
 
-@triton.jit
-def _store_stats(MAX, SUM, ENTROPY, LAST, worst, mass, spread, when, row, at, inside, exists):  # fmt: skip
-    """Write what was wanted of one block of keys; an entry that is not there was paid nothing."""
-    if MAX is not None:
-        tl.store(MAX + row + at, tl.where(exists, worst, 0.0), mask=inside)
-    if SUM is not None:
-        tl.store(SUM + row + at, tl.where(exists, mass, 0.0), mask=inside)
-    if ENTROPY is not None:
-        tl.store(ENTROPY + row + at, tl.where(exists, spread, 0.0), mask=inside)
-    if LAST is not None:
-        tl.store(LAST + row + at, tl.where(exists, when, -1).to(tl.int64), mask=inside)
-
-
-@triton.jit(do_not_specialize=["S", "T", "first", "k0", "k1", "distance"])
+@triton.jit(do_not_specialize=["S", "T", "first", "entries", "distance"])
 def stats_kernel(Q, K, SHIFT, EXISTS, LEAST, MAX, SUM, SCATTER, ENTROPY, LAST,
                  stride_qb, stride_qq, stride_qs, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
                  stride_eb, stride_eh,
-                 BH, H, G, S, stride_row, T, first, k0, k1, scale, soft_cap, distance,
+                 BH, H, G, S, stride_row, T, first, entries, scale, soft_cap, distance,
                  D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                 HAS_CAP: tl.constexpr, GROUP: tl.constexpr,
-                 HEADS: tl.constexpr, BLANKS: tl.constexpr, PRECISION: tl.constexpr,
+                 HAS_CAP: tl.constexpr, BLANKS: tl.constexpr, PRECISION: tl.constexpr,
                  UPCAST: tl.constexpr):  # fmt: skip
-    """Statistics of `BLOCK_N` keys of a KV head over the queries of `HEADS` of its query heads.
+    """Statistics of `BLOCK_N` of the first `entries` keys over the queries of one query head.
 
     `BLANKS`: some queries may not be there, where anything may lie.
 
     Rows of `SHIFT` and `LEAST` are longer than S by what fills a block: with -inf, and with inf.
     """
     program = tl.program_id(0)
-    parts = G // HEADS
-    row_of_heads, block = program % (BH * parts), program // (BH * parts)
-    part, row_of_heads = row_of_heads % parts, row_of_heads // parts
-    b, h = (row_of_heads // H).to(tl.int64), (row_of_heads % H).to(tl.int64)
     # Under causality the first keys have the most queries: they begin first.
-    n0 = k0 + block * BLOCK_N
+    row_of_heads, block = (program % (BH * G)).to(tl.int64), program // (BH * G)
+    b, head = row_of_heads // (H * G), row_of_heads % (H * G)
+    h = head // G
+    n0 = block * BLOCK_N
     entry = n0 + tl.arange(0, BLOCK_N)
-    inside = entry < k1
+    inside = entry < entries
     # What lies where nothing exists may be anything: it is not read.
     exists = inside
     if EXISTS is not None:
@@ -171,80 +156,66 @@ def stats_kernel(Q, K, SHIFT, EXISTS, LEAST, MAX, SUM, SCATTER, ENTROPY, LAST,
 
     # Queries that count a key: from the first on that is far enough behind it.
     earliest = entry + (distance - first)
-    last_key = tl.minimum(n0 + BLOCK_N, k1) - 1
+    last_key = tl.minimum(n0 + BLOCK_N, entries) - 1
     start = tl.maximum(0, n0 + distance - first) // BLOCK_M * BLOCK_M
     # From `whole` on, every pair of real queries is counted.
     whole = tl.cdiv(tl.maximum(0, last_key + distance - first), BLOCK_M) * BLOCK_M
 
-    all_worst = tl.zeros([BLOCK_N], tl.float32)
-    all_mass = tl.zeros([BLOCK_N], tl.float32)
-    all_scatter = tl.zeros([BLOCK_N], tl.float32)
-    all_spread = tl.zeros([BLOCK_N], tl.float32)
-    all_when = tl.full([BLOCK_N], -1, tl.int32)
-    for g in range(part * HEADS, part * HEADS + HEADS):
-        head = h * G + g
-        worst = tl.full([BLOCK_N], float("-inf"), tl.float32)
-        mass = tl.zeros([BLOCK_N], tl.float32)
-        scatter = tl.zeros([BLOCK_N], tl.float32)
-        mean = tl.zeros([BLOCK_N], tl.float32)
-        spread = tl.zeros([BLOCK_N], tl.float32)
-        when = tl.full([BLOCK_N], -1, tl.int32)
-        row = (b * H * G + head) * stride_row
-        for j in range(start, S, BLOCK_M):
-            j = tl.multiple_of(j, BLOCK_M)
-            s = j + tl.arange(0, BLOCK_M)
-            block_of_q = Q + b * stride_qb + head * stride_qq + tl.cast(j, tl.int64) * stride_qs
-            queries = _rows_of(block_of_q, stride_qs, stride_qd, S - j, D, BLOCK_M, BLOCK_D, UPCAST)
-            shift = tl.load(SHIFT + row + s)
-            # Keys are rows, so that what is reduced over lies in few threads.
-            products = tl.dot(keys, tl.trans(queries), input_precision=PRECISION)
-            logits, factor = _capped(products, scale, soft_cap, HAS_CAP)
-            logits = logits * factor + shift[None, :]
-            if BLANKS:
-                # What lies where no query is may be NaN. It is read all the same: loads that wait for no
-                # other load are under way early, and a query spoils its column alone.
-                logits = tl.where(shift[None, :] > float("-inf"), logits, float("-inf"))
-            if j < whole:
-                logits = tl.where(s[None, :] >= earliest[:, None], logits, float("-inf"))
-            if MAX is not None:
-                worst = tl.maximum(worst, tl.max(logits, 1))
-            if SUM is not None or SCATTER is not None or ENTROPY is not None or LAST is not None:
-                # A log-sum-exp has the digits of a number as large as the logits: never more than 1.
-                probs = tl.exp2(tl.minimum(logits, 0.0))
-                if SUM is not None:
-                    mass += tl.sum(probs, 1)
-                if SCATTER is not None:
-                    # Two samples put together: of `before` queries, which paid 0 where they did not count
-                    # the key, and of the block's.
-                    before, num = tl.cast(j, tl.float32), tl.cast(tl.minimum(S - j, BLOCK_M), tl.float32)
-                    block_mean = tl.sum(probs, 1) / num
-                    apart = tl.where(s[None, :] < S, probs - block_mean[:, None], 0.0)
-                    moved, share = block_mean - mean, num / (before + num)
-                    scatter += tl.sum(apart * apart, 1) + moved * moved * (before * share)
-                    mean += moved * share
-                if ENTROPY is not None:
-                    spread -= tl.sum(probs * tl.log(probs + EPS), 1)
-                if LAST is not None:
-                    least = tl.load(LEAST + row + s)
-                    # What is not counted is -inf, where even a probability of 0 is enough for an access.
-                    accessed = (probs >= least[None, :]) & (logits > float("-inf"))
-                    when = tl.maximum(when, tl.max(tl.where(accessed, first + s[None, :], -1), 1))
-        worst = tl.exp2(tl.minimum(worst, 0.0))
-        if GROUP:
-            all_worst = tl.maximum(all_worst, worst)
-            all_mass += mass
-            all_scatter += scatter
-            all_spread += spread
-            all_when = tl.maximum(all_when, when)
-        else:
-            to = (b * H * G + head) * (k1 - k0)
+    worst = tl.full([BLOCK_N], float("-inf"), tl.float32)
+    mass = tl.zeros([BLOCK_N], tl.float32)
+    scatter = tl.zeros([BLOCK_N], tl.float32)
+    mean = tl.zeros([BLOCK_N], tl.float32)
+    spread = tl.zeros([BLOCK_N], tl.float32)
+    when = tl.full([BLOCK_N], -1, tl.int32)
+    row = row_of_heads * stride_row
+    for j in range(start, S, BLOCK_M):
+        j = tl.multiple_of(j, BLOCK_M)
+        s = j + tl.arange(0, BLOCK_M)
+        block_of_q = Q + b * stride_qb + head * stride_qq + tl.cast(j, tl.int64) * stride_qs
+        queries = _rows_of(block_of_q, stride_qs, stride_qd, S - j, D, BLOCK_M, BLOCK_D, UPCAST)
+        shift = tl.load(SHIFT + row + s)
+        # Keys are rows, so that what is reduced over lies in few threads.
+        products = tl.dot(keys, tl.trans(queries), input_precision=PRECISION)
+        logits, factor = _capped(products, scale, soft_cap, HAS_CAP)
+        logits = logits * factor + shift[None, :]
+        if BLANKS:
+            # What lies where no query is may be NaN. It is read all the same: loads that wait for no
+            # other load are under way early, and a query spoils its column alone.
+            logits = tl.where(shift[None, :] > float("-inf"), logits, float("-inf"))
+        if j < whole:
+            logits = tl.where(s[None, :] >= earliest[:, None], logits, float("-inf"))
+        if MAX is not None:
+            worst = tl.maximum(worst, tl.max(logits, 1))
+        if SUM is not None or SCATTER is not None or ENTROPY is not None or LAST is not None:
+            # A log-sum-exp has the digits of a number as large as the logits: never more than 1.
+            probs = tl.exp2(tl.minimum(logits, 0.0))
+            if SUM is not None:
+                mass += tl.sum(probs, 1)
             if SCATTER is not None:
-                tl.store(SCATTER + to + entry - k0, tl.where(exists, scatter, 0.0), mask=inside)
-            _store_stats(MAX, SUM, ENTROPY, LAST, worst, mass, spread, when, to, entry - k0, inside, exists)
-    if GROUP:
-        to = (b * H + h) * (k1 - k0)
-        if SCATTER is not None:
-            tl.store(SCATTER + to + entry - k0, tl.where(exists, all_scatter, 0.0), mask=inside)
-        _store_stats(
-            MAX, SUM, ENTROPY, LAST, all_worst, all_mass, all_spread, all_when, to, entry - k0, inside, exists
-        )
+                # Two samples put together: of `before` queries, which paid 0 where they did not count
+                # the key, and of the block's.
+                before, num = tl.cast(j, tl.float32), tl.cast(tl.minimum(S - j, BLOCK_M), tl.float32)
+                block_mean = tl.sum(probs, 1) / num
+                apart = tl.where(s[None, :] < S, probs - block_mean[:, None], 0.0)
+                moved, share = block_mean - mean, num / (before + num)
+                scatter += tl.sum(apart * apart, 1) + moved * moved * (before * share)
+                mean += moved * share
+            if ENTROPY is not None:
+                spread -= tl.sum(probs * tl.log(probs + EPS), 1)
+            if LAST is not None:
+                least = tl.load(LEAST + row + s)
+                # What is not counted is -inf, where even a probability of 0 is enough for an access.
+                accessed = (probs >= least[None, :]) & (logits > float("-inf"))
+                when = tl.maximum(when, tl.max(tl.where(accessed, first + s[None, :], -1), 1))
+    # An entry that is not there was paid nothing.
+    to = row_of_heads * entries + entry
+    if MAX is not None:
+        tl.store(MAX + to, tl.where(exists, tl.exp2(tl.minimum(worst, 0.0)), 0.0), mask=inside)
+    if SUM is not None:
+        tl.store(SUM + to, tl.where(exists, mass, 0.0), mask=inside)
+    if SCATTER is not None:
+        tl.store(SCATTER + to, tl.where(exists, scatter, 0.0), mask=inside)
+    if ENTROPY is not None:
+        tl.store(ENTROPY + to, tl.where(exists, spread, 0.0), mask=inside)
+    if LAST is not None:
+        tl.store(LAST + to, tl.where(exists, when, -1).to(tl.int64), mask=inside)

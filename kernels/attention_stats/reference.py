@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import max_pool1d
 
 # Inside the logarithm of an entropy, as CAKE's released code has it.
 LOG_EPS = 1e-10
@@ -46,12 +45,7 @@ class Pool:
 
 @dataclass(frozen=True)
 class Call:
-    """Checked arguments of `attention_stats`, which explains them.
-
-    Args:
-        first: entry index of the first query.
-        keys: first key that is asked about, and one past the last.
-    """
+    """Arguments of `attention_stats`, which explains them; `entries` and `distance` are at most T."""
 
     queries_BQSD: Tensor
     keys_BHTD: Tensor
@@ -64,42 +58,21 @@ class Call:
     least_BQS: Tensor | None
     scaling: float
     wanted: tuple[str, ...]
-    first: int
-    keys: tuple[int, int]
+    entries: int
     distance: int
     soft_cap: float | None
     pool: Pool | None
     group: bool
-    chunk: int | None
-
-    @property
-    def tensors(self) -> list[Tensor | None]:
-        """In the order of the fields."""
-        return [
-            *(self.queries_BQSD, self.keys_BHTD, self.exists_BHT, self.asks_BS, self.place_BT),
-            *(self.sinks_Q, self.log_weight_BHT, self.lse_BQS, self.least_BQS),
-        ]
 
     @property
     def dtype(self) -> torch.dtype:
         """The precision of all that is computed: float32, float64 if the inputs are."""
         return torch.promote_types(self.keys_BHTD.dtype, torch.float32)
 
-
-def empty_outputs(call: Call, *, filled: bool = True) -> dict[str, Tensor]:
-    """Each wanted statistic, with its value where no pair counts (`filled`), or not written at all."""
-    B, Q, S, _ = call.queries_BQSD.shape
-    heads = call.keys_BHTD.shape[1] if call.group else Q
-    num_keys = call.keys[1] - call.keys[0]
-    kept = {"last": (-1, torch.int64), "lse": (float("-inf"), call.dtype)}
-    found = {}
-    for name in call.wanted:
-        value, dtype = kept.get(name, (0.0, call.dtype))
-        shape = (B, Q, S) if name == "lse" else (B, heads, num_keys)
-        found[name] = call.keys_BHTD.new_empty(shape, dtype=dtype)
-        if filled:
-            found[name].fill_(value)
-    return found
+    @property
+    def first(self) -> int:
+        """Entry index of the first query."""
+        return self.keys_BHTD.shape[2] - self.queries_BQSD.shape[2]
 
 
 @torch.no_grad()
@@ -107,12 +80,13 @@ def attention_stats(call: Call) -> dict[str, Tensor]:
     """Each wanted statistic, `[B, Q, K]`, or `[B, H, K]` if the group is reduced; `lse` `[B, Q, S]`."""
     walk = _Walk(call)
     slabs = list(walk.slabs())
-    if walk.workers == 1:
-        walk.fold_all(slabs)
-    else:
+    if walk.workers > 1:
         # No two write the same numbers.
         walks = [walk, *(walk.copied() for _ in range(walk.workers - 1))]
         _in_threads([(other, slabs[place :: len(walks)]) for place, other in enumerate(walks)])
+        return walk.found
+    for rows in slabs:
+        walk.fold(rows)
     return walk.found
 
 
@@ -126,7 +100,8 @@ def _in_threads(parts: "list[tuple[_Walk, list[_Rows]]]") -> None:
         torch.get_num_threads()
         torch.set_num_threads(1)
         with torch.inference_mode(inference), torch.no_grad():
-            part[0].fold_all(part[1])
+            for rows in part[1]:
+                part[0].fold(rows)
 
     try:
         with ThreadPoolExecutor(len(parts)) as pool:
@@ -158,21 +133,23 @@ class _Walk:
         self.H, self.T = call.keys_BHTD.shape[1:3]
         self.G = self.Q // self.H
         self.device = call.keys_BHTD.device
-        self.found = empty_outputs(call)
         self.on_cpu = self.device.type == "cpu"
-        if call.lse_BQS is not None and "lse" in self.found:
-            self.found["lse"].copy_(call.lse_BQS)
-            if call.asks_BS is not None:
-                self.found["lse"].masked_fill_(~call.asks_BS[:, None], float("-inf"))
+        # Each with its value where no pair counts.
+        kept = {"last": (-1, torch.int64), "lse": (float("-inf"), call.dtype)}
+        self.found = {}
+        for name in call.wanted:
+            value, dtype = kept.get(name, (0.0, call.dtype))
+            heads = self.H if call.group and name != "lse" else self.Q
+            size = self.S if name == "lse" else call.entries
+            self.found[name] = call.keys_BHTD.new_full((self.B, heads, size), value, dtype=dtype)
         self._plan()
         self._look()
         self.entry_T = torch.arange(self.T, device=self.device)
-        self.query_S = torch.arange(call.first, call.first + self.S, device=self.device)
+        self.query_S = self.entry_T[call.first :]
 
     def _plan(self) -> None:
         """Sets how many queries, heads and sequences a block takes, and allocates it."""
-        call, B, H, S = self.call, self.B, self.H, self.S
-        columns = self.T
+        call, B, H, S, columns = self.call, self.B, self.H, self.S, self.T
         threads = torch.get_num_threads() if self.on_cpu else 1
         apiece = min(_BLOCK, _LARGEST_BLOCK // threads)
         # Heads are given to workers, if there are enough of them, and if a block that is a worker's own is
@@ -185,7 +162,7 @@ class _Walk:
             # Threads share a block: for many it is larger.
             shared = _BLOCK * (threads // 2 if self.on_cpu else 4)
             budget = min(_LARGEST_BLOCK, max(_BLOCK, shared, _ROWS * columns))
-        self.chunk = min(S, call.chunk or max(1, budget // (self.G * columns)))
+        self.chunk = min(S, max(1, budget // (self.G * columns)))
         a_head = columns * max(self.G * self.chunk, self.D)
         whole = self.chunk >= S
         self.heads = max(1, min(H, budget // a_head, B * H // self.workers)) if whole else 1
@@ -235,56 +212,42 @@ class _Walk:
                 query_heads = slice(h * self.G, stop * self.G)
                 yield _Rows(slice(b, min(self.B, b + self.batch)), slice(h, stop), query_heads)
 
-    def fold_all(self, slabs: list[_Rows]) -> None:
-        """Count the queries of all slabs."""
-        for rows in slabs:
-            self.fold(rows)
-
     def fold(self, rows: _Rows) -> None:
         """Count the queries of some heads, a few at a time."""
         keys = self.call.keys_BHTD[rows.batch, rows.heads]
         copied = None
         if not self.keys_as_they_are and self.tile == self.T:
             copied = keys.to(self.call.dtype, memory_format=torch.contiguous_format, copy=True)
-        k0, k1 = self.call.keys
         if "scatter" in self.found:
-            self.mean_BHGK = self.block.new_zeros((*keys.shape[:2], self.G, k1 - k0))
-            self.until_K = self.entry_T.new_zeros(k1 - k0)
+            self.mean_BHGK = self.block.new_zeros((*keys.shape[:2], self.G, self.call.entries))
         for start in range(0, self.S, self.chunk):
             stop = min(self.S, start + self.chunk)
-            low, high = self._reach(start, stop)
-            if low < high:
-                probs_BHGsK = self._probs(rows, keys if copied is None else copied, start, stop, low, high)
+            high = self._reach(stop)
+            if high > 0:
+                probs_BHGsK = self._probs(rows, keys if copied is None else copied, start, stop, high)
                 if "plain" in self.found:
-                    self._add("plain", rows, slice(None), probs_BHGsK[..., k0:k1].sum(3))
+                    paid_BHGK = probs_BHGsK[..., : self.call.entries].sum(3)
+                    self._part("plain", rows, None).add_(paid_BHGK.sum(2) if self.call.group else paid_BHGK)
                 if self.call.pool is not None:
                     probs_BHGsK = self._pooled(rows, probs_BHGsK)
-                self._count(rows, probs_BHGsK, start, stop, low, high)
-        if "scatter" in self.found:
-            # Queries behind those that counted a key pay it nothing.
-            behind_K = (self.until_K * (self.S - self.until_K)).to(self.call.dtype) / self.S
-            self._add("scatter", rows, slice(None), self.mean_BHGK.square_().mul_(behind_K))
+                self._count(rows, probs_BHGsK, start, stop)
 
-    def _reach(self, start: int, stop: int) -> tuple[int, int]:
-        """First key that any of the queries needs, and one past the last."""
+    def _reach(self, stop: int) -> int:
+        """Number of first keys that the queries before `stop` need."""
         call = self.call
         if call.pool is not None:
-            return 0, self.T
+            return self.T
         end = call.first + stop
-        low, high = 0, min(self.T, end)
-        if call.lse_BQS is not None:
-            low = max(low, call.keys[0])
-            high = min(high, call.keys[1], end - call.distance)
-        return low, high
+        return end if call.lse_BQS is None else min(end - call.distance, call.entries)
 
-    def _logits(self, rows: _Rows, keys: Tensor, start: int, stop: int, low: int, high: int) -> Tensor:
-        """Scaled products of the queries with the keys in reach, `[B, H, G, s, K]`, in `block`."""
-        call, dtype, n = self.call, self.call.dtype, high - low
+    def _logits(self, rows: _Rows, keys: Tensor, start: int, stop: int, n: int) -> Tensor:
+        """Scaled products of the queries with the first n keys, `[B, H, G, s, n]`, in `block`."""
+        call, dtype = self.call, self.call.dtype
         queries = call.queries_BQSD.unflatten(1, (self.H, self.G))[rows.batch, rows.heads, :, start:stop]
         b, h, G, s, D = queries.shape
         queries = (queries.to(dtype) * call.scaling).reshape(b * h, G * s, D)
         logits = self.block[: b * h * G * s * n].view(b * h, G * s, n)
-        keys = keys[:, :, low:high]
+        keys = keys[:, :, :n]
         if self.keys_as_they_are or self.tile == self.T:
             torch.bmm(queries, keys.flatten(0, 1).transpose(1, 2), out=logits)
         else:
@@ -294,15 +257,15 @@ class _Walk:
                     torch.mm(queries[row], part.t(), out=logits[row, :, at : at + self.tile])
         return logits.view(b, h, G, s, n)
 
-    def _probs(self, rows: _Rows, keys: Tensor, start: int, stop: int, low: int, high: int) -> Tensor:
-        """Attention of the queries over the keys in reach, `[B, H, G, s, K]`, in `block` or in `scratch`."""
+    def _probs(self, rows: _Rows, keys: Tensor, start: int, stop: int, high: int) -> Tensor:
+        """Attention of the queries over the first keys, `[B, H, G, s, high]`, in `block` or in `scratch`."""
         call = self.call
-        logits = self._logits(rows, keys, start, stop, low, high)
+        logits = self._logits(rows, keys, start, stop, high)
         if call.soft_cap is not None:
             logits.div_(call.soft_cap).tanh_().mul_(call.soft_cap)
         if call.log_weight_BHT is not None:
-            logits.add_(rows.of(call.log_weight_BHT)[:, :, None, None, low:high])
-        self._hide(rows, logits, start, stop, low, high)
+            logits.add_(rows.of(call.log_weight_BHT)[:, :, None, None, :high])
+        self._hide(rows, logits, start, stop)
         if call.lse_BQS is not None:
             lse = call.lse_BQS[rows.batch, rows.query_heads, start:stop].to(call.dtype)
             # A row that sees nothing pays nothing.
@@ -345,17 +308,17 @@ class _Walk:
             self.found["lse"][rows.batch, rows.query_heads, start:stop] = lse
         return probs.mul_(torch.where(total > 0, 1 / total, 0.0))
 
-    def _hide(self, rows: _Rows, logits: Tensor, start: int, stop: int, low: int, high: int) -> None:
+    def _hide(self, rows: _Rows, logits: Tensor, start: int, stop: int) -> None:
         """Put -inf where a query does not see a key."""
-        call, never = self.call, float("-inf")
-        query_s1 = self.query_S[start:stop, None]
+        call, never, high = self.call, float("-inf"), logits.shape[-1]
         # Up to the first query's own entry, causality hides nothing.
-        after = max(low, call.first + start + 1)
+        after = call.first + start + 1
         if after < high:
-            logits[..., after - low :].masked_fill_(self.entry_T[after:high] > query_s1, never)
-        if call.exists_BHT is not None and low < min(high, self.holes):
-            exists_BHK = rows.of(call.exists_BHT)[..., low : min(high, self.holes)]
-            logits[..., : self.holes - low].masked_fill_(~exists_BHK[:, :, None, None], never)
+            later_sK = self.entry_T[after:high] > self.query_S[start:stop, None]
+            logits[..., after:].masked_fill_(later_sK, never)
+        if call.exists_BHT is not None and self.holes:
+            exists_BHK = rows.of(call.exists_BHT)[..., : min(high, self.holes)]
+            logits[..., : self.holes].masked_fill_(~exists_BHK[:, :, None, None], never)
 
     def _pooled(self, rows: _Rows, probs: Tensor) -> Tensor:
         """Rows smoothed along the entries, on both sides of the split apart, in the other buffer."""
@@ -366,19 +329,8 @@ class _Walk:
         exists_BHT = None if self.call.exists_BHT is None else rows.of(self.call.exists_BHT)
         for side in (slice(0, pool.split), slice(pool.split, None)):
             before, after = probs[..., side], pooled[..., side]
-            if not before.shape[-1]:
-                continue
-            if self.call.place_BT is not None:
-                _pool_places_(after, before, pool, self.call.place_BT[rows.batch, side])
-            elif pool.kind == "max":
-                as_rows = before.reshape(-1, 1, before.shape[-1])
-                after.copy_(max_pool1d(as_rows, pool.size, 1, pool.size // 2).view(before.shape))
-            else:
-                # avg_pool1d makes these sums in the same order, several times slower.
-                for here, near in _shifted(before.shape[-1], pool.size // 2):
-                    after[..., here] += before[..., near]
-            if pool.kind == "avg":
-                after.div_(pool.size)
+            place_BT = None if self.call.place_BT is None else self.call.place_BT[rows.batch, side]
+            pool_(after, before, pool.kind, pool.size, place_BT)
             if exists_BHT is not None and self.holes:
                 # What nobody holds gets nothing of its neighbours.
                 after.masked_fill_(~exists_BHT[:, :, None, None, side], 0.0)
@@ -387,29 +339,26 @@ class _Walk:
                 after.mul_(before.sum(-1, keepdim=True) / mass)
         return pooled
 
-    def _count(self, rows: _Rows, probs: Tensor, start: int, stop: int, low: int, high: int) -> None:
+    def _count(self, rows: _Rows, probs: Tensor, start: int, stop: int) -> None:
         """Fold a block `[B, H, G, s, K]` of rows into the statistics; the block is used up."""
         call = self.call
-        first, last = call.keys
+        top = min(probs.shape[-1], call.entries)
         if call.pool is None:
-            last = min(last, call.first + stop - call.distance)
-        bottom, top = max(low, first), min(high, last)
-        if bottom >= top:
+            top = min(top, call.first + stop - call.distance)
+        if top <= 0:
             return
-        probs = probs[..., bottom - low : top - low]
-        query_s1 = self.query_S[start:stop, None]
+        probs = probs[..., :top]
         # Up to here every query of the block is far enough away.
-        far = max(bottom, call.first + start - call.distance + 1)
+        far = max(0, call.first + start - call.distance + 1)
         if call.distance and far < top:
-            near_sK = self.entry_T[far:top] > query_s1 - call.distance
-            probs[..., far - bottom :].masked_fill_(near_sK, 0.0)
-        columns = slice(bottom - first, top - first)
+            near_sK = self.entry_T[far:top] > self.query_S[start:stop, None] - call.distance
+            probs[..., far:].masked_fill_(near_sK, 0.0)
         other = self.block if probs.untyped_storage().data_ptr() != self.block.data_ptr() else self.scratch
         spare = other[: probs.numel()].view(probs.shape)
         elsewhere = ("lse", "plain")
-        found = {name: self._part(name, rows, columns) for name in call.wanted if name not in elsewhere}
+        found = {name: self._part(name, rows, top) for name in call.wanted if name not in elsewhere}
         if "last" in found:
-            accessed = self._last(rows, probs, spare, start, stop, bottom, top)
+            accessed = self._last(rows, probs, spare, start, stop)
             torch.maximum(found["last"], accessed, out=found["last"])
         if "max" in found:
             torch.maximum(found["max"], self._reduce(probs, "max"), out=found["max"])
@@ -418,13 +367,14 @@ class _Walk:
         if "entropy" in found:
             found["entropy"] -= self._reduce(torch.add(probs, LOG_EPS, out=spare).log_().mul_(probs), "sum")
         if "scatter" in found:
-            self._scatter(rows, probs, spare, start, stop, columns)
+            apart = self._scatter(probs, spare, start, stop)
+            found["scatter"] += apart.sum(2) if call.group else apart
 
-    def _part(self, name: str, rows: _Rows, columns: slice) -> Tensor:
-        """The part of a statistic of these heads and keys, `[B, H, G, K]`, or `[B, H, K]` for a group."""
+    def _part(self, name: str, rows: _Rows, top: int | None) -> Tensor:
+        """A statistic of these heads and first keys, `[B, H, G, K]`, or `[B, H, K]` for a group."""
         if self.call.group:
-            return self.found[name][rows.batch, rows.heads, columns]
-        return self.found[name].unflatten(1, (self.H, self.G))[rows.batch, rows.heads, :, columns]
+            return self.found[name][rows.batch, rows.heads, :top]
+        return self.found[name].unflatten(1, (self.H, self.G))[rows.batch, rows.heads, :, :top]
 
     def _reduce(self, values_BHGsK: Tensor, how: str) -> Tensor:
         """Over the queries, and over the group if that is asked."""
@@ -432,30 +382,21 @@ class _Walk:
         axis = 2 if self.call.group else 3
         return values.amax(axis) if how == "max" else values.sum(axis)
 
-    def _add(self, name: str, rows: _Rows, columns: slice, sums_BHGK: Tensor) -> None:
-        """Add sums over queries to a statistic, over the group too if that is asked."""
-        self._part(name, rows, columns).add_(sums_BHGK.sum(2) if self.call.group else sums_BHGK)
-
-    def _scatter(
-        self, rows: _Rows, probs: Tensor, spare: Tensor, start: int, stop: int, columns: slice
-    ) -> None:
-        """Fold a block into sums of squared distances from a mean that moves as queries come.
+    def _scatter(self, probs: Tensor, spare: Tensor, start: int, stop: int) -> Tensor:
+        """A block's part of the sums of squared distances from a mean that moves as queries come.
 
         As Chan, Golub and LeVeque (1979) put two samples together. Earlier queries that did not count these
         keys have left the mean at 0, which is what they paid.
         """
-        mean, num = self.mean_BHGK[..., columns], stop - start
+        mean, num = self.mean_BHGK[..., : probs.shape[-1]], stop - start
         moved = probs.mean(3)
         apart = torch.sub(probs, moved[:, :, :, None], out=spare).square_().sum(3)
         moved -= mean
         apart += moved.square() * (start * num / stop)
         mean += moved * (num / stop)
-        self.until_K[columns] = stop
-        self._add("scatter", rows, columns, apart)
+        return apart
 
-    def _last(
-        self, rows: _Rows, probs: Tensor, spare: Tensor, start: int, stop: int, bottom: int, top: int
-    ) -> Tensor:
+    def _last(self, rows: _Rows, probs: Tensor, spare: Tensor, start: int, stop: int) -> Tensor:
         """Entry index of the last of the queries that accesses each key; -1 for none."""
         call = self.call
         assert call.least_BQS is not None
@@ -464,10 +405,10 @@ class _Walk:
         )
         accessed = probs >= least[..., None]
         # Where nothing is asked for, zeros are enough: only of what is seen.
-        query_s1, entry_K = self.query_S[start:stop, None], self.entry_T[bottom:top]
-        accessed &= entry_K <= query_s1 - call.distance
+        top = probs.shape[-1]
+        accessed &= self.entry_T[:top] <= self.query_S[start:stop, None] - call.distance
         if call.exists_BHT is not None:
-            accessed &= rows.of(call.exists_BHT)[:, :, None, None, bottom:top]
+            accessed &= rows.of(call.exists_BHT)[:, :, None, None, :top]
         if self.asks_BS is not None:
             accessed &= self.asks_BS[rows.batch, None, None, start:stop, None]
         # Counted from 1 within the block, exact in floats.
@@ -476,21 +417,26 @@ class _Walk:
         return torch.where(turn > 0, turn + (call.first + start - 1), -1)
 
 
-def _pool_places_(pooled: Tensor, part: Tensor, pool: Pool, place_BT: Tensor) -> None:
-    """Sum up, or take the largest, of what lies at most `size // 2` places away."""
-    reach = pool.size // 2
+def pool_(pooled: Tensor, values: Tensor, kind: str, size: int, place_BT: Tensor | None) -> None:
+    """Put what lies at most `size // 2` places away in place of zeros: its sum over `size`, or the largest.
+
+    Args:
+        pooled: zeros, `[B, ..., T]`.
+        values: not negative.
+        place_BT: ascending; None: no place is missing.
+    """
+    num_entries, reach = values.shape[-1], size // 2
     # Places ascend, so that nothing near is more columns away than places.
-    for here, other in _shifted(part.shape[-1], reach):
-        near = ((place_BT[:, other] - place_BT[:, here]).abs() <= reach)[:, None, None, None].to(part.dtype)
-        if pool.kind == "avg":
-            pooled[..., here].addcmul_(part[..., other], near)
+    for shift in range(-min(reach, num_entries), min(reach, num_entries) + 1):
+        here = slice(max(0, -shift), min(num_entries, num_entries - shift))
+        other = slice(here.start + shift, here.stop + shift)
+        near = values[..., other]
+        if place_BT is not None:
+            place = place_BT.unflatten(0, (-1, *[1] * (values.dim() - 2)))
+            near = near * ((place[..., other] - place[..., here]).abs() <= reach)
+        if kind == "avg":
+            pooled[..., here] += near
         else:
-            torch.maximum(pooled[..., here], part[..., other] * near, out=pooled[..., here])
-
-
-def _shifted(num_entries: int, reach: int) -> Iterator[tuple[slice, slice]]:
-    """Entries that have a neighbour so many columns on, and those neighbours, for -reach, ..., reach."""
-    for shift in range(-reach, reach + 1):
-        first, last = max(0, -shift), min(num_entries, num_entries - shift)
-        if first < last:
-            yield slice(first, last), slice(first + shift, last + shift)
+            torch.maximum(pooled[..., here], near, out=pooled[..., here])
+    if kind == "avg":
+        pooled.div_(size)

@@ -103,7 +103,7 @@ def decode_step(
         scaling: factor on the logits.
         soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`; None: they stay.
         window: a query at position p sees positions above `p - window` only; None: all. Not with `packed`.
-        work: on a GPU, the tensors of the layer's `launch.Table`.
+        work: on a GPU, the layer's part of `launch.tables`.
 
     Raises:
         ValueError, RuntimeError: a row without a free place.

@@ -1,11 +1,10 @@
 """Launches the step on a GPU, and lays out its work there."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from retain.kernels import backend
@@ -17,27 +16,6 @@ from retain.kernels.ragged_attention.work import parts_of
 PROGRAMS, INTERPRETED = 2, 2
 # Entries of an item: the fewest that leave no more items than so many for each program.
 ENTRIES, ITEMS = (128, 256, 512, 1024, 2048, 4096), 4
-
-
-@dataclass(frozen=True, eq=False)
-class Table:
-    """The work of one layer, on its device. Sizes are rounded up, so that they repeat.
-
-    Args:
-        items_3I: int32, of each item its row (that of codes: `R + row`), which of the row's entries it begins
-            with, and the slot where it leaves its part of the row; unused columns are zeros.
-        count_2: int32, how many items there are, and entries of each.
-        parts: float32, where programs leave parts of rows; shared by all layers.
-        arrived_R: int32, parts of each row that were left; zeros between launches.
-    """
-
-    items_3I: Int[Tensor, "3 items"]
-    count_2: Int[Tensor, " 2"]
-    parts: Float[Tensor, " numbers"]
-    arrived_R: Int[Tensor, " R"]
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        return self.items_3I, self.count_2, self.parts, self.arrived_R
 
 
 def items_of(rooms_KR: Int[Tensor, "K R"], entries: int) -> Int[Tensor, "3 items"]:
@@ -58,8 +36,14 @@ def items_of(rooms_KR: Int[Tensor, "K R"], entries: int) -> Int[Tensor, "3 items
 
 def tables(
     rooms: Sequence[Sequence[Sequence[int]]], group: int, width: int, device: torch.device, rounded: Any
-) -> list[Table]:
-    """The work of layers that run one after another.
+) -> list[tuple[Tensor, ...]]:
+    """The work of layers that run one after another: of each, tensors of sizes that repeat.
+
+    - `items_3I`, int32: of each item its row (that of codes: `R + row`), which of the row's entries it begins
+      with, and the slot where it leaves its part of the row; unused columns are zeros;
+    - `count_2`, int32: how many items there are, and entries of each;
+    - `parts`, float32, shared by all layers: where programs leave parts of rows;
+    - `arrived_R`, int32: parts of each row that were left; zeros between launches.
 
     Args:
         rooms: of each layer, entries of its rows' rooms: of codes, where there are any, and of the pool.
@@ -77,12 +61,12 @@ def tables(
     most = rounded(max(items_3I.shape[1] for _, items_3I in works))
     parts = torch.empty(most * group * (width + 2), dtype=torch.float32, device=device)
     arrived_R = torch.zeros(max(len(layer[0]) for layer in rooms), dtype=torch.int32, device=device)
-    made = []
+    made: list[tuple[Tensor, ...]] = []
     for entries, items_3I in works:
         whole_3I = torch.zeros(3, most, dtype=torch.int32)
         whole_3I[:, : items_3I.shape[1]] = items_3I
         count_2 = torch.tensor([items_3I.shape[1], entries], dtype=torch.int32, device=device)
-        made.append(Table(whole_3I.to(device), count_2, parts, arrived_R))
+        made.append((whole_3I.to(device), count_2, parts, arrived_R))
     return made
 
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from retain.kernels.codes import Codes
-from retain.kernels.ragged_attention import merged
-from retain.kernels.ragged_attention.reference import Call, ragged_attention
+from retain.kernels.ragged_attention.pages import PAGE, Pages
+from retain.kernels.ragged_attention.reference import Call, merged, ragged_attention
 
 
 def decode_step(
@@ -46,10 +46,9 @@ def decode_step(
         call = Call(
             *(queries, keys, values, offsets - first, held.to(torch.int64)[:, None], sinks),
             log_weight_C=weight,
-            pages=None,
+            pages=Pages.of([room // PAGE for room in offsets.diff().tolist()], offsets.device),
             scaling=scaling,
             soft_cap=soft_cap or None,
-            with_lse=True,
         )
         return ragged_attention(call)
 

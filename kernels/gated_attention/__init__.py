@@ -7,10 +7,10 @@ The operation is always a registered one (`retain::gated_attention`), so that au
 `torch.library.opcheck` meet the same thing.
 """
 
-from typing import Any, Literal, NoReturn, cast
+from typing import Any, Literal, cast
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from retain.kernels import backend
@@ -19,8 +19,8 @@ from retain.kernels.gated_attention.reference import Bias, Settings
 
 __all__ = ["gated_attention"]
 
-# Largest tile: numbers of a head, and rows.
-MAX_WIDTH, MAX_ROWS = 256, 128
+# Numbers of a head that a tile may have.
+MAX_WIDTH = 256
 
 
 def gated_attention(
@@ -32,13 +32,13 @@ def gated_attention(
     *,
     scaling: float,
     protected: int = 0,
-    exists_BT: Bool[Tensor, "B T"] | None = None,
+    pads_B: Int[Tensor, " B"] | None = None,
     soft_cap: float | None = None,
     sinks_Q: Float[Tensor, " Q"] | None = None,
 ) -> Float[Tensor, "B Q S D"]:
     """Causal attention with a log-gate on every key outside of a query's protected recent window.
 
-    Query `s` sits at entry `j = T - S + s` and sees the entries `i <= j` that exist.
+    Query `s` sits at entry `j = T - S + s` and sees the entries `i <= j` that are no padding.
     Their logits are
 
         l_ji = cap(scaling q_j . k_i) + [j - i >= protected] (log_gate_i + (j - i) log_decay_i)
@@ -66,15 +66,12 @@ def gated_attention(
         scaling: factor on the products, usually `D ** -0.5`.
         protected: queries nearer than this are not gated: an entry's own query and the `protected - 1` after
             it see it as it is. 0: all are gated.
-        exists_BT: False on padding; None: there is none.
+        pads_B: number of first entries of each sequence that are padding; None: there is none.
         soft_cap: bound on the logits before gate and decay; None: no bound.
         sinks_Q: one extra logit per query head (gpt-oss); None: none.
 
     Returns:
         the output, in the queries' precision and laid out as they are.
-
-    Raises:
-        ValueError: shapes, types or numbers that do not fit together.
 
     Examples:
         >>> q = k = torch.zeros(1, 1, 3, 16)
@@ -83,8 +80,13 @@ def gated_attention(
         >>> gated_attention(q, k, v, gate, scaling=0.25, protected=1)[0, 0, :, :3].tolist()
         [[1.0, 0.0, 0.0], [0.5, 0.5, 0.0], [0.5, 0.0, 0.5]]
     """
-    bias = Bias(log_gate_BHT, log_decay_BHT, exists_BT, sinks_Q)
-    _check(queries_BQSD, keys_BHTD, values_BHTD, bias, Settings(scaling, protected, soft_cap))
+    bias = Bias(log_gate_BHT, log_decay_BHT, pads_B, sinks_Q)
+    (B, Q, S, D), (H, T) = queries_BQSD.shape, keys_BHTD.shape[1:3]
+    assert keys_BHTD.shape == values_BHTD.shape == (B, H, T, D) and Q % H == 0 and S <= T, keys_BHTD.shape
+    wanted = ((B, H, T), (B, H, T), (B,), (Q,))
+    for one, shape in zip(bias, wanted, strict=True):
+        assert one is None or one.shape == shape, (one.shape, shape)
+    assert protected >= 0 and (soft_cap is None or soft_cap > 0), (protected, soft_cap)
     cap = None if soft_cap is None else float(soft_cap)
     tensors = (queries_BQSD, keys_BHTD, values_BHTD, *bias)
     out_BQSD, _ = _gated_attention(*tensors, float(scaling), protected, cap)
@@ -98,14 +100,14 @@ def _gated_attention(
     values: Tensor,
     log_gate: Tensor | None,
     log_decay: Tensor | None,
-    exists: Tensor | None,
+    pads: Tensor | None,
     sinks: Tensor | None,
     scaling: float,
     protected: int,
     soft_cap: float | None,
 ) -> tuple[Tensor, Tensor]:
     """The output and every row's log-sum-exp, which the backward takes and has no gradient."""
-    bias, settings = Bias(log_gate, log_decay, exists, sinks), Settings(scaling, protected, soft_cap)
+    bias, settings = Bias(log_gate, log_decay, pads, sinks), Settings(scaling, protected, soft_cap)
     found: tuple[Tensor, Tensor] = _run("forward", queries, keys, values, bias=bias, settings=settings)
     return found
 
@@ -126,7 +128,7 @@ def _gated_attention_backward(
     lse: Tensor,
     log_gate: Tensor | None,
     log_decay: Tensor | None,
-    exists: Tensor | None,
+    pads: Tensor | None,
     sinks: Tensor | None,
     scaling: float,
     protected: int,
@@ -134,7 +136,7 @@ def _gated_attention_backward(
     inner: bool,
 ) -> list[Tensor]:
     """Gradients of queries, keys and values (`inner`), gate, decay and sinks: of those that are there."""
-    bias, settings = Bias(log_gate, log_decay, exists, sinks), Settings(scaling, protected, soft_cap)
+    bias, settings = Bias(log_gate, log_decay, pads, sinks), Settings(scaling, protected, soft_cap)
     tensors = (queries, keys, values, out, lse, d_out)
     found = _run("backward", *tensors, bias=bias, settings=settings, inner=inner)
     return [gradient for gradient in found if gradient is not None]
@@ -194,62 +196,10 @@ def _run(
 
 
 def _path(queries: Tensor, keys: Tensor, values: Tensor, *bias: Tensor | None) -> backend.Path:
-    width, unsupported = queries.shape[-1], None
-    # Offsets inside of a tile are 32 bits wide; where its sequence and head begin, 64.
-    reach = max(
-        MAX_ROWS * one.stride(2) * (one.shape[2] > 1) + MAX_WIDTH * one.stride(3) * (one.shape[3] > 1)
-        for one in (queries, keys, values)
-    )
-    if width > MAX_WIDTH:
-        unsupported = f"a head width of {width} is more than {MAX_WIDTH}"
-    elif reach >= 2**31:
-        unsupported = f"a tile's {MAX_ROWS} entries lie over {reach} numbers (less than 2^31)"
+    unsupported = None
+    if queries.shape[-1] > MAX_WIDTH:
+        unsupported = f"a head width of {queries.shape[-1]} is more than {MAX_WIDTH}"
     elif not queries.dtype == keys.dtype == values.dtype:
         unsupported = "queries, keys and values differ in precision"
     there = [given for given in bias if given is not None]
     return backend.path_for("gated_attention", queries, keys, values, *there, unsupported=unsupported)
-
-
-def _check(queries: Tensor, keys: Tensor, values: Tensor, bias: Bias, settings: Settings) -> None:
-    shapes = f"queries are {tuple(queries.shape)}, keys {tuple(keys.shape)}, values {tuple(values.shape)}"
-
-    def refuse(what: str) -> NoReturn:
-        raise ValueError(f"gated_attention: {what}.")
-
-    if not queries.ndim == keys.ndim == values.ndim == 4:
-        refuse(f"{shapes}: pass queries [B, Q, S, D], keys and values [B, H, T, D]")
-    (B, Q, S, D), (H, T) = queries.shape, keys.shape[1:3]
-    if keys.shape != values.shape or keys.shape != (B, H, T, D):
-        refuse(
-            f"{shapes}: keys and values must have one shape [{B}, H, T, {D}], with the queries' batch and "
-            "head width"
-        )
-    if not H or Q % H:
-        refuse(
-            f"{shapes}: {Q} query heads are no multiple of {H} KV heads; pass the keys of KV heads, "
-            "not repeated"
-        )
-    if S > T:
-        refuse(
-            f"{shapes}: {S} queries cannot be the last of {T} entries; every query's own entry must be among "
-            "the keys"
-        )
-    names = ("queries", "keys", "values", "log_gate", "log_decay", "exists", "sinks")
-    there = zip(names, (queries, keys, values, *bias), strict=True)
-    given = {name: one for name, one in there if one is not None}
-    wanted = {"exists": ((B, T), "[B, T]"), "sinks": ((Q,), "[Q]")}
-    wanted |= dict.fromkeys(("log_gate", "log_decay"), ((B, H, T), "[B, H, T], one a KV head and entry"))
-    for name, one in given.items():
-        if name in wanted and tuple(one.shape) != wanted[name][0]:
-            size, axes = wanted[name]
-            refuse(f"{name} is {tuple(one.shape)} and {shapes}: wanted {size}, that is {axes}")
-        if name == "exists" and one.dtype != torch.bool:
-            refuse(f"exists is {one.dtype}: pass a boolean mask (attention_mask.bool())")
-        if name != "exists" and not one.is_floating_point():
-            refuse(f"{name} is {one.dtype}: pass floating point")
-    if len(devices := {str(one.device) for one in given.values()}) > 1:
-        refuse(f"its tensors lie on {', '.join(sorted(devices))}: move gates to the layer's device")
-    if settings.protected < 0:
-        refuse(f"protected={settings.protected} must be at least 0 entries (0 = none)")
-    if settings.soft_cap is not None and not settings.soft_cap > 0:
-        refuse(f"soft_cap={settings.soft_cap} must be positive, or None for no cap")

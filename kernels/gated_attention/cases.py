@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from retain.kernels.gated_attention import gated_attention
-from retain.kernels.measure import Claim, Cost
+from retain.kernels.measure import Claim
 
 # One after another: the output (of which the backward makes what a row subtracts), the weights, the logits'
 # gradients, and the result.
@@ -32,7 +32,6 @@ class Case:
         queries: S, the last of the entries; None: all of them.
         gate, decay, sinks: whether there are any.
         pads: padding on the left of each sequence; beyond the last, none.
-        holes: share of entries that do not exist, wherever they lie.
         hidden: share of entries whose log-gate is -inf.
         silent: query heads, from the first on, whose sink is -inf.
         heads_last: tensors are views of `[B, T, heads, D]`, and gates of `[B, T, H]`.
@@ -49,7 +48,6 @@ class Case:
     decay: bool = False
     sinks: bool = False
     pads: tuple[int, ...] = ()
-    holes: float = 0.0
     hidden: float = 0.0
     silent: int = 0
     heads_last: bool = False
@@ -80,7 +78,6 @@ CASES = {
     "a sequence of padding": Case(batch=2, heads=1, pads=(20,), entries=20, sinks=True),
     "soft cap": Case(soft_cap=2.0, entries=40),
     "a sink of nothing": Case(sinks=True, silent=2, hidden=1.0, protected=0, entries=40),
-    "holes": Case(batch=2, heads=1, entries=70, holes=0.3),
     "hidden entries": Case(hidden=0.4, protected=0, entries=45),
     "everything": Case(batch=2, heads=1, entries=45, heads_last=True, **ALL),
     "D = 33": Case(heads=1, width=33, pads=(3,)),
@@ -145,15 +142,10 @@ def inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed: int
     for name in DIFFERENTIABLE:
         if kwargs[name] is not None:
             kwargs[name].requires_grad_()
-    exists = None
-    if case.pads:
-        pads = torch.tensor([*case.pads, *[0] * (B - len(case.pads))], device=device)
-        exists = torch.arange(T, device=device) >= pads[:, None]
-    if case.holes:
-        exists = torch.rand(B, T, generator=generator, device=device) >= case.holes
+    pads = torch.tensor([*case.pads, *[0] * (B - len(case.pads))], device=device) if case.pads else None
     return {
         **kwargs,
-        "exists_BT": exists,
+        "pads_B": pads,
         "scaling": D**-0.5,
         "protected": case.protected,
         "soft_cap": case.soft_cap,
@@ -179,17 +171,6 @@ def _d_out(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tenso
     """The gradient of the output: always the same, drawn in float32."""
     generator = torch.Generator(device).manual_seed(1)
     return torch.randn(shape, generator=generator, device=device).to(dtype)
-
-
-def cost(case: Case, dtype: torch.dtype) -> Cost:
-    """Seven matrix products: two of the forward, five of the backward."""
-    B, H, T, D = case.batch, case.heads, case.entries, case.width
-    Q, S = H * case.group, case.asked
-    flops = 14.0 * B * Q * D * (S * T - S * (S - 1) // 2)
-    # Queries, output and its gradient, and the queries' gradient; keys and values and theirs.
-    numbers = 4.0 * B * Q * S * D + 4.0 * B * H * T * D
-    gates = 2.0 * (case.gate + case.decay) * B * H * T
-    return Cost(flops, numbers * dtype.itemsize + gates * 4)
 
 
 def rivals(case: Case, kwargs: dict[str, Any]) -> dict[str, Callable[[], Any]]:

@@ -1,7 +1,6 @@
 """Triton kernels of gated attention: the forward, and a backward without atomics.
 
 - `forward_`: a program per block of queries.
-- `prepare_`: the numbers of every row that the backward reads.
 - `d_keys_`: a program per block of keys, which walks over all queries of its group and so owns the gradients
   of its keys, values, gates and decays.
 - `d_queries_`: a program per block of queries.
@@ -25,7 +24,7 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 # Options of a call, as bits.
-GATE, DECAY, EXISTS, CAP, SINKS = (tl.constexpr(1 << bit) for bit in range(5))
+GATE, DECAY, PADS, CAP, SINKS = (tl.constexpr(1 << bit) for bit in range(5))
 
 
 @triton.constexpr_function
@@ -89,8 +88,7 @@ def _key_bias(
     HAS: tl.constexpr,
 ):  # fmt: skip
     """Bias of a block of keys, `gate_i + (anchor - i) decay_i`, and `decay_i`, in units of log 2 (the anchor
-    is near by, so that distances stay exact). Keys that do not exist come with a gate of +inf, and only
-    blocks that are tested hold any."""
+    is near by, so that distances stay exact)."""
     gate = tl.zeros_like(keys_i).to(tl.float32)
     decay = gate
     inside = keys_i < limit
@@ -106,7 +104,7 @@ def _key_bias(
 
 @triton.jit
 def _logits(
-    product, query_j, keys_i, local, gate, decay, tested, gated, scale, cap, protected,
+    product, query_j, keys_i, local, gate, decay, tested, gated, pads, scale, cap, protected,
     HAS: tl.constexpr,
 ):  # fmt: skip
     """Logits in units of log 2 of a tile, whichever way it lies, and the tanh of the soft cap.
@@ -133,8 +131,8 @@ def _logits(
                 bias = tl.fma(local.to(tl.float32), decay, gate)
             logits += tl.where(query_j - protected >= keys_i, bias, 0.0)
         seen = query_j >= keys_i
-        if _has(HAS, EXISTS):
-            seen &= gate != float("inf")
+        if _has(HAS, PADS):
+            seen &= keys_i >= pads
         logits = tl.where(seen, logits, float("-inf"))
     return logits, tanh
 
@@ -163,9 +161,9 @@ def _key_bounds(j0, num_keys, protected, BLOCK_S: tl.constexpr, BLOCK_T: tl.cons
 
 @triton.jit
 def forward_(
-    queries_at, keys_at, values_at, gate_at, decay_at, exists_at, clear_at, sinks_at, out_at, lse_at,
+    queries_at, keys_at, values_at, gate_at, decay_at, pads_at, sinks_at, out_at, lse_at,
     query_b, query_h, query_s, query_d, key_b, key_h, key_t, key_d, value_b, value_h, value_t, value_d,
-    gate_b, gate_h, gate_t, decay_b, decay_h, decay_t, exists_b, exists_t, sinks_q,
+    gate_b, gate_h, gate_t, decay_b, decay_h, decay_t, sinks_q,
     out_b, out_h, out_s, out_d,
     H, G, num_queries, num_keys, num_blocks, scale, cap, protected,
     HAS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_T: tl.constexpr,
@@ -180,10 +178,9 @@ def forward_(
         gate_at += b * gate_b + h * gate_h
     if _has(HAS, DECAY):
         decay_at += b * decay_b + h * decay_h
-    clear = 0
-    if _has(HAS, EXISTS):
-        exists_at += b * exists_b
-        clear = tl.load(clear_at + b)
+    pads = 0
+    if _has(HAS, PADS):
+        pads = tl.load(pads_at + b).to(tl.int32)
     s0 = block * BLOCK_S
     j0 = num_keys - num_queries + s0
     rows = s0 + tl.arange(0, BLOCK_S)
@@ -191,10 +188,6 @@ def forward_(
         _row(queries_at + b * query_b + q * query_h, s0, query_s),
         _offsets(query_s, query_d, BLOCK_S, BLOCK_D), num_queries - s0, D, BLOCK_S, BLOCK_D, WHOLE, UPCAST,
     )  # fmt: skip
-    if _has(HAS, EXISTS):
-        # Read here and not where it is used: a load behind the loop makes ptxas wait for every product in it.
-        at = exists_at + (num_keys - num_queries + rows).to(tl.int64) * exists_t
-        asks = tl.load(at, mask=rows < num_queries, other=0)
     key_offsets = _offsets(key_t, key_d, BLOCK_T, BLOCK_D)
     value_offsets = _offsets(value_t, value_d, BLOCK_T, BLOCK_D)
     out = tl.zeros([BLOCK_S, BLOCK_D], tl.float32)
@@ -206,8 +199,8 @@ def forward_(
         tested = i0 >= diagonal
         if _has(HAS, GATE | DECAY):
             tested |= (i0 >= near) & (i0 < open)
-        if _has(HAS, EXISTS):
-            tested |= i0 < clear
+        if _has(HAS, PADS):
+            tested |= i0 < pads
         keys_i = i0 + tl.arange(0, BLOCK_T)
         keys = _load(keys_at, key_offsets, num_keys - i0, D, BLOCK_T, BLOCK_D, WHOLE, UPCAST)
         keys_at += BLOCK_T * key_t
@@ -215,7 +208,7 @@ def forward_(
         gate, decay = _key_bias(gate_at, decay_at, gate_t, decay_t, keys_i, j0, num_keys, HAS)
         logits, _ = _logits(
             product, (j0 + local)[:, None], keys_i[None, :], local[:, None],
-            gate[None, :], decay[None, :], tested, i0 < near, scale, cap, protected, HAS,
+            gate[None, :], decay[None, :], tested, i0 < near, pads, scale, cap, protected, HAS,
         )  # fmt: skip
         above = tl.maximum(top, tl.max(logits, 1))
         finite = tl.where(above == float("-inf"), 0.0, above)
@@ -235,8 +228,8 @@ def forward_(
         total = total * fade + tl.exp2(sink - finite)
         out = out * fade[:, None]
         top = above
-    if _has(HAS, EXISTS):
-        total = tl.where(asks != 0, total, 0.0)
+    if _has(HAS, PADS):
+        total = tl.where(j0 + local >= pads, total, 0.0)
     empty = total == 0.0
     divisor = tl.where(empty, 1.0, total)
     out = tl.where(empty[:, None], 0.0, out / divisor[:, None])
@@ -249,40 +242,11 @@ def forward_(
 
 
 @triton.jit
-def prepare_(
-    out_at, d_out_at, lse_at, delta_at, lse2_at,
-    out_b, out_h, out_s, out_d, d_out_b, d_out_h, d_out_s, d_out_d, H, G, num_queries, padded, num_blocks,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
-):  # fmt: skip
-    """Numbers of a row: `delta = sum_d out dO`; and its log-sum-exp in units of log 2, +inf for a
-    row that saw nothing, whose probabilities so become 0."""
-    block, b, h, member = _place(tl.program_id(0), num_blocks, H, G, False)
-    q = h * G + member
-    s0 = block * BLOCK_S
-    rows = s0 + tl.arange(0, BLOCK_S)
-    inside = rows < num_queries
-    out = _load(
-        _row(out_at + b * out_b + q * out_h, s0, out_s), _offsets(out_s, out_d, BLOCK_S, BLOCK_D),
-        num_queries - s0, D, BLOCK_S, BLOCK_D, False, True,
-    )  # fmt: skip
-    d_out = _load(
-        _row(d_out_at + b * d_out_b + q * d_out_h, s0, d_out_s),
-        _offsets(d_out_s, d_out_d, BLOCK_S, BLOCK_D), num_queries - s0, D, BLOCK_S, BLOCK_D, False, True,
-    )  # fmt: skip
-    delta = tl.sum(out * d_out, 1)
-    at = (b * (H * G) + q) * num_queries + rows
-    lse = tl.load(lse_at + at, mask=inside, other=float("-inf"))
-    at = (b * (H * G) + q) * padded + rows
-    tl.store(delta_at + at, delta, mask=rows < padded)
-    tl.store(lse2_at + at, tl.where(lse == float("-inf"), float("inf"), lse * LOG2E), mask=rows < padded)
-
-
-@triton.jit
 def d_queries_(
-    queries_at, keys_at, values_at, gate_at, decay_at, exists_at, clear_at, d_out_at, lse2_at, delta_at,
+    queries_at, keys_at, values_at, gate_at, decay_at, pads_at, d_out_at, lse2_at, delta_at,
     d_queries_at,
     query_b, query_h, query_s, query_d, key_b, key_h, key_t, key_d, value_b, value_h, value_t, value_d,
-    gate_b, gate_h, gate_t, decay_b, decay_h, decay_t, exists_b, exists_t,
+    gate_b, gate_h, gate_t, decay_b, decay_h, decay_t,
     d_out_b, d_out_h, d_out_s, d_out_d, d_query_b, d_query_h, d_query_s, d_query_d,
     H, G, num_queries, num_keys, padded, num_blocks, scaling, scale, cap, protected,
     HAS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_T: tl.constexpr,
@@ -297,10 +261,9 @@ def d_queries_(
         gate_at += b * gate_b + h * gate_h
     if _has(HAS, DECAY):
         decay_at += b * decay_b + h * decay_h
-    clear = 0
-    if _has(HAS, EXISTS):
-        exists_at += b * exists_b
-        clear = tl.load(clear_at + b)
+    pads = 0
+    if _has(HAS, PADS):
+        pads = tl.load(pads_at + b).to(tl.int32)
     s0 = block * BLOCK_S
     j0 = num_keys - num_queries + s0
     queries = _load(
@@ -323,8 +286,8 @@ def d_queries_(
         tested = i0 >= diagonal
         if _has(HAS, GATE | DECAY):
             tested |= (i0 >= near) & (i0 < open)
-        if _has(HAS, EXISTS):
-            tested |= i0 < clear
+        if _has(HAS, PADS):
+            tested |= i0 < pads
         keys_i = i0 + tl.arange(0, BLOCK_T)
         keys = _load(keys_at, key_offsets, num_keys - i0, D, BLOCK_T, BLOCK_D, WHOLE, UPCAST)
         keys_at += BLOCK_T * key_t
@@ -332,7 +295,7 @@ def d_queries_(
         gate, decay = _key_bias(gate_at, decay_at, gate_t, decay_t, keys_i, j0, num_keys, HAS)
         logits, tanh = _logits(
             product, (j0 + local)[:, None], keys_i[None, :], local[:, None],
-            gate[None, :], decay[None, :], tested, i0 < near, scale, cap, protected, HAS,
+            gate[None, :], decay[None, :], tested, i0 < near, pads, scale, cap, protected, HAS,
         )  # fmt: skip
         weights = tl.exp2(logits - lse2[:, None])
         values = _load(values_at, value_offsets, num_keys - i0, D, BLOCK_T, BLOCK_D, WHOLE, UPCAST)
@@ -351,10 +314,10 @@ def d_queries_(
 
 @triton.jit
 def d_keys_(
-    queries_at, keys_at, values_at, gate_at, decay_at, exists_at, clear_at, d_out_at, lse2_at, delta_at,
+    queries_at, keys_at, values_at, gate_at, decay_at, pads_at, d_out_at, lse2_at, delta_at,
     d_keys_at, d_values_at, d_gate_at, d_decay_at,
     query_b, query_h, query_s, query_d, key_b, key_h, key_t, key_d, value_b, value_h, value_t, value_d,
-    gate_b, gate_h, gate_t, decay_b, decay_h, decay_t, exists_b, exists_t,
+    gate_b, gate_h, gate_t, decay_b, decay_h, decay_t,
     d_out_b, d_out_h, d_out_s, d_out_d,
     d_key_b, d_key_h, d_key_t, d_key_d, d_value_b, d_value_h, d_value_t, d_value_d,
     H, G, num_queries, num_keys, padded, num_blocks, scaling, scale, cap, protected,
@@ -378,10 +341,9 @@ def d_keys_(
         gate_at += b * gate_b + h * gate_h
     if _has(HAS, DECAY):
         decay_at += b * decay_b + h * decay_h
-    clear = 0
-    if _has(HAS, EXISTS):
-        exists_at += b * exists_b
-        clear = tl.load(clear_at + b)
+    pads = 0
+    if _has(HAS, PADS):
+        pads = tl.load(pads_at + b).to(tl.int32)
     # Blocks of queries that see one of these keys, nearest first: from where all see all, from where one is
     # gated and from where all are.
     low = tl.maximum(i0 - before, 0) // BLOCK_S * BLOCK_S
@@ -408,8 +370,8 @@ def d_keys_(
             gated = s0 >= far
             if _has(HAS, GATE | DECAY):
                 tested |= (s0 >= open) & (s0 < far)
-            if _has(HAS, EXISTS):
-                tested |= i0 < clear
+            if _has(HAS, PADS):
+                tested |= i0 < pads
             rows = s0 + tl.arange(0, BLOCK_S)
             queries = _load(
                 head_queries_at, query_offsets, num_queries - s0, D, BLOCK_S, BLOCK_D, WHOLE, UPCAST
@@ -421,7 +383,7 @@ def d_keys_(
             local = rows - low
             logits, tanh = _logits(
                 product, (before + rows)[None, :], keys_i[:, None], local[None, :],
-                gate[:, None], decay[:, None], tested, gated, scale, cap, protected, HAS,
+                gate[:, None], decay[:, None], tested, gated, pads, scale, cap, protected, HAS,
             )  # fmt: skip
             weights = tl.exp2(logits - lse2[None, :])
             d_out = _load(head_d_out_at, d_out_offsets, num_queries - s0, D, BLOCK_S, BLOCK_D, WHOLE, UPCAST)

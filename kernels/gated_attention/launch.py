@@ -19,7 +19,7 @@ from retain.kernels.build import Tile
 from retain.kernels.gated_attention import kernel
 from retain.kernels.gated_attention.reference import Bias, Gradients, Settings
 
-Kernel = Literal["forward", "prepare", "d_queries", "d_keys"]
+Kernel = Literal["forward", "d_queries", "d_keys"]
 # Every block of queries is a divisor of it: what is kept of each row is padded to a multiple.
 ROWS = 128
 
@@ -58,8 +58,6 @@ def tile(kernel: Kernel, dtype: torch.dtype, block_d: int, capability: int, *, f
         capability: of the GPU, 90 for 9.0.
         fuller: whether there is a decay or a soft cap.
     """
-    if kernel == "prepare":
-        return Tile(min(ROWS, 8192 // block_d), 16, 4, 1)
     half = (_FULLER if fuller else _HALF)[kernel, 90 if capability == 90 else 80]
     row = _SINGLE[kernel] if dtype == torch.float32 else half
     return row[0 if block_d <= 64 else 1 if block_d <= 128 else 2]
@@ -72,23 +70,22 @@ def forward(
     B, Q, S, _ = queries_BQSD.shape
     out_BQSD = torch.empty_like(queries_BQSD)
     lse_BQS = torch.empty(B, Q, S, dtype=torch.float32, device=queries_BQSD.device)
-    marked_bias, clear_B = _marked(bias)
     cut = _tile("forward", queries_BQSD, bias, settings)
     blocks = -(-S // cut.m)
     with torch.cuda.device_of(queries_BQSD):
         kernel.forward_[(B * Q * blocks,)](
-            *(queries_BQSD, keys_BHTD, values_BHTD, *marked_bias[:3], clear_B, bias.sinks_Q),
+            *(queries_BQSD, keys_BHTD, values_BHTD, *bias),
             *(out_BQSD, lse_BQS),
             *queries_BQSD.stride(),
             *keys_BHTD.stride(),
             *values_BHTD.stride(),
-            *_bias_strides(marked_bias),
+            *_bias_strides(bias),
             0 if bias.sinks_Q is None else bias.sinks_Q.stride(0),
             *out_BQSD.stride(),
             *_sizes(queries_BQSD, keys_BHTD),
             blocks,
             *numbers(settings, keys_BHTD.shape[2]),
-            **_constants(queries_BQSD, keys_BHTD.shape[2], marked_bias, settings, cut),
+            **_constants(queries_BQSD, keys_BHTD.shape[2], bias, settings, cut),
         )
     return out_BQSD, lse_BQS
 
@@ -110,39 +107,33 @@ def backward(
     H, T = keys_BHTD.shape[1:3]
     device = queries_BQSD.device
     padded = -(-S // ROWS) * ROWS
-    delta_BQP = torch.empty(B, Q, padded, dtype=torch.float32, device=device)
-    lse2_BQP = torch.empty_like(delta_BQP)
+    # Of each row `sum_d out dO`, a head at a time; and its log-sum-exp in units of log 2, +inf for one that
+    # saw nothing, whose probabilities so become 0.
+    delta_BQP = torch.zeros(B, Q, padded, dtype=torch.float32, device=device)
+    for q in range(Q):
+        torch.sum(out_BQSD[:, q].float() * d_out_BQSD[:, q].float(), -1, out=delta_BQP[:, q, :S])
+    lse2_BQP = torch.full_like(delta_BQP, float("inf"))
+    lse2_BQP[..., :S] = torch.where(lse_BQS == float("-inf"), float("inf"), lse_BQS * LOG2E)
     d_queries = torch.empty_like(queries_BQSD) if inner else None
     d_keys, d_values = torch.empty_like(keys_BHTD), torch.empty_like(values_BHTD)
-    marked_bias, clear_B = _marked(bias)
-    d_gate = None if marked_bias.log_gate_BHT is None else delta_BQP.new_empty(B, H, T)
+    d_gate = None if bias.log_gate_BHT is None else delta_BQP.new_empty(B, H, T)
     d_decay = None if bias.log_decay_BHT is None else delta_BQP.new_empty(B, H, T)
-    common: tuple[Any, ...] = (queries_BQSD, keys_BHTD, values_BHTD, *marked_bias[:3], clear_B, d_out_BQSD)
+    common: tuple[Any, ...] = (queries_BQSD, keys_BHTD, values_BHTD, *bias[:3], d_out_BQSD)
     strides = (
         *queries_BQSD.stride(),
         *keys_BHTD.stride(),
         *values_BHTD.stride(),
-        *_bias_strides(marked_bias),
+        *_bias_strides(bias),
         *d_out_BQSD.stride(),
     )
     with torch.cuda.device_of(queries_BQSD):
-        cut = _tile("prepare", queries_BQSD, bias, settings)
-        blocks = -(-padded // cut.m)
-        kernel.prepare_[(B * Q * blocks,)](
-            *(out_BQSD, d_out_BQSD, lse_BQS, delta_BQP, lse2_BQP),
-            *(*out_BQSD.stride(), *d_out_BQSD.stride(), H, Q // H, S, padded, blocks),
-            D=D,
-            BLOCK_D=block_of(D),
-            BLOCK_S=cut.m,
-            num_warps=cut.num_warps,
-        )
         cut = _tile("d_keys", queries_BQSD, bias, settings)
         blocks = -(-T // cut.n)
         kernel.d_keys_[(B * H * blocks,)](
             *(*common, lse2_BQP, delta_BQP, d_keys, d_values, d_gate, d_decay, *strides),
             *(*d_keys.stride(), *d_values.stride(), *_sizes(queries_BQSD, keys_BHTD), padded, blocks),
             *(settings.scaling, *numbers(settings, T)),
-            **_constants(queries_BQSD, keys_BHTD.shape[2], marked_bias, settings, cut),
+            **_constants(queries_BQSD, keys_BHTD.shape[2], bias, settings, cut),
         )
         if d_queries is not None:
             cut = _tile("d_queries", queries_BQSD, bias, settings)
@@ -151,7 +142,7 @@ def backward(
                 *(*common, lse2_BQP, delta_BQP, d_queries, *strides, *d_queries.stride()),
                 *(*_sizes(queries_BQSD, keys_BHTD), padded, blocks),
                 *(settings.scaling, *numbers(settings, T)),
-                **_constants(queries_BQSD, keys_BHTD.shape[2], marked_bias, settings, cut),
+                **_constants(queries_BQSD, keys_BHTD.shape[2], bias, settings, cut),
             )
     d_sinks = None
     if bias.sinks_Q is not None:
@@ -177,25 +168,6 @@ def numbers(settings: Settings, num_keys: int) -> tuple[float, float, int]:
     return scale, (cap or 0.0) * LOG2E, min(settings.protected, num_keys)
 
 
-def _marked(bias: Bias) -> tuple[Bias, Tensor | None]:
-    """Marks keys that do not exist by a gate of +inf (where there is no gate, one of zeros carries the
-    mark), and says from which entry on each sequence has no padding, `[B]`: blocks of keys from there on are
-    not tested. Both are made on the device, which nothing waits for."""
-    exists_BT = bias.exists_BT
-    if exists_BT is None:
-        return bias, None
-    gate_BHT = bias.log_gate_BHT
-    if gate_BHT is None:
-        zeros_BT = torch.zeros(exists_BT.shape, dtype=torch.float32, device=exists_BT.device)
-        gate_BHT = zeros_BT[:, None]
-    gate_BHT = gate_BHT.masked_fill(~exists_BT[:, None], float("inf"))
-    if not exists_BT.shape[1]:
-        return bias, torch.zeros(len(exists_BT), dtype=torch.int32, device=exists_BT.device)
-    ends_T = torch.arange(1, exists_BT.shape[1] + 1, dtype=torch.int32, device=exists_BT.device)
-    clear_B = ends_T.expand(exists_BT.shape).masked_fill(exists_BT, 0).amax(1)
-    return bias._replace(log_gate_BHT=gate_BHT), clear_B
-
-
 def _sizes(queries: Tensor, keys: Tensor) -> tuple[int, int, int, int]:
     """H, G, S and T."""
     H = keys.shape[1]
@@ -203,13 +175,8 @@ def _sizes(queries: Tensor, keys: Tensor) -> tuple[int, int, int, int]:
 
 
 def _bias_strides(bias: Bias) -> list[int]:
-    """Strides of gate, decay and existence, zeros for what is not there."""
-    strides: list[int] = []
-    for given, axes in ((bias.log_gate_BHT, 3), (bias.log_decay_BHT, 3), (bias.exists_BT, 2)):
-        strides += [0] * axes if given is None else given.stride()
-    if bias.log_gate_BHT is not None and bias.log_gate_BHT.shape[1] == 1:
-        strides[1] = 0  # of one KV head, or of all that there are
-    return strides
+    """Strides of gate and decay, zeros for what is not there."""
+    return [stride for one in bias[:2] for stride in ((0, 0, 0) if one is None else one.stride())]
 
 
 def _constants(queries: Tensor, num_keys: int, bias: Bias, settings: Settings, cut: Tile) -> dict[str, Any]:

@@ -35,7 +35,7 @@ class Bias(NamedTuple):
 
     log_gate_BHT: Tensor | None = None
     log_decay_BHT: Tensor | None = None
-    exists_BT: Tensor | None = None
+    pads_B: Tensor | None = None
     sinks_Q: Tensor | None = None
 
 
@@ -188,11 +188,10 @@ class _Call:
         self.sinks_RG = None
         if bias.sinks_Q is not None:
             self.sinks_RG = bias.sinks_Q.to(self.dtype).view(1, H, -1).expand(B, -1, -1).flatten(0, 1)
-        # Those of every row, up to the last entry that is missing somewhere.
+        # Padding of every row, up to the most that one has.
         self.absent_RT = None
-        if bias.exists_BT is not None and not bool(bias.exists_BT.all()):
-            whole = bias.exists_BT.all(0).flip(0).long().cumprod(0).sum()
-            absent_BT = ~bias.exists_BT[:, : T - int(whole)]
+        if bias.pads_B is not None and (most := int(bias.pads_B.max())):
+            absent_BT = torch.arange(most, device=keys_BHTD.device) < bias.pads_B[:, None]
             self.absent_RT = absent_BT[:, None].expand(-1, H, -1).flatten(0, 1)
 
     def _rows(self, given_BHT: Tensor | None) -> Tensor | None:

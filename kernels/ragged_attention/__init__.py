@@ -9,23 +9,21 @@ Keys and values may be held as codes of 8, 4 or 2 bits (`retain.kernels.codes`).
 several stores, each of its own precision, is attended store by store; `merged` puts the results together.
 
 On CUDA a Triton kernel runs (`kernel`), elsewhere the plain definition (`reference`);
-`retain.kernels.backend` logs which, once. Where the layout (`pages`) is known, the Triton path does not wait
-for the device, and its first call cuts rows on the host; nor does the reference, while queries are few.
-Where it is not, offsets are read, which waits.
+`retain.kernels.backend` logs which, once. The host knows the layout (`pages`), so the Triton path does not
+wait for the device, and its first call cuts rows on the host; nor does the reference, while queries are few.
 """
 
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from retain.kernels import backend
-from retain.kernels.codes import Codes, misfits
+from retain.kernels.codes import Codes
 from retain.kernels.ragged_attention import reference
-from retain.kernels.ragged_attention.merge import merged
 from retain.kernels.ragged_attention.pages import PAGE, Pages
-from retain.kernels.ragged_attention.reference import Call, Result
+from retain.kernels.ragged_attention.reference import Call, merged
 
 __all__ = ["merged", "path_of", "ragged_attention"]
 
@@ -34,31 +32,20 @@ OP = "ragged_attention"
 WIDEST = 256
 
 
-# Only what `with_lse` changes: the arguments stand below.
-@overload
-def ragged_attention(*args: Any, with_lse: Literal[False] = False, **kwargs: Any) -> Tensor: ...
-
-
-@overload
-def ragged_attention(*args: Any, with_lse: Literal[True], **kwargs: Any) -> tuple[Tensor, Tensor]: ...
-
-
 @torch.compiler.disable(reason="a ragged store is attended between graphs")
 def ragged_attention(
     queries_BQSD: Float[Tensor, "B Q S D"],
     keys_CD: Float[Tensor, "C D"] | Codes,
     values_CD: Float[Tensor, "C V"] | Codes,
     offsets_R1: Int[Tensor, " R1"],
-    lengths_R: Int[Tensor, " R"],
     seen_RS: Int[Tensor, "R S"],
+    pages: Pages,
     *,
     scaling: float,
     soft_cap: float | None = None,
     sinks_Q: Float[Tensor, " Q"] | None = None,
-    pages: Pages | None = None,
     log_weight_C: Float[Tensor, " C"] | None = None,
-    with_lse: bool = False,
-) -> Float[Tensor, "B Q S V"] | tuple[Float[Tensor, "B Q S V"], Float[Tensor, "B Q S"]]:
+) -> tuple[Float[Tensor, "B Q S V"], Float[Tensor, "B Q S"]]:
     """Softmax attention of each query over the first `seen` entries of its row.
 
     `a_si = exp(l_si) / (exp(sink) + sum_{i < seen_s} exp(l_si))` and `out_s = sum_i a_si v_i`, with `l_si =
@@ -74,36 +61,41 @@ def ragged_attention(
     Args:
         queries_BQSD: after norm and RoPE; the G = Q / H query heads of a KV head are adjacent.
         keys_CD: the store's keys, of any strides; or codes, which stand for float32 numbers.
-        values_CD: the store's values, as wide or not, or codes, of as many bits or not; those of unused room
+        values_CD: the store's values, as wide or not, or codes, of as many bits; those of unused room
             must be finite. Groups that codes name for unused room must exist.
         offsets_R1: int64, where each row's room begins and ends.
-        lengths_R: entries held in each row; its length says how many rows there are.
         seen_RS: entries that query `s` of each row may see, 0 .. lengths.
         scaling: factor on the logits.
         soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
         sinks_Q: one more logit per query head, which takes its share of the softmax and gives no value; -inf
             is no sink.
-        pages: the layout, if the caller knows it; else it is read from the offsets, which waits for the
-            device. Rooms that are no whole pages are attended row by row by the reference.
+        pages: the layout of the store, which the offsets say on its device.
         log_weight_C: float32, added to the logits of each entry: the logarithm of what it counts, where it
             stands for several. None: each counts 1.
-        with_lse: also return the log-sum-exp of each query's logits, as `merged` takes it.
 
     Returns:
-        the attention output, in the queries' precision. With `with_lse` also `lse = log(exp(sink) +
-        sum_{i < seen_s} exp(l_si))`, float32 (float64 for such queries), -inf where nothing is seen and there
-        is no sink.
-
-    Raises:
-        ValueError: shapes, codes or a layout that do not fit, or a cap that is no positive number.
+        the attention output, in the queries' precision; and `lse = log(exp(sink) + sum_{i < seen_s}
+        exp(l_si))`, float32 (float64 for such queries), as `merged` takes it: -inf where nothing is seen and
+        there is no sink.
     """
+    (B, Q, S, D), (R, _), (C, _) = queries_BQSD.shape, seen_RS.shape, keys_CD.shape
+    # Kernels do not check these lengths.
+    assert R % B == 0 and Q % (R // B) == 0 and seen_RS.shape[1] == S > 0, (queries_BQSD.shape, seen_RS.shape)
+    assert keys_CD.shape[1] == D and values_CD.shape[0] == C, (keys_CD.shape, values_CD.shape)
+    assert offsets_R1.shape == (R + 1,) and len(pages.counts) == R and pages.num_pages * PAGE <= C, (R, C)
+    assert sinks_Q is None or sinks_Q.shape == (Q,), sinks_Q.shape
+    assert log_weight_C is None or log_weight_C.shape == (C,), log_weight_C.shape
     call = Call(
-        queries_BQSD, keys_CD, values_CD, offsets_R1, seen_RS, sinks_Q, log_weight_C, pages, float(scaling),
-        None if soft_cap is None else float(soft_cap), with_lse,
-    )  # fmt: skip
-    _check(call, lengths_R.shape[0])
-    out_BQSV, lse_BQS = _without_gradient(call)
-    return out_BQSV if lse_BQS is None else (out_BQSV, lse_BQS)
+        *(queries_BQSD, keys_CD, values_CD, offsets_R1, seen_RS, sinks_Q, log_weight_C, pages),
+        *(float(scaling), None if soft_cap is None else float(soft_cap)),
+    )
+    given = (queries_BQSD, keys_CD, values_CD, sinks_Q, log_weight_C)
+    wanted = [x for x in given if isinstance(x, Tensor) and x.requires_grad]
+    if not wanted or not torch.is_grad_enabled():
+        return _run(call)
+    with torch.no_grad():
+        out_BQSV, lse_BQS = _run(call)
+    return _NoGradient.apply(out_BQSV, *wanted), _NoGradient.apply(lse_BQS, *wanted)
 
 
 def path_of(keys_CD: Tensor | Codes, values_CD: Tensor | Codes) -> backend.Path:
@@ -120,49 +112,6 @@ def path_of(keys_CD: Tensor | Codes, values_CD: Tensor | Codes) -> backend.Path:
 def _tensors(*given: Tensor | Codes) -> list[Tensor]:
     """Tensors that are read of these."""
     return [one for x in given for one in (x.tensors if isinstance(x, Codes) else (x,))]
-
-
-def _check(call: Call, R: int) -> None:
-    keys_CD, values_CD, pages = call.keys_CD, call.values_CD, call.pages
-    (B, Q, S, D), C, problems = call.queries_BQSD.shape, keys_CD.shape[0], []
-    if not B or R % B or not R or Q % (R // B):
-        problems.append(f"{R} rows are not {B} sequences x a number of KV heads that divides {Q} query heads")
-    if call.offsets_R1.shape != (R + 1,):
-        problems.append(f"offsets are {tuple(call.offsets_R1.shape)} for {R} rows, which need [{R + 1}]")
-    if call.seen_RS.shape != (R, S) or not S:
-        problems.append(f"seen is {tuple(call.seen_RS.shape)} for {R} rows and {S} queries, at least one")
-    if len(keys_CD.shape) != 2 or len(values_CD.shape) != 2 or keys_CD.shape[0] != values_CD.shape[0]:
-        problems.append(f"keys are {tuple(keys_CD.shape)} and values {tuple(values_CD.shape)}")
-    elif keys_CD.shape[1] != D:
-        problems.append(f"keys are {keys_CD.shape[1]} wide and queries {D}")
-    for name, store in (("keys", keys_CD), ("values", values_CD)):
-        if isinstance(store, Codes):
-            problems += [f"{name} as codes whose {problem}" for problem in misfits(store)]
-    if isinstance(keys_CD, Codes) and (keys_CD.groups_C is None or keys_CD.span != 1):
-        problems.append("keys as codes that share no scales by channel (span 1, with groups)")
-    if isinstance(values_CD, Codes) and values_CD.groups_C is not None:
-        problems.append("values as codes that share scales with other entries (groups)")
-    # Kernels do not check these lengths.
-    for name, one, shape in (
-        ("sinks", call.sinks_Q, (Q,)),
-        ("log weights", call.log_weight_C, (C,)),
-    ):
-        if one is not None and one.shape != shape:
-            problems.append(f"{name} are {tuple(one.shape)}, where {shape} are needed")
-    if pages is not None and (len(pages.counts) != R or pages.num_pages * PAGE > C):
-        problems.append(
-            f"a layout of {len(pages.counts)} rows with {pages.num_pages * PAGE} entries for {R} rows and a "
-            f"store of {C}"
-        )
-    if problems:
-        raise ValueError(
-            f"ragged attention of queries {tuple(call.queries_BQSD.shape)} [B, Q, S, D] got "
-            f"{'; '.join(problems)}: pass keys and values [C, D], offsets [R + 1], lengths [R] and seen "
-            "[R, S], with R = B x H rows; where given, sinks [Q], log weights [C] and the pages of this very "
-            "store."
-        )
-    if call.soft_cap is not None and not call.soft_cap > 0:
-        raise ValueError(f"soft_cap is {call.soft_cap}: pass a positive number, or None for no cap.")
 
 
 def _unsupported(*given: Tensor | Codes) -> str | None:
@@ -192,24 +141,12 @@ class _NoGradient(torch.autograd.Function):
         )
 
 
-def _without_gradient(call: Call) -> Result:
-    """The result of `_run`; a backward through it is refused, where one may come."""
-    wanted = [x for x in call.tensors if isinstance(x, Tensor) and x.requires_grad]
-    if not wanted or not torch.is_grad_enabled():
-        return _run(call)
-    with torch.no_grad():
-        out_BQSV, lse_BQS = _run(call)
-    lse_BQS = None if lse_BQS is None else _NoGradient.apply(lse_BQS, *wanted)
-    return _NoGradient.apply(out_BQSV, *wanted), lse_BQS
-
-
 @backend.without_autocast
-def _run(call: Call) -> Result:
+def _run(call: Call) -> tuple[Tensor, Tensor]:
     """The result, by the path that is chosen here."""
     given = (call.queries_BQSD, call.keys_CD, call.values_CD)
-    run = reference.ragged_attention
-    if backend.path_for(OP, *_tensors(*given), unsupported=_unsupported(*given)) == "triton":
-        from retain.kernels.ragged_attention import launch
+    if backend.path_for(OP, *_tensors(*given), unsupported=_unsupported(*given)) == "reference":
+        return reference.ragged_attention(call)
+    from retain.kernels.ragged_attention import launch
 
-        run = launch.ragged_attention
-    return run(call)
+    return launch.ragged_attention(call)

@@ -15,7 +15,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from retain.kernels.codes import SCALES, Codes, bytes_wide, decode, encode
-from retain.kernels.measure import Claim, Cost
+from retain.kernels.measure import Claim
 from retain.kernels.ragged_attention import ragged_attention
 from retain.kernels.ragged_attention.pages import PAGE, Pages, pages_for
 
@@ -35,11 +35,10 @@ class Case:
         lengths: entries held in each of the B * H rows, the queries' among them.
         value_width: of the values, if it is another.
         soft_cap: as the op has it.
-        sinks, weighted, lse: whether there are sinks and log weights, and the log-sum-exp is asked for.
+        sinks, weighted: whether there are sinks and log weights.
         padded: sequence b has b * padded fewer queries than S: the first ones are padding.
-        paged: rooms are whole pages, and the call knows them; else only offsets are known, of odd rooms.
         strided: queries and the store are views into something larger.
-        keys, values: bits of codes that they are held as; 0: numbers.
+        bits: of codes that keys and values are held as; 0: numbers.
         span: neighbouring channels of a coded value that share a scale.
     """
 
@@ -53,47 +52,39 @@ class Case:
     soft_cap: float | None = None
     sinks: bool = False
     padded: int = 0
-    paged: bool = True
     strided: bool = False
     weighted: bool = False
-    keys: int = 0
-    values: int = 0
+    bits: int = 0
     span: int = 32
-    lse: bool = False
 
     @property
     def values_wide(self) -> int:
         return self.width if self.value_width is None else self.value_width
 
 
-# As KIVI (arXiv 2402.02750) holds keys and values.
-KIVI_4: dict[str, Any] = {"keys": 4, "values": 4}
-KIVI_2: dict[str, Any] = {"keys": 2, "values": 2}
 ALL: dict[str, Any] = {"soft_cap": 4.0, "sinks": True, "weighted": True}
 CASES: dict[str, Case] = {
     "decode": Case(2, 2, 2, 1, 64, (7, 130, 8, 64)),
     "decode, all options": Case(2, 2, 4, 1, 64, (70, 130, 8, 64), **ALL),
-    "an empty row and a long one": Case(1, 3, 2, 1, 32, (0, 200, 1), lse=True),
+    "an empty row and a long one": Case(1, 3, 2, 1, 32, (0, 200, 1)),
     "all rows empty": Case(2, 1, 2, 3, 32, (0, 0)),
     "one entry a row": Case(1, 2, 2, 1, 33, (1, 1), sinks=True),
     "odd lengths, G = 7": Case(1, 2, 7, 1, 80, (65, 127)),
     "G = 1": Case(3, 1, 1, 2, 64, (5, 33, 71)),
     "G = 8, a turn of 5": Case(1, 2, 8, 5, 128, (13, 100), weighted=True),
-    "padded turn": Case(2, 2, 2, 5, 64, (70, 8, 129, 9), padded=3, lse=True),
+    "padded turn": Case(2, 2, 2, 5, 64, (70, 8, 129, 9), padded=3),
     "chunk of 40": Case(1, 2, 2, 40, 64, (40, 150)),
     "chunk of 40, all options": Case(2, 1, 4, 40, 33, (60, 130), padded=11, **ALL),
     "wide heads": Case(1, 2, 2, 1, 256, (6, 100)),
     "values of another width": Case(1, 2, 2, 2, 64, (30, 70), value_width=40),
     "strided": Case(2, 2, 2, 3, 64, (70, 5, 66, 3), strided=True),
-    "rooms that are no pages": Case(2, 2, 2, 3, 64, (70, 5, 0, 131), paged=False, weighted=True),
-    "decode, 4 bits": Case(2, 2, 2, 1, 64, (7, 130, 8, 64), **KIVI_4),
-    "4 bits, all options": Case(2, 2, 4, 1, 64, (70, 130, 8, 64), lse=True, **ALL, **KIVI_4),
-    "8 bits and 2": Case(1, 2, 2, 2, 128, (70, 0), keys=8, values=2, lse=True),
-    "values as codes alone": Case(1, 2, 2, 1, 33, (30, 70), values=4, span=64),
-    "keys as codes alone": Case(1, 2, 2, 1, 80, (30, 70), keys=4),
-    "chunk of 40, 4 bits": Case(2, 1, 4, 40, 64, (60, 130), padded=11, **KIVI_4),
-    "wide heads, 8 bits": Case(1, 1, 2, 1, 256, (100,), keys=8, values=8, span=256),
-    "strided, 2 bits": Case(2, 2, 2, 3, 64, (70, 5, 0, 131), strided=True, paged=False, **KIVI_2),
+    "decode, 4 bits": Case(2, 2, 2, 1, 64, (7, 130, 8, 64), bits=4),
+    "4 bits, all options": Case(2, 2, 4, 1, 64, (70, 130, 8, 64), bits=4, **ALL),
+    "8 bits": Case(1, 2, 2, 2, 128, (70, 0), bits=8),
+    "2 bits, a span of all": Case(1, 2, 2, 1, 33, (30, 70), bits=2, span=33),
+    "chunk of 40, 4 bits": Case(2, 1, 4, 40, 64, (60, 130), padded=11, bits=4),
+    "wide heads, 8 bits": Case(1, 1, 2, 1, 256, (100,), bits=8),
+    "strided, 2 bits": Case(2, 2, 2, 3, 64, (70, 5, 0, 131), strided=True, bits=2),
 }
 
 
@@ -109,7 +100,7 @@ _HELD = 26_214
 SPEED: dict[str, dict[str, Case]] = {
     "cuda": {
         "decode": Case(8, 8, 4, 1, 128, unequal(64, _HELD, 10)),
-        "decode, 4 bits": Case(8, 8, 4, 1, 128, unequal(64, _HELD, 10), **KIVI_4),
+        "decode, 4 bits": Case(8, 8, 4, 1, 128, unequal(64, _HELD, 10), bits=4),
         "decode, one sequence": Case(1, 8, 4, 1, 128, unequal(8, _HELD, 10)),
         "a turn of 64": Case(8, 8, 4, 64, 128, unequal(64, _HELD, 10)),
         "a chunk of 2,048": Case(1, 8, 4, 2048, 128, unequal(8, _HELD, 10)),
@@ -128,11 +119,11 @@ _HALF, _FULL = torch.bfloat16, torch.float32
 BUILDS: list[tuple[torch.dtype, Case]] = [
     *((_HALF, Case(1, 1, 4, S, D, (200,))) for D in (64, 128, 256) for S in (1, 16, 128)),
     *((_FULL, Case(1, 1, 4, S, D, (200,))) for D in (64, 128, 256) for S in (1, 16)),
-    *((_HALF, Case(1, 1, 4, S, 128, (200,), lse=True, **ALL, **KIVI_4)) for S in (1, 16, 128)),
-    *((_HALF, Case(1, 1, 4, 1, 128, (200,), keys=k, values=v)) for k, v in ((8, 2), (0, 4), (4, 0))),
-    *((_HALF, Case(1, 1, 4, 1, D, (200,), **KIVI_4)) for D in (64, 256)),
-    (_HALF, Case(1, 1, 4, 128, 128, (200,), lse=True, **ALL)),
-    (_FULL, Case(1, 1, 4, 1, 128, (200,), **KIVI_4)),
+    *((_HALF, Case(1, 1, 4, S, 128, (200,), bits=4, **ALL)) for S in (1, 16, 128)),
+    *((_HALF, Case(1, 1, 4, 1, 128, (200,), bits=bits)) for bits in (8, 2)),
+    *((_HALF, Case(1, 1, 4, 1, D, (200,), bits=4)) for D in (64, 256)),
+    (_HALF, Case(1, 1, 4, 128, 128, (200,), **ALL)),
+    (_FULL, Case(1, 1, 4, 1, 128, (200,), bits=4)),
     (_HALF, Case(1, 1, 4, 1, 192, (200,), value_width=128)),
     (torch.float16, Case(1, 1, 4, 16, 80, (200,))),
 ]
@@ -149,9 +140,8 @@ def inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed: int
         return made[..., 1:-2] if case.strided else made
 
     counts = [pages_for(length + row % 3) for row, length in enumerate(case.lengths)]
-    rooms = [length + row % 3 for row, length in enumerate(case.lengths)]
-    starts = list(accumulate((PAGE * count for count in counts) if case.paged else rooms, initial=0))
-    C = starts[-1] + 5 * (not case.paged)  # a store may end behind its last room
+    starts = list(accumulate((PAGE * count for count in counts), initial=0))
+    C = starts[-1]
     keys_CD, values_CD, free_C = random(C, case.width), random(C, case.values_wide), torch.ones(C).bool()
     weights_C = torch.full((C,), float("nan"), device=device)
     for start, length in zip(starts, case.lengths, strict=False):
@@ -167,33 +157,29 @@ def inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed: int
     return {
         # Heads side by side for each query, as projections leave them.
         "queries_BQSD": random(B, S, H * case.group, case.width).transpose(1, 2),
-        "keys_CD": _held(case, keys_CD, free_C, float("nan"), case.keys, None),
-        "values_CD": _held(case, values_CD, free_C, 1e4, case.values, case.span),
+        "keys_CD": _held(case, keys_CD, free_C, float("nan"), None),
+        "values_CD": _held(case, values_CD, free_C, 1e4, case.span),
         "offsets_R1": torch.tensor(starts, device=device),
-        "lengths_R": lengths_R,
         "seen_RS": seen_RS.masked_fill(~valid_BS.repeat_interleave(H, 0), 0).view(R, S),
         "scaling": case.width**-0.5,
         "soft_cap": case.soft_cap,
         "sinks_Q": torch.linspace(-3, 3, H * case.group, device=device).to(dtype) if case.sinks else None,
-        "pages": Pages.of(counts, device) if case.paged else None,
+        "pages": Pages.of(counts, device),
         "log_weight_C": weights_C if case.weighted else None,
-        "with_lse": case.lse,
     }
 
 
-def _held(
-    case: Case, numbers_CD: Tensor, free_C: Tensor, least: float, bits: int, span: int | None
-) -> Tensor | Codes:
+def _held(case: Case, numbers_CD: Tensor, free_C: Tensor, least: float, span: int | None) -> Tensor | Codes:
     """A store whose free slots hold numbers from `least` on; as codes, if there are bits. Keys, without a
     span, share scales between `ENTRIES` entries."""
-    if not bits:
+    if not case.bits:
         numbers_CD[free_C] = least
         return numbers_CD
     groups_C = None
     if span is None:  # numbered as they come to be laid out, backwards here
         groups_C = (torch.arange(len(free_C), device=free_C.device) // ENTRIES).flip(0)
         groups_C = groups_C.masked_fill(free_C, int(groups_C.max()) + 1)
-    codes = encode(numbers_CD, bits, span or 1, groups_C)
+    codes = encode(numbers_CD, case.bits, span or 1, groups_C)
     codes.codes_CW[free_C] = 255
     codes.scales_G2N[free_C if groups_C is None else groups_C[free_C].long(), 1] = least
     if not case.strided:
@@ -216,24 +202,18 @@ def run(case: Case, kwargs: Mapping[str, Any]) -> Any:
 def entry_bytes(case: Case, size: int) -> float:
     """Bytes of an entry that are read: numbers of that size, or codes with their scales."""
     scales = 2 * SCALES.itemsize
-    keys = bytes_wide(case.width, case.keys) + 4 + scales * case.width / ENTRIES
-    values = bytes_wide(case.values_wide, case.values) + scales * -(-case.values_wide // case.span)
-    keys, values = (
-        keys if case.keys else size * case.width,
-        values if case.values else size * case.values_wide,
-    )
+    if not case.bits:
+        return size * (case.width + case.values_wide) + 4 * case.weighted
+    keys = bytes_wide(case.width, case.bits) + 4 + scales * case.width / ENTRIES
+    values = bytes_wide(case.values_wide, case.bits) + scales * -(-case.values_wide // case.span)
     return keys + values + 4 * case.weighted
 
 
-def cost(case: Case, dtype: torch.dtype) -> Cost:
+def least_bytes(case: Case, dtype: torch.dtype) -> float:
     """Held entries and queries are read once, outputs are written once."""
-    S, both = case.num_queries, case.width + case.values_wide
-    # Causal at a row's end: the first of S queries sees S - 1 fewer than the last.
-    seen = sum(S * length - S * (S - 1) // 2 if length >= S else length**2 // 2 for length in case.lengths)
-    queries = len(case.lengths) * case.group * S * (dtype.itemsize * both + 4 * case.lse)
-    return Cost(
-        2.0 * case.group * seen * both, sum(case.lengths) * entry_bytes(case, dtype.itemsize) + queries
-    )
+    wide = dtype.itemsize * (case.width + case.values_wide) + 4
+    queries = len(case.lengths) * case.group * case.num_queries * wide
+    return sum(case.lengths) * entry_bytes(case, dtype.itemsize) + queries
 
 
 def rivals(case: Case, kwargs: Mapping[str, Any]) -> dict[str, Callable[[], Any]]:
@@ -244,7 +224,7 @@ def rivals(case: Case, kwargs: Mapping[str, Any]) -> dict[str, Callable[[], Any]
     mask = causal_lower_right(S, T) if S > 1 else None
     calls: dict[str, Callable[[], Any]]
     calls = {DENSE: lambda: scaled_dot_product_attention(queries_BQSD, keys, values, mask, enable_gqa=True)}
-    if case.keys:
+    if case.bits:
         rows = {name: numbers_of(kwargs[name], queries_BQSD.dtype) for name in ("keys_CD", "values_CD")}
         calls[NUMBERS] = lambda: ragged_attention(**{**kwargs, **rows})
     return calls

@@ -1,8 +1,8 @@
 """Reads a tile of a store that is held as codes (`retain.kernels.codes`): bytes come in, numbers come out.
 
 Bytes are loaded as they lie and taken apart in registers (`tl.interleave`), so that loads are as wide as of a
-store of numbers. Scales are loaded beside them: of spans that are powers of two once a span, of others
-once a channel. Neighbouring entries of one group load the same scales again, from the caches.
+store of numbers. Scales are loaded once a span; neighbouring entries of one group load the same ones again,
+from the caches.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -31,14 +31,11 @@ def _spread(
 ):
     """A number for each span of each entry, for each channel of it: `[N, BLOCK]` float32."""
     SPANS: tl.constexpr = (WIDTH + SPAN - 1) // SPAN
-    WHOLE: tl.constexpr = SPAN > 1 and (SPAN & (SPAN - 1)) == 0
-    EACH: tl.constexpr = SPAN if WHOLE else 1
-    j = tl.arange(0, BLOCK // EACH)
-    span_j = j if WHOLE else j // SPAN
-    real_nj = (span_j < SPANS)[None, :] & ((row_n < stop)[:, None] if MASKED else True)
-    scale_nj = tl.load(scale_at[:, None] + span_j[None, :], mask=real_nj, other=0.0).to(tl.float32)
-    if EACH > 1:
-        wide = tl.broadcast_to(scale_nj[:, :, None], [row_n.shape[0], BLOCK // EACH, EACH])
+    j = tl.arange(0, BLOCK // SPAN)
+    real_nj = (j < SPANS)[None, :] & ((row_n < stop)[:, None] if MASKED else True)
+    scale_nj = tl.load(scale_at[:, None] + j[None, :], mask=real_nj, other=0.0).to(tl.float32)
+    if SPAN > 1:
+        wide = tl.broadcast_to(scale_nj[:, :, None], [row_n.shape[0], BLOCK // SPAN, SPAN])
         scale_nj = tl.reshape(wide, [row_n.shape[0], BLOCK])
     return scale_nj
 
@@ -51,7 +48,8 @@ def coded_tile(
     """`[N, BLOCK]` float32 of the store: `least + step * code`; zeros beyond `stop` (if MASKED).
 
     `scales` and `groups` are contiguous; `groups` is None where each entry has scales of its own. `SPAN` is
-    BLOCK where all channels share one. Beyond its width a row has whatever its last span has, or zeros.
+    a power of two, and BLOCK where all channels share one. Beyond its width a row has whatever its last span
+    has, or zeros.
     """
     SPANS: tl.constexpr = (WIDTH + SPAN - 1) // SPAN
     WIDE: tl.constexpr = (WIDTH * BITS + 7) // 8

@@ -42,16 +42,16 @@ def _over(
     weights_at, seen_m, start, stop, scale, cap, k_c, k_d, v_c, v_d, weights_c,
     D: tl.constexpr, DV: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr, CAPPED: tl.constexpr,
     WEIGHTED: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
-    KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, VALUE_SPAN: tl.constexpr,
+    BITS: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     """The online softmax over entries `start .. stop` of a row; without MASKED all are seen, by all."""
     d = tl.arange(0, q_md.shape[1])
     v = tl.arange(0, out_mv.shape[1])
     for first in range(start, stop, N):
         entry_n = first + tl.arange(0, N)
-        if KEY_BITS:
+        if BITS:
             k_nd = coded_tile(
-                keys_at, entry_n, k_c, k_d, key_scales, key_groups, stop, d.shape[0], D, KEY_BITS, 1, MASKED
+                keys_at, entry_n, k_c, k_d, key_scales, key_groups, stop, d.shape[0], D, BITS, 1, MASKED
             ).to(q_md.dtype)
         else:
             k_nd = _tile(keys_at, entry_n, k_c, d, k_d, stop, D, MASKED)
@@ -75,10 +75,10 @@ def _over(
         scale_m = tl.exp2(top_m - from_m)
         sum_m = sum_m * scale_m + tl.sum(prob_mn, 1)
         out_mv = out_mv * scale_m[:, None]
-        if VALUE_BITS:
+        if BITS:
             v_nv = coded_tile(
-                values_at, entry_n, v_c, v_d, value_scales, None, stop, v.shape[0], DV, VALUE_BITS,
-                VALUE_SPAN, MASKED,
+                values_at, entry_n, v_c, v_d, value_scales, None, stop, v.shape[0], DV, BITS, SPAN,
+                MASKED,
             ).to(q_md.dtype)  # fmt: skip
         else:
             v_nv = _tile(values_at, entry_n, v_c, v, v_d, stop, DV, MASKED)
@@ -106,7 +106,7 @@ def attend(
     weights_c, o_b, o_q, o_s, key_scales, key_groups, value_scales, lse,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
-    KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, VALUE_SPAN: tl.constexpr,
+    BITS: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     """An item of a row, one block of its queries: m = s * G + g."""
     item = tl.program_id(0) // blocks
@@ -140,22 +140,21 @@ def attend(
     sum_m = tl.zeros([M], tl.float32)
     out_mv = tl.zeros([M, BLOCK_V], tl.float32)
     keys_at, values_at = keys + offset * k_c, values + offset * v_c
-    if key_groups is not None:
+    if BITS:
         key_groups += offset
-    if value_scales is not None:
-        value_scales += offset * (2 * ((DV + VALUE_SPAN - 1) // VALUE_SPAN))
+        value_scales += offset * (2 * ((DV + SPAN - 1) // SPAN))
     # Whole blocks that every query sees need no mask.
     all_see = tl.min(tl.where(real_m, seen_m, stop), 0)
     whole = begin + tl.maximum(all_see - begin, 0) // N * N
     top_m, sum_m, out_mv = _over(
         top_m, sum_m, out_mv, q_md, keys_at, values_at, key_scales, key_groups, value_scales,
         weights_at, seen_m, begin, whole, scale, cap, k_c, k_d, v_c, v_d, weights_c, D, DV, N, False, CAPPED,
-        weights is not None, PRECISION, UPCAST, KEY_BITS, VALUE_BITS, VALUE_SPAN,
+        weights is not None, PRECISION, UPCAST, BITS, SPAN,
     )  # fmt: skip
     top_m, sum_m, out_mv = _over(
         top_m, sum_m, out_mv, q_md, keys_at, values_at, key_scales, key_groups, value_scales,
         weights_at, seen_m, whole, stop, scale, cap, k_c, k_d, v_c, v_d, weights_c, D, DV, N, True, CAPPED,
-        weights is not None, PRECISION, UPCAST, KEY_BITS, VALUE_BITS, VALUE_SPAN,
+        weights is not None, PRECISION, UPCAST, BITS, SPAN,
     )  # fmt: skip
     if slot >= 0:
         part_m = slot.to(tl.int64) * (group * num_queries) + m
@@ -170,9 +169,8 @@ def attend(
             out_mv = out_mv * scale_m[:, None]
         # The largest logit adds 1 to the sum: below it, nothing was seen.
         sum_m = tl.maximum(sum_m, 1.0)
-        if lse is not None:  # [B, Q, S]
-            lse_at = lse + (b * (heads * group) + q) * num_queries + s
-            tl.store(lse_at, (top_m + tl.log2(sum_m)) * LOG_2, mask=real_m)
+        lse_at = lse + (b * (heads * group) + q) * num_queries + s  # [B, Q, S]
+        tl.store(lse_at, (top_m + tl.log2(sum_m)) * LOG_2, mask=real_m)
         to_at = (out + b * o_b + q * o_q + s.to(tl.int64) * o_s)[:, None] + v[None, :]
         final_mv = (out_mv / sum_m[:, None]).to(out.dtype.element_ty)
         tl.store(to_at, final_mv, mask=real_m[:, None] & (v < DV)[None, :])
@@ -217,8 +215,7 @@ def combine(
         top, total, scale = _with_sink(top, total, sink)
         out_v = out_v * scale
     total = tl.maximum(total, 1.0)
-    if lse is not None:
-        one = tl.arange(0, 1)
-        tl.store(lse + (b * (heads * group) + q) * num_queries + s + one, (top + tl.log2(total)) * LOG_2)
+    lse_at = lse + (b * (heads * group) + q) * num_queries + s + tl.arange(0, 1)
+    tl.store(lse_at, (top + tl.log2(total)) * LOG_2)
     to_at = out + b * o_b + q * o_q + s.to(tl.int64) * o_s
     tl.store(to_at + v, (out_v / total).to(out.dtype.element_ty), mask=v < DV)

@@ -1,13 +1,12 @@
 """Launches attention over ragged rows: one kernel, and a second where rows were cut.
 
-Where the layout is known, nothing here depends on a number that only the device has. The first call of a
+Nothing here depends on a number that only the device has. The first call of a
 layout cuts its rows on the host and sends the tables, which waits for nothing. There is no tuning at run
 time, so that the same call is computed in the same way everywhere. The tables know Hopper (90) and all others
 (80): tiles of the latter take no more than the 99 KiB of shared memory of a block on the smallest of them.
 """
 
-from itertools import pairwise
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,8 +17,7 @@ from retain.kernels.build import Tile
 from retain.kernels.codes import Codes
 from retain.kernels.ragged_attention.kernel import attend, combine
 from retain.kernels.ragged_attention.pages import PAGE
-from retain.kernels.ragged_attention.reference import Call, Result
-from retain.kernels.ragged_attention.work import work_of
+from retain.kernels.ragged_attention.reference import Call
 
 # Programs that a launch is cut into, for each multiprocessor, by the query rows of a tile: some waves of as
 # many as it holds at once, so that one which ends late is a small part of the whole. Fewer of those that take
@@ -39,7 +37,7 @@ def tile(num_rows: int, dtype: torch.dtype, block: int, arch: int, coded: bool =
         dtype: of the queries, and of what is multiplied.
         block: the head width, as a power of two.
         arch: 90 for Hopper, 80 for all others (`backend.architecture`).
-        coded: keys or values are codes, which are made numbers in registers.
+        coded: keys and values are codes, which are made numbers in registers.
     """
     few = num_rows <= 16  # decoding: all that matters is that enough loads are under way
     if dtype == torch.float32:  # without matrix instructions; more would not fit into registers
@@ -62,26 +60,23 @@ def item_entries(num_entries: int, blocks: int, cut: Tile, device: torch.device)
     return max(1, -(-num_entries * blocks // (wanted * step))) * step
 
 
-def ragged_attention(call: Call) -> Result:
+def ragged_attention(call: Call) -> tuple[Tensor, Tensor]:
     """The output, laid out as attention modules want it: a query's heads side by side."""
-    queries, keys, values, seen_RS = call.queries_BQSD, call.keys_CD, call.values_CD, call.seen_RS
+    queries, seen_RS = call.queries_BQSD, call.seen_RS
+    keys: Any = call.keys_CD
+    values: Any = call.values_CD
     B, Q, S, D = queries.shape
     R, DV, dtype = seen_RS.shape[0], values.shape[1], queries.dtype
     group = B * Q // R
     rows = group * S
     block_d, block_v = backend.block_of(D), backend.block_of(DV)
-    cut = tile(rows, dtype, max(block_d, block_v), backend.architecture(queries), call.coded)
+    cut = tile(rows, dtype, max(block_d, block_v), backend.architecture(queries), isinstance(keys, Codes))
     blocks = -(-rows // cut.m)
-    if call.pages is None:  # this is where the device is waited for
-        rooms = [stop - start for start, stop in pairwise(call.offsets_R1.tolist())]
-        entries = item_entries(sum(rooms), blocks, cut, queries.device)
-        work = work_of(rooms, entries, queries.device)
-    else:
-        entries = item_entries(call.pages.num_pages * PAGE, blocks, cut, queries.device)
-        work = call.pages.work(entries)
-    num_parts = work.num_slots * rows
+    entries = item_entries(call.pages.num_pages * PAGE, blocks, cut, queries.device)
+    work = call.pages.work(entries)
+    num_parts, num_items, num_cut = work.num_slots * rows, work.items_3I.shape[1], work.cut_2X.shape[1]
     out_BQSV = queries.new_empty(B, S, Q, DV).transpose(1, 2)
-    lse_BQS = queries.new_empty(B, Q, S, dtype=torch.float32) if call.with_lse else None
+    lse_BQS = queries.new_empty(B, Q, S, dtype=torch.float32)
     parts = queries.new_empty(num_parts * (DV + 2), dtype=torch.float32)
     scale, cap = call.scaling * backend.LOG2E, 0.0
     if call.soft_cap is not None:
@@ -89,57 +84,32 @@ def ragged_attention(call: Call) -> Result:
     sinks_Q = None if call.sinks_Q is None else call.sinks_Q.contiguous()
     weight = 0 if call.log_weight_C is None else call.log_weight_C.stride(0)
     shape = (R // B, group, S)
-    held_keys, held_values = _held(keys, block_d), _held(values, block_v)
+    held: dict[str, Any] = {"BITS": 0, "SPAN": 0}
+    scales = groups = value_scales = None
+    if isinstance(keys, Codes):
+        assert keys.bits == values.bits and keys.span == 1 and keys.groups_C is not None
+        # A span of all channels is said to be as wide as the tile.
+        held = {"BITS": keys.bits, "SPAN": block_v if values.span >= DV else values.span}
+        scales, value_scales = keys.scales_G2N.contiguous(), values.scales_G2N.contiguous()
+        keys, values, groups = keys.codes_CW, values.codes_CW, keys.groups_C.contiguous()
     with torch.cuda.device_of(queries):
-        attend[(work.num_items * blocks,)](
-            *(queries, held_keys.numbers, held_values.numbers, call.offsets_R1, seen_RS, sinks_Q),
+        attend[(num_items * blocks,)](
+            *(queries, keys, values, call.offsets_R1, seen_RS, sinks_Q),
             *(call.log_weight_C, work.items_3I, out_BQSV, parts),
-            *(scale, cap, work.num_items, num_parts, entries, blocks, *shape),
-            *(
-                *queries.stride(),
-                *held_keys.numbers.stride(),
-                *held_values.numbers.stride(),
-                *seen_RS.stride(),
-            ),
+            *(scale, cap, num_items, num_parts, entries, blocks, *shape),
+            *(*queries.stride(), *keys.stride(), *values.stride(), *seen_RS.stride()),
             *(weight, *out_BQSV.stride()[:3]),
-            *(held_keys.scales, held_keys.groups, held_values.scales, lse_BQS),
+            *(scales, groups, value_scales, lse_BQS),
             **{"D": D, "DV": DV, "BLOCK_D": block_d, "BLOCK_V": block_v, "M": cut.m, "N": cut.n},
             **{"PRECISION": backend.dot_precision(dtype), "UPCAST": backend.upcast(dtype)},
             **{"CAPPED": call.soft_cap is not None},
-            **{"KEY_BITS": held_keys.bits, "VALUE_BITS": held_values.bits, "VALUE_SPAN": held_values.span},
+            **held,
             **cut.options,
         )
-        if work.num_cut:
-            combine[(work.num_cut * rows,)](
-                *(parts, seen_RS, sinks_Q, work.cut_2X, out_BQSV),
-                *(
-                    work.num_cut,
-                    num_parts,
-                    entries,
-                    *shape,
-                    *seen_RS.stride(),
-                    *out_BQSV.stride()[:3],
-                    lse_BQS,
-                ),
+        if num_cut:
+            combine[(num_cut * rows,)](
+                *(parts, seen_RS, sinks_Q, work.cut_2X, out_BQSV, num_cut, num_parts, entries),
+                *(*shape, *seen_RS.stride(), *out_BQSV.stride()[:3], lse_BQS),
                 **{"DV": DV, "BLOCK_V": block_v, "I": PARTS, "num_warps": PARTS_WARPS},
             )
     return out_BQSV, lse_BQS
-
-
-class _Held(NamedTuple):
-    """Keys or values as the kernel takes them; of numbers there are 0 bits and no scales."""
-
-    numbers: Tensor
-    scales: Tensor | None = None
-    groups: Tensor | None = None
-    bits: int = 0
-    span: int = 0
-
-
-def _held(store_CD: Tensor | Codes, block: int) -> _Held:
-    """A store; a span of all its channels is said to be as wide as the tile."""
-    if isinstance(store_CD, Tensor):
-        return _Held(store_CD)
-    codes_CW, scales_G2N, groups_C, bits, span, width = store_CD
-    groups_C = None if groups_C is None else groups_C.contiguous()
-    return _Held(codes_CW, scales_G2N.contiguous(), groups_C, bits, block if span >= width else span)

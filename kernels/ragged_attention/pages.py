@@ -10,7 +10,7 @@ more time in attention, pages of 128 save a few percent of it and double the was
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import torch
 from jaxtyping import Int
@@ -19,8 +19,7 @@ from torch import Tensor
 from retain.kernels.ragged_attention.work import Work, work_of
 
 PAGE = 64
-# Ways of cutting it that a layout remembers, the last ones used: decoding needs one, by-products another,
-# chunks one a size.
+# Ways of cutting it that a layout remembers: decoding needs one, by-products another, chunks one a size.
 MOST_PLANNED = 8
 
 
@@ -32,7 +31,7 @@ class Pages:
         counts: pages of each row's room, on the host.
         row_pages: the row that each page belongs to.
         first_pages: which of its row's entries a page begins with: 0, `PAGE`, 2 `PAGE`, ...
-        planned: what `work` has cut so far, by the size asked for, the one longest unused first.
+        planned: what `work` has cut so far, by the size asked for.
 
     Examples:
         >>> pages = Pages.of([1, 2], "cpu")
@@ -65,16 +64,13 @@ class Pages:
         return torch.tensor(ends, dtype=torch.int64, device=self.row_pages.device)
 
     def work(self, entries: int) -> Work:
-        """The rooms cut into pieces of so many entries (`work_of`); cut once for a layout.
-
-        Several threads may ask: at worst two of them cut alike.
-        """
-        work = self.planned.pop(entries, None)
+        """The rooms cut into pieces of so many entries (`work_of`); cut once for a layout."""
+        work = self.planned.get(entries)
         if work is None:
             work = work_of([PAGE * count for count in self.counts], entries, self.row_pages.device)
-        self.planned[entries] = work
-        for oldest in list(self.planned)[:-MOST_PLANNED]:  # chunks of ever new sizes came
-            self.planned.pop(oldest, None)
+            if len(self.planned) == MOST_PLANNED:  # chunks of ever new sizes came
+                self.planned.clear()
+            self.planned[entries] = work
         return work
 
     def tables(self) -> list[Tensor]:
@@ -82,23 +78,10 @@ class Pages:
         cut = [table for work in list(self.planned.values()) for table in (work.items_3I, work.cut_2X)]
         return [self.row_pages, self.first_pages, *cut]
 
-    def of_rows(self, rows: Sequence[int]) -> Int[Tensor, " pages"]:
-        """The pages of these rows, one row after another; a row may repeat."""
-        starts = [0, *accumulate(self.counts)]
-        chosen = [page for row in rows for page in range(starts[row], starts[row + 1])]
-        return torch.tensor(chosen, dtype=torch.int64, device=self.row_pages.device)
-
 
 def pages_for(num_entries: int) -> int:
     """Pages that hold this many entries."""
     return -(-num_entries // PAGE)
-
-
-def read_pages(offsets: Sequence[int], device: torch.device | str) -> Pages | None:
-    """The layout of a store of which only the offsets are known; None if a room is no whole pages."""
-    if any(offset % PAGE for offset in offsets):
-        return None
-    return Pages.of([(stop - start) // PAGE for start, stop in pairwise(offsets)], device)
 
 
 def paged(store_C: Tensor) -> Tensor:

@@ -12,14 +12,16 @@ The pages of a row are added up by `index_add_`: in their order on a CPU, by ato
 `torch.use_deterministic_algorithms` forbids them.
 """
 
-from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from retain.kernels.codes import Codes, decode
-from retain.kernels.ragged_attention.pages import PAGE, Pages, paged, read_pages
+from retain.kernels.ragged_attention.pages import PAGE, Pages, paged
 
 # Upper bound on the elements of each temporary held at once (the logits; queries and outputs page by page;
 # half-precision or coded keys or values, upcast): 4 Mi, 16 MiB in float32. One page is taken at least; row by
@@ -31,7 +33,7 @@ FEW, FEW_ELSEWHERE = 16, 256
 
 
 class Call(NamedTuple):
-    """Checked arguments of `ragged_attention`, which explains them."""
+    """Arguments of `ragged_attention`, which explains them."""
 
     queries_BQSD: Tensor
     keys_CD: Tensor | Codes
@@ -40,27 +42,13 @@ class Call(NamedTuple):
     seen_RS: Tensor
     sinks_Q: Tensor | None
     log_weight_C: Tensor | None
-    pages: Pages | None
+    pages: Pages
     scaling: float
     soft_cap: float | None
-    with_lse: bool
-
-    @property
-    def tensors(self) -> tuple[Any, ...]:
-        return self[:7]
-
-    @property
-    def coded(self) -> bool:
-        """Tells whether keys or values are codes."""
-        return isinstance(self.keys_CD, Codes) or isinstance(self.values_CD, Codes)
 
 
-# The output, and the log-sum-exp of each query's logits, if it is asked for.
-Result = tuple[Tensor, Tensor | None]
-
-
-def ragged_attention(call: Call) -> Result:
-    """The output, laid out as the kernel does it: a query's heads side by side."""
+def ragged_attention(call: Call) -> tuple[Tensor, Tensor]:
+    """The output, laid out as the kernel does it, a query's heads side by side; and log-sum-exps."""
     queries_BQSD, keys_CD, values_CD, seen_RS = call.queries_BQSD, call.keys_CD, call.values_CD, call.seen_RS
     soft_cap, sinks_Q, pages = call.soft_cap, call.sinks_Q, call.pages
     B, Q, S, D = queries_BQSD.shape
@@ -72,22 +60,12 @@ def ragged_attention(call: Call) -> Result:
     if sinks_Q is not None:
         sinks_Q = sinks_Q.to(dtype).clamp(min=torch.finfo(dtype).min)
         sinks_RM = sinks_Q.view(1, heads, group, 1).expand(B, -1, -1, S).reshape(R, group * S)
-    offsets: list[int] | None = None
-    if pages is None:
-        offsets = call.offsets_R1.tolist()
-        pages = read_pages(offsets, keys_CD.device)
     sight = seen_RS, call.log_weight_C
     few = FEW if keys_CD.device.type == "cpu" else FEW_ELSEWHERE
-    if pages is not None and (S == 1 or group * S <= few):
-        out_RMD, lse_RM = _by_pages(queries_RMD, keys_CD, values_CD, pages, sight, soft_cap, sinks_RM)
-    else:
-        if pages is not None:  # known on the host
-            offsets = list(accumulate((PAGE * count for count in pages.counts), initial=0))
-        assert offsets is not None
-        out_RMD, lse_RM = _by_rows(queries_RMD, keys_CD, values_CD, offsets, sight, soft_cap, sinks_RM)
+    attend = _by_pages if S == 1 or group * S <= few else _by_rows
+    out_RMD, lse_RM = attend(queries_RMD, keys_CD, values_CD, pages, sight, soft_cap, sinks_RM)
     out_BQSV = queries_BQSD.new_empty(B, S, Q, values_CD.shape[1]).transpose(1, 2)
-    lse_BQS = lse_RM.view(B, Q, S) if call.with_lse else None
-    return out_BQSV.copy_(out_RMD.view(B, Q, S, -1)), lse_BQS
+    return out_BQSV.copy_(out_RMD.view(B, Q, S, -1)), lse_RM.view(B, Q, S)
 
 
 def _read(store_CD: Tensor | Codes, held: slice, dtype: torch.dtype) -> Tensor:
@@ -159,17 +137,18 @@ def _by_rows(
     queries_RMD: Tensor,
     keys_CD: Tensor | Codes,
     values_CD: Tensor | Codes,
-    offsets: list[int],
+    pages: Pages,
     sight: tuple[Tensor, Tensor | None],
     soft_cap: float | None,
     sinks_RM: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Many queries, or rooms that are no whole pages: one row after another, some queries at a time."""
+    """Many queries: one row after another, some queries at a time."""
     R, M, D = queries_RMD.shape
     seen_RS, log_weight_C = sight
     S, dtype, device = seen_RS.shape[1], queries_RMD.dtype, keys_CD.device
     group = M // S
-    widest = max(D, values_CD.shape[-1], *(stop - start for start, stop in pairwise(offsets)))
+    offsets = list(accumulate((PAGE * count for count in pages.counts), initial=0))
+    widest = max(D, values_CD.shape[-1], PAGE * max(pages.counts))
     step = min(S, max(1, MAX_LOGITS // (group * widest)))
     starts = range(0, S, step)
     # What the queries of a chunk see at most: later entries are not even multiplied. One wait for the device.
@@ -206,3 +185,39 @@ def _by_rows(
             out_RGSD[row, :, some] = (probs_GST @ values_TD[:T]) / sum_GS1
             lse_RGS[row, :, some] = _lse(top_GS1, sum_GS1)[..., 0]
     return out_RGSD.flatten(1, 2), lse_RGS.flatten(1, 2)
+
+
+def merged(
+    outs: Sequence[Float[Tensor, "B Q S V"]],
+    lses: Sequence[Float[Tensor, "B Q S"]],
+    sinks_Q: Float[Tensor, " Q"] | None = None,
+) -> Float[Tensor, "B Q S V"]:
+    """Attention over the entries of all stores, from its result over each of them.
+
+    `out = sum_t exp(lse_t - lse) out_t` with `lse = log(exp(sink) + sum_t exp(lse_t))`, where `t` runs over
+    stores, and no `exp(sink)` without sinks. A query that sees nothing in any store gives zeros.
+
+    Args:
+        outs: of each store, the output of `ragged_attention`, called without sinks.
+        lses: of each store, the log-sum-exp that came with it.
+        sinks_Q: one more logit per query head, counted once over all stores.
+
+    Returns:
+        the output, in the precision of the first; added up in float32 at least.
+
+    Examples:
+        >>> outs = [torch.zeros(1, 1, 1, 2), torch.ones(1, 1, 1, 2)]
+        >>> merged(outs, [torch.full((1, 1, 1), 0.5)] * 2).tolist()
+        [[[[0.5, 0.5]]]]
+    """
+    dtype = torch.promote_types(outs[0].dtype, torch.float32)
+    every_TBQS = torch.stack([lse_BQS.to(dtype) for lse_BQS in lses])
+    lse_BQS = every_TBQS.logsumexp(0)
+    if sinks_Q is not None:
+        lse_BQS = torch.logaddexp(lse_BQS, sinks_Q.to(dtype)[:, None])
+    # Where nothing is seen, -inf less -inf is nothing to go on with.
+    share_TBQS = (every_TBQS - lse_BQS.clamp(min=torch.finfo(dtype).min)).exp_()
+    out_BQSV = torch.zeros_like(outs[0], dtype=dtype)
+    for out, share_BQS in zip(outs, share_TBQS, strict=True):
+        out_BQSV.addcmul_(out.to(dtype), share_BQS[..., None])
+    return out_BQSV.to(outs[0].dtype)

@@ -19,7 +19,6 @@ class Work:
     """Rows, cut.
 
     Args:
-        entries: of a whole item; the last one of a row may have fewer.
         items_3I: int32, of each item its row, which of the row's entries it begins with, and the slot where
             it leaves its part of the row (-1: it is all of its row, which it finishes). Whole items come
             first, so that short ones end a launch.
@@ -28,19 +27,9 @@ class Work:
         num_slots: of all of them.
     """
 
-    entries: int
     items_3I: Int[Tensor, "3 items"]
     cut_2X: Int[Tensor, "2 cut"]
     num_slots: int
-
-    @property
-    def num_items(self) -> int:
-        return self.items_3I.shape[1]
-
-    @property
-    def num_cut(self) -> int:
-        """Rows of which several programs find parts."""
-        return self.cut_2X.shape[1]
 
 
 def work_of(rooms: Sequence[int], entries: int, device: torch.device | str) -> Work:
@@ -63,7 +52,7 @@ def work_of(rooms: Sequence[int], entries: int, device: torch.device | str) -> W
         row_X = cut_R.nonzero()[:, 0]
         tables = torch.stack([row_I, first_I, slot_I]), torch.stack([row_X, slot_R[row_X]])
         items_3I, cut_2X = (_sent(table.to(torch.int32).contiguous(), device) for table in tables)
-        return Work(entries, items_3I, cut_2X, int(slots_R.sum()))
+        return Work(items_3I, cut_2X, int(slots_R.sum()))
 
 
 def parts_of(sizes_X: Tensor, entries: int, least: int = 0) -> tuple[Tensor, Tensor, Tensor]:

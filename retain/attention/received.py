@@ -34,7 +34,6 @@ def received_attention(
     group: bool = False,
     lse_BQs: Float[Tensor, "B Q s"] | None = None,
     least_BQs: Float[Tensor, "B Q s"] | None = None,
-    chunk: int | None = None,
 ) -> tuple[Tensor, ...]:
     """Statistics of the attention that the first entries receive from the queries from `start` on.
 
@@ -53,20 +52,17 @@ def received_attention(
         group: reduce over the query heads of a KV head (largest, sum, last).
         lse_BQs: of an earlier call for the same queries, which spares a pass over the keys.
         least_BQs: for `last`.
-        chunk: queries at a time; changes memory, not the result.
 
     Returns:
         the wanted statistics, in order: `[B, Q, entries]` each (`[B, H, entries]` by group; `lse` `[B, Q,
         s]`), in float32 (float64 if the evidence is), `last` in int64.
     """
-    T, S = evidence.num_seen, evidence.num_queries
     stats = attention_stats(
         evidence.queries_BQSD[:, :, start:],
         evidence.keys_BHTD,
         scaling=evidence.scaling,
         wanted=wanted,
-        first_query=T - S + start,
-        keys=None if entries is None else (0, entries),
+        entries=entries,
         distance=distance,
         # One head stands for all that hold the same.
         exists_BHT=evidence.valid_BT[:, None] if evidence.held_BHT is None else evidence.exists_BHT,
@@ -79,9 +75,8 @@ def received_attention(
         least_BQS=least_BQs,
         pool=pool,
         group=group,
-        chunk=chunk,
     )
-    return tuple(getattr(stats, name) for name in wanted)
+    return tuple(stats[name] for name in wanted)
 
 
 def advance(

@@ -25,16 +25,19 @@ def attend(
     store: RaggedStore,
     queries_BQSD: Float[Tensor, "B Q S D"],
     seen_RS: Int[Tensor, "R S"],
+    *,
+    with_lse: bool = False,
     **how: Any,
 ) -> Any:
     """Softmax attention of each query over the first `seen` entries of its row.
 
     Args:
         store: plain or of codes.
-        **how: `scaling`, `soft_cap`, `sinks_Q` and `with_lse`, as the op takes them.
+        with_lse: also return the log-sum-exp of each query's logits.
+        **how: `scaling`, `soft_cap` and `sinks_Q`, as the op takes them.
     """
     keys, values = (store.keys_CD, store.values_CD) if store.codec is None else store.codes
-    runs, special = None, (how.get("soft_cap"), how.get("sinks_Q"), how.get("with_lse") or None)
+    runs, special = None, (how.get("soft_cap"), how.get("sinks_Q"), with_lse or None)
     if store.codec is None and store.device.type == "cpu" and all(one is None for one in special):
         kinds = {queries_BQSD.dtype, store.keys_CD.dtype, store.values_CD.dtype}
         # Dense calls want one precision, and no gradients, which a store does not have.
@@ -43,12 +46,9 @@ def attend(
             runs = find_runs(store, seen_RS, queries_BQSD.shape[1])
     if runs:
         return attend_runs(queries_BQSD, runs, seen_RS, how["scaling"])
-    return ragged_attention(
-        *(queries_BQSD, keys, values, store.offsets_R1, store.lengths_R, seen_RS),
-        pages=store.pages,
-        log_weight_C=store.log_weight_C,
-        **how,
-    )
+    rows = store.offsets_R1, seen_RS, store.pages
+    found = ragged_attention(queries_BQSD, keys, values, *rows, log_weight_C=store.log_weight_C, **how)
+    return found if with_lse else found[0]
 
 
 def attend_store(

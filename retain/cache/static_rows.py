@@ -70,7 +70,7 @@ class StaticRows:
         leads: whether this layer, the first, advances the clock.
         scaling: of its logits, where the model does not say.
         window: tokens that its queries see; None for all.
-        work: on a GPU, the tensors of its `retain.kernels.decode_step.launch.Table`.
+        work: on a GPU, its part of `retain.kernels.decode_step.launch.tables`.
         shown: what a later eviction looks at of the tokens that come, `[S, ...]` each: `queries`, and what
             attention gets (`hidden`, `stream`).
         packed, bits, span: entries before these, as codes, as `retain.kernels.decode_step` takes them.

@@ -42,7 +42,8 @@ defensivekv.code layer_defensivekv.code -> observed_settings.norm=head_share, th
 head_classes head_importance -> allocation.weights, JSON of a number a head
 query_centres -> a .pt file of statistics from TriAttention's own code
 head_threshold -> python -m retain.eval.head_weights, by which half of the heads retrieve
-h2o.chunk lru.chunk vatp.chunk keyformer.chunk lazy_eviction.chunk -> leave it out: it changed no result
+h2o.chunk lru.chunk vatp.chunk keyformer.chunk lazy_eviction.chunk target.chunk
+    -> leave it out: it changed no result
 cake.variance -> leave it out: the paper's, over queries
 snapkv.order cake.order vatp.order snapkv.aggregate defensive.aggregate defensive.value_norm_place
     critical.norm vatp.pool vatp.pool_size observed_risk.pool observed_risk.pool_size keydiff.anchor
@@ -94,6 +95,10 @@ study claims fused-claims inspect -> retain compare, and its report
 infinitebench longproc -> lm-eval's tasks of that name, docs/lm_eval.md
 mathematics gsm8k aime -> lm-eval's gsm8k, hendrycks_math500 and aime, docs/lm_eval.md
 longmemeval chains -> facts, ruler or rows of your own, CONTRIBUTING.md
+context_marker -> retain compare with question=[unknown], on a file or hub data set
+ruler_like -> facts, or RULER as published: hub:simonjegou/ruler
+longbench_e -> longbench, or lm-eval's longbench_e
+reference_probes -> reference/multikey, which python -m retain.eval.head_weights asks
 reference_shift -> tasks=[facts] with a text of your own
 multi_turn -> rows that share a context_id
 thinking -> nothing in its place: thoughts are switched off, and what is thought is not scored

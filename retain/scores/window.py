@@ -16,7 +16,7 @@ from torch import Tensor
 from retain.attention.received import received_attention
 from retain.config import Many
 from retain.evidence import Evidence
-from retain.kernels.attention_stats import Pool
+from retain.kernels.attention_stats import Pool, pool_
 
 
 def _odd(size: int) -> int:
@@ -89,24 +89,11 @@ def pool_entries(
     """
     if kind is None:
         return values_T
-    split, reach = values_T.shape[-1] - window, size // 2
-    pooled_T = torch.zeros_like(values_T)
-    for segment in (slice(0, split), slice(split, None)):
-        part, pooled = values_T[..., segment], pooled_T[..., segment]
-        num_entries = part.shape[-1]
-        # Places ascend, so that nothing near is more columns away than places.
-        for shift in range(-min(reach, num_entries), min(reach, num_entries) + 1):
-            here = slice(max(0, -shift), max(0, min(num_entries, num_entries - shift)))
-            other = slice(here.start + shift, here.stop + shift)
-            near = part[..., other]
-            if place_BT is not None:
-                place = place_BT[:, segment].unflatten(0, (-1, *[1] * (part.dim() - 2)))
-                near = near * ((place[..., other] - place[..., here]).abs() <= reach)
-            if kind == "avg":
-                pooled[..., here] += near
-            else:
-                torch.maximum(pooled[..., here], near, out=pooled[..., here])
-    return pooled_T.div_(size) if kind == "avg" else pooled_T
+    split, pooled_T = values_T.shape[-1] - window, torch.zeros_like(values_T)
+    for side in (slice(0, split), slice(split, None)):
+        place = None if place_BT is None else place_BT[:, side]
+        pool_(pooled_T[..., side], values_T[..., side], kind, size, place)
+    return pooled_T
 
 
 def pool_group(

@@ -8,7 +8,6 @@ from scipy import stats
 
 from retain.eval.stats.bound import p_at_most, p_within
 from retain.eval.stats.interval import macro_mean
-from tests.refused import refused
 
 
 def spread_strata(seed: int = 0) -> list[np.ndarray]:
@@ -116,10 +115,3 @@ def test_a_policy_that_is_worse_by_the_margin_passes_no_more_often_than_alpha(it
             for alpha in alphas:
                 passes[alpha] += both * (p < alpha)
     assert all(passes[alpha] <= 1.1 * alpha for alpha in alphas), passes
-
-
-def test_what_cannot_be_tested_is_refused() -> None:
-    refused("margin of equivalence must be positive, got 0", p_within, [np.zeros(4)], 0.0)
-    refused("at least one stratum", p_at_most, [], -2.0)
-    refused("p_at_most needs finite numbers", p_at_most, [np.array([0.0, np.nan])], -2.0)
-    refused("an item lost 130, and scores are points of 100", p_within, [np.array([0.0, 130.0])], 2.0)

@@ -176,17 +176,9 @@ def test_the_command_ends_with_its_answer_and_writes_its_config(gated, tmp_path,
 
 
 def test_a_comparison_needs_no_file(tmp_path, capsys):
-    typed = [
-        "reference:0",
-        "--policies",
-        "random,recency",
-        "--tasks",
-        "reference/single",
-        "--keep-ratios",
-        "0.5",
-    ]
-    more = ["--items", "1", "--context-tokens", "150", f"results={tmp_path}", "resamples=200"]
-    assert cli.main(["compare", *typed, *more]) == 0
+    typed = "reference:0 --policies random,recency --tasks reference/single --keep-ratios 0.5 --items 1"
+    more = ["--context-tokens", "150", f"results={tmp_path}", "resamples=200"]
+    assert cli.main(["compare", *typed.split(), *more]) == 0
     assert len(read_table(tmp_path / "reference-0")) == 3
     assert cli.main(["compare", "reference:0", "--policies", "random", f"results={tmp_path}"]) == 2
     assert "missing key 'tasks'" in capsys.readouterr().err

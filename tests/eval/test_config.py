@@ -65,7 +65,7 @@ def test_the_comparison_of_a_page_passes_its_checks(page):
         "^retain compare smollm2-135m (.*)", (CONFIGS.parents[1] / page).read_text(), re.MULTILINE
     )
     typed = ["reference:0", *line[1].replace(",merge", "").split(), "--items-per-task", "4"]
-    _, contexts = load_checked(config_of(compare_parser().parse_args(typed)))
+    _, contexts = load_checked(config_of(compare_parser().parse_intermixed_args(typed)))
     assert len(contexts) >= 2
 
 
@@ -92,7 +92,7 @@ WRONG = {
     "bytes": (
         {"policies": ("packed",), "variants": {"packed": ("snapkv", "precision={bits: 4}")}}
         | {"tokens_per_head": (50,)},
-        "packed hold entries in fewer bytes, and tokens_per_head counts entries",
+        "'packed' holds entries in fewer bytes, and tokens_per_head counts entries",
     ),
     "variants": (
         {

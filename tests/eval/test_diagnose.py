@@ -1,10 +1,9 @@
-"""`retain diagnose` on tiny models: definitions, the full cache's row, what policies keep, the record."""
+"""`retain diagnose` on tiny models: definitions, every number of a row, the record."""
 
 import itertools
 import json
 import math
 import re
-from dataclasses import replace
 
 import pytest
 import torch
@@ -13,8 +12,6 @@ import retain
 from retain.attention.ranking import rank_entries
 from retain.eval.diagnose import (
     FULL,
-    Document,
-    Reading,
     coverage,
     cut,
     diagnose,
@@ -23,18 +20,19 @@ from retain.eval.diagnose import (
     main,
     oracle_overlap,
     parser,
+    policies_of,
     summarise,
 )
-from retain.eval.run.answers import respond
 from retain.eval.run.memory import positions_held
+from retain.eval.tasks.encode import Encoded
 from retain.evidence import attention_probs
 from retain.future import future_risk
 from retain.hf.intercept.attach import attach
 from retain.hf.intercept.observe import observe
 from retain.hf.version_names import CACHE
-from retain.reference import load_model, load_tokenizer
+from retain.reference import load_tokenizer
 from retain.reference.corpus import stream
-from tests.close import MODEL, assert_close
+from tests.close import assert_close
 from tests.tiny import VOCAB, tiny_model
 
 B, H, G, S, SEEN, T = 2, 2, 3, 4, 11, 8
@@ -42,15 +40,6 @@ STEPS = 10  # more than attention exists of at once
 UNPROTECTED = "oracle," + ",".join(
     f"protection.{name}=0" for name in ("sinks", "recent", "prefix_fraction", "suffix_fraction", "minimum")
 )
-
-
-def drawn(seed, context, question):
-    draw = torch.Generator().manual_seed(seed)
-    ids = torch.randint(2, VOCAB, (context + question,), generator=draw).tolist()
-    return Document(tuple(ids[:context]), tuple(ids[context:]))
-
-
-DOCUMENTS = [drawn(0, 90, 5), drawn(1, 70, 4)]
 
 
 @pytest.mark.parametrize("sink", [False, True])
@@ -92,140 +81,108 @@ def test_divergence_is_its_formula():
     assert divergence(torch.zeros(1, 2), never).item() == math.inf
 
 
-POLICIES = ("snapkv", "snapkv,protection.sinks=2", "defensivekv", "learned", "random", UNPROTECTED)
+POLICIES = ("snapkv", "snapkv,protection.sinks=2", "learned", "random", UNPROTECTED)
 
 
 @pytest.fixture(scope="module")
 def read():
-    """A model, and by document what was read behind its context, and readings with every kind of policy."""
+    """A model, gates, a document, and its rows with every kind of policy."""
     model = tiny_model("qwen3", seed=0)
     attach(model)
     gates = retain.new_gates(model, "linear", seed=0)
-    found = []
-    for document in DOCUMENTS:
-        readings = diagnose(model, document, POLICIES, [0.7], steps=STEPS, gates=gates)
-        ids = torch.tensor([[*document.context_ids, *document.question_ids]])
-        (answer,) = respond(model, retain.Cache(model, None), ids, new_tokens=STEPS)
-        found.append(((*document.question_ids, *answer[:-1]), answer, {one.policy: one for one in readings}))
-    return model, gates, found
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.randint(2, VOCAB, (90 + 5 + STEPS,), generator=draw).tolist()
+    document = Encoded(tuple(ids[:90]), tuple(ids[90:95]), tuple(ids[95:]), ())
+    rows = diagnose(model, document, policies_of(POLICIES, [0.7]), [0.7], gates=gates)
+    return model, gates, document, {row["policy"]: row for row in rows}
 
 
 def test_the_full_cache_reads_as_it_must(read):
-    rows = {row["policy"]: row for row in summarise([[*by_name.values()] for _, _, by_name in read[2]])}
-    full = rows[FULL]
-    for name in ("coverage", "coverage_worst", "oracle_overlap", "kept", "agreement"):
-        assert full[name] == 1.0, name
-    assert full["kl"] < 1e-9, "against the model without a cache of ours"
+    rows = read[3]
+    for name in ("coverage", "coverage_worst", "oracle_overlap", "kept", "agreement", "keep_ratio"):
+        assert rows[FULL][name] == 1.0, name
+    assert rows[FULL]["kl"] < 1e-9, "against the model without a cache of ours"
     assert rows["random"]["kl"] > 1e-3, "this model would not notice an eviction"
     assert rows[UNPROTECTED]["oracle_overlap"] == 1.0 and rows["random"]["oracle_overlap"] < 0.9
-
-
-def test_each_policy_keeps_its_budget_as_a_cache_does(read):
-    model, gates, found = read
-    pairs = model.config.num_hidden_layers * model.config.num_key_value_heads
-    for document, (_, _, by_name) in zip(DOCUMENTS, found, strict=True):
-        seen = len(document.context_ids)
-        kept = {name: int(one.keep_NT.sum()) for name, one in by_name.items()}
-        assert kept.pop(FULL) == pairs * seen == by_name[FULL].keep_NT.numel()
-        assert {*kept.values()} == {kept["snapkv"]}
-        assert kept["snapkv"] == pytest.approx(0.7 * pairs * seen, abs=9)
-        for name in ("snapkv", "learned"):
-            how = {"gates": gates} if name == "learned" else {}
-            cache = retain.Cache(model, name, keep_ratio=0.7, short="raise", **how)
-            cache.prefill(torch.tensor([document.context_ids]))
-            heads = positions_held(cache)
-            for keep_T, positions in zip(by_name[name].keep_NT, heads, strict=True):
-                assert keep_T.nonzero().flatten().tolist() == positions.tolist()
+    kept = {row["kept"] for name, row in rows.items() if name != FULL}
+    assert len(kept) == 1 and kept.pop() == pytest.approx(0.7, abs=0.02)
+    held = {round(row["mib_held"] / row["kept"], 9) for row in rows.values()}
+    assert held == {round(rows[FULL]["mib_held"], 9)}
 
 
 def layers_of(model, rows_N):
     return rows_N.unflatten(0, (model.config.num_hidden_layers, -1))
 
 
-def test_steps_are_read_from_the_full_caches_queries(read):
-    model, _, found = read
-    tail, answer, by_name = found[0]
-    assert len(by_name["random"].kl_S) == len(answer) == STEPS
-    for place, layer in enumerate(observe(model, torch.tensor([[*DOCUMENTS[0].context_ids, *tail]]))):
-        risk_1HT, _ = future_risk(layer, document_tokens=90, sources=("appendix",))
-        kept = layers_of(model, by_name[UNPROTECTED].keep_NT)[place][None]
-        assert torch.equal(kept, rank_entries(risk_1HT) < kept.sum(-1)[..., None])
-        for name in ("snapkv", "random"):
-            one = by_name[name]
-            keep, got = (layers_of(model, x)[place] for x in (one.keep_NT, one.coverage_NS))
-            for step in range(STEPS):
-                row = layer.num_seen - STEPS + step
-                probs = attention_probs(layer, row, row + 1)
-                assert_close(got[:, step], coverage(probs, keep[None])[0, :, 0], ops=50)
-
-
-def test_steps_are_compared_with_the_model_without_a_cache(read):
-    model, _, found = read
-    tail, answer, by_name = found[0]
-    context, got = DOCUMENTS[0].context_ids, by_name["snapkv"]
-    cache = retain.Cache(model, "snapkv", keep_ratio=0.7, short="raise").prefill(torch.tensor([context]))
+@pytest.mark.parametrize("name", ["snapkv", "learned", "snapkv,protection.sinks=2", UNPROTECTED])
+def test_a_row_is_that_of_a_cache_by_hand(read, name):
+    """Coverage and likeness from loops over the full model's attention, divergence from its logits."""
+    model, gates, document, rows = read
+    context, tail = document.context_ids, (*document.question_ids, *document.answer_ids[:-1])
+    evidence = observe(model, torch.tensor([[*context, *tail]]))
+    risks = [future_risk(layer, document_tokens=90, sources=("appendix",))[0] for layer in evidence]
+    if name == UNPROTECTED:
+        cache = retain.Cache(model, None).prefill(torch.tensor([context]), evict=False)
+        cache.evict_with([rank_entries(risk) < 63 for risk in risks])
+    else:
+        preset, _, change = name.partition(",")
+        how = {"gates": gates} if name == "learned" else {"protection": {"sinks": 2}} if change else {}
+        cache = retain.Cache(model, preset, keep_ratio=0.7, short="raise", **how)
+        cache.prefill(torch.tensor([context]))
+    keep_NT = torch.zeros(6, 90, dtype=torch.bool)
+    for keep_T, positions in zip(keep_NT, positions_held(cache), strict=True):
+        keep_T[positions] = True
+    covered, overlap = [], []
+    for layer, risk, keep in zip(evidence, risks, layers_of(model, keep_NT), strict=True):
+        overlap.append(oracle_overlap(keep[None], risk))
+        for row in range(layer.num_seen - STEPS, layer.num_seen):
+            covered.append(coverage(attention_probs(layer, row, row + 1), keep[None]).flatten())
+    covered = torch.cat(covered).double()
     with torch.no_grad():
-        full = model(input_ids=torch.tensor([[*context, *tail]]), use_cache=False).logits[0, -STEPS:]
+        whole = torch.tensor([[*context, *tail]])
+        full = model(input_ids=whole, use_cache=False).logits[0, -STEPS:]
         logits = model(input_ids=torch.tensor([tail]), use_cache=True, **{CACHE: cache}).logits[0, -STEPS:]
     p, q = (x.double().log_softmax(-1) for x in (full, logits))
-    for measured, wanted in (
-        (got.kl_S, (p.exp() * (p - q)).sum(-1)),
-        (got.loss_S, -q[range(STEPS), list(answer)]),
-        (by_name[FULL].loss_S, -p[range(STEPS), list(answer)]),
-    ):
-        assert_close(measured, wanted, dtype=torch.float32, ops=10 * MODEL)
-    assert torch.equal(got.agree_S, logits.argmax(-1) == full.argmax(-1))
-    assert got.kl_S.max() > 1e-4
-
-
-def reading(coverage_NS, kl, loss, kept=3):
-    return Reading(
-        policy="it",
-        keep_ratio=0.5,
-        keep_NT=torch.arange(4).expand(2, 4) < kept,
-        bytes_held=kept * 2**20,
-        coverage_NS=torch.tensor(coverage_NS),
-        overlap_N=torch.tensor([0.5, 1.0]),
-        kl_S=torch.tensor(kl).double(),
-        agree_S=torch.arange(len(kl)) < 1,
-        loss_S=torch.tensor(loss).double(),
-    )
-
-
-def test_a_row_is_over_the_steps_of_all_documents():
-    first = reading([[1.0, 0.2], [0.8, 0.4]], [0.1, 0.3], [1.0, 2.0])
-    second = reading([[0.5], [0.49]], [0.8], [4.0], kept=1)
-    worse = replace(second, policy="worse", loss_S=second.loss_S + 0.6)
-    row, over = summarise([[first, first], [second, worse]])
-    assert over["perplexity_ratio"] == pytest.approx(math.exp(0.6 / 3)), "over that of the first row"
+    said = range(STEPS), list(document.answer_ids)
     wanted = {
-        **{"keep_ratio": 0.5, "coverage": sum([1.0, 0.2, 0.8, 0.4, 0.5, 0.49]) / 6, "coverage_worst": 0.2},
-        **{"oracle_overlap": 0.75, "kl": 0.4, "agreement": 2 / 3, "perplexity": math.exp(7 / 3)},
-        **{"perplexity_ratio": 1.0, "kept": 0.5, "mib_held": 2.0},
-        "kl_se": 0.3,  # of the documents' means 0.2 and 0.8: their deviation of 0.6 / sqrt(2), over sqrt(2)
+        **{"keep_ratio": 0.7, "kept": float(keep_NT.double().mean())},
+        **{"coverage": float(covered.mean()), "coverage_worst": float(covered.min())},
+        **{"oracle_overlap": float(torch.cat(overlap).mean()), "loss": -float(q[said].mean())},
+        "kl": float((p.exp() * (p - q)).sum(-1).mean()),
+        "agreement": float((logits.argmax(-1) == full.argmax(-1)).double().mean()),
+    }
+    found = {key: value for key, value in rows[name].items() if key not in ("policy", "mib_held")}
+    assert found == pytest.approx(wanted, rel=1e-4, abs=1e-6)
+    assert rows[FULL]["loss"] == pytest.approx(-float(p[said].mean()), rel=1e-5)
+
+
+def test_a_row_is_over_all_documents():
+    first = {
+        "policy": "it",
+        "keep_ratio": 0.5,
+        "coverage": 0.6,
+        "coverage_worst": 0.2,
+        "kl": 0.2,
+        "loss": 1.5,
+    }
+    second = first | {"coverage": 0.5, "coverage_worst": 0.49, "kl": 0.8, "loss": 4.0}
+    row, over = summarise([[first, first], [second, second | {"loss": 4.6}]])
+    assert over["perplexity_ratio"] == pytest.approx(math.exp(0.6 / 2)), "over that of the first row"
+    wanted = {
+        **{"keep_ratio": 0.5, "coverage": 0.55, "coverage_worst": 0.2, "kl": 0.5},
+        **{"perplexity": math.exp(2.75), "perplexity_ratio": 1.0},
+        "kl_se": 0.3,  # a deviation of 0.6 / sqrt(2), over sqrt(2)
     }
     assert row.pop("policy") == "it" and row == pytest.approx(wanted)
     assert summarise([[first]])[0]["kl_se"] is None, "one document has no spread"
 
 
-def test_a_given_continuation_is_scored_against_the_model():
-    """Loss by three lines of torch, and no divergence of what holds everything."""
-    ids, model = stream("eval")[:2000].tolist(), load_model()
-    attach(model)
-    for start, made in zip((0, 1000), documents := cut(ids, [1], 96, 12, 2), strict=True):
-        whole = (*made.context_ids, *made.question_ids, *made.continuation_ids)
+def test_documents_of_a_text_do_not_overlap():
+    ids = stream("eval")[:2000].tolist()
+    for start, made in zip((0, 1000), cut(ids, [1], 96, 12, 2), strict=True):
+        whole = (*made.context_ids, *made.question_ids, *made.answer_ids)
         assert whole == (1, *ids[start : start + 108])
         assert (len(made.context_ids), len(made.question_ids)) == (96, 1)
-    readings = diagnose(model, documents[1], ("random",), (0.5, 1.0), steps=20)
-    asked = [(FULL, 1.0), ("random", 0.5), ("random", 1.0)]
-    assert [(one.policy, one.keep_ratio) for one in readings] == asked
-    with torch.inference_mode():
-        logits = model(torch.tensor([whole])).logits[0].double().log_softmax(-1)
-    losses = [-float(logits[place - 1, whole[place]]) for place in range(97, 109)]
-    for one in readings:
-        everything = one.keep_ratio == 1.0
-        assert (one.loss_S.tolist() == pytest.approx(losses, rel=1e-3, abs=1e-4)) == everything
-        assert bool(one.keep_NT.all()) == everything and (float(one.kl_S.mean()) < 1e-8) == everything
 
 
 @pytest.fixture(scope="module")

@@ -2,51 +2,43 @@
 
 from importlib import metadata
 
-import torch
+import pytest
 from packaging.requirements import Requirement
 
 from retain.eval import describe
-from retain.kernels import backend
-
-
-def states(findings):
-    return {finding.about: (finding.state, finding.text) for finding in findings}
 
 
 def test_nothing_is_wrong_here(capsys):
     assert describe.doctor([]) == 0
     shown = capsys.readouterr().out
     assert shown.splitlines()[-1] == "Nothing is wrong." and "WRONG" not in shown
+    assert "of 8,0" in shown and "entries held" in shown
 
 
 def test_a_version_out_of_range(monkeypatch, capsys):
     true = metadata.version
     changed = {"safetensors": "0.1.0", "triton": "0.0.1", "retain": "1.3.0"}
     monkeypatch.setattr(metadata, "version", lambda name: changed.get(name) or true(name))
-    found = states(describe.versions())
+    monkeypatch.setattr(describe, "trial", lambda device: "")
     stated = {one.name: str(one.specifier) for one in map(Requirement, metadata.requires("retain-kv"))}
-    assert found["safetensors"] == ("WRONG", f"0.1.0 (wanted: {stated['safetensors']})")
-    assert found["torch"][0] == "ok" and "triton" not in found
-    assert found["retain"][0] == "WRONG" and "another project under the same" in found["retain"][1]
-    monkeypatch.setattr(describe, "trial", lambda device: describe.Finding("ok", device, ""))
     assert describe.doctor([]) == 1
-    assert "2 wrong: retain may not work here." in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"WRONG  safetensors 0.1.0 (wanted: {stated['safetensors']})" in shown
+    assert "WRONG  the package 'retain' 1.3.0 is another project" in shown and "2 wrong" in shown
+    assert "ok     torch " in shown and "triton 0" not in shown
 
 
 def test_devices_say_why_the_reference_is_taken(monkeypatch):
-    monkeypatch.setattr(describe, "trial", lambda device: describe.Finding("ok", f"trial on {device}", ""))
-    said = states(describe.devices())["ops on cpu"][1]
-    assert said.startswith("the reference in PyTorch: the tensors are not on CUDA")
-    monkeypatch.setattr(backend, "_why_not", lambda tensors, unsupported, anywhere: None)
-    assert backend.which(torch.zeros(1)) == "triton"
-    assert states(describe.devices())["ops on cpu"][1].startswith("Triton kernels")
+    first = "ops on cpu: the reference in PyTorch: the tensors are not on CUDA"
+    assert first in [*describe.findings()][-1][1]
+    monkeypatch.setattr(describe, "why_reference", lambda *tensors, **how: None)
+    assert "ops on cpu: Triton kernels" in [*describe.findings()][-1][1]
 
 
-def test_a_trial_that_breaks_is_reported(monkeypatch):
-    from retain import reference
-
-    def broken(seed):
+def test_a_trial_that_breaks_is_no_success(monkeypatch):
+    def broken():
         raise RuntimeError("no such instruction")
 
-    monkeypatch.setattr(reference, "load_model", broken)
-    assert describe.trial("cpu") == ("WRONG", "trial on cpu", "RuntimeError: no such instruction")
+    monkeypatch.setattr(describe, "load_reference", broken)
+    with pytest.raises(RuntimeError, match="no such instruction"):
+        describe.doctor([])

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 import retain
 from retain.hf.version_names import CACHE
@@ -26,13 +25,11 @@ pytestmark = [
 ]
 
 GREEDY = {"until": ["<never>"], "max_gen_toks": 6, "do_sample": False}
-MARK = "\n# question:"
 PROMPTS = [
-    "def add(first, second):\n    return first + second\n\nclass Table:\n    pass\n" + MARK + " what?",
+    "def add(first, second):\n    return first + second\n\nclass Table:\n    pass\n" + "what?",
     "import os\nfor name in os.listdir('.'):\n    print(name)\n" * 3
-    + MARK
-    + " which names are printed here?",
-    "x = 1\ny = 2\nprint(x, y)\nassert x < y\nraise ValueError('no')\n" * 2 + MARK + " y",
+    + "# question: which names are printed here?",
+    "x = 1\ny = 2\nprint(x, y)\nassert x < y\nraise ValueError('no')\n" * 2 + "# question: y",
 ]
 # Of a model that no token means anything to: eviction must change what it says, or equality shows nothing.
 ROOM = {"protection.minimum": 1, "protection.sinks": 2, "protection.recent": 4, "observed_settings.window": 4}
@@ -55,28 +52,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     model.save_pretrained(root)
     load_tokenizer().save_pretrained(root)
     return str(root)
-
-
-@pytest.fixture(scope="module")
-def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a local task, which generates."""
-    root = tmp_path_factory.mktemp("tasks")
-    rows = [{"text": prompt, "answer": "42"} for prompt in PROMPTS]
-    (root / "rows.json").write_text("\n".join(map(json.dumps, rows)))
-    task = {
-        "task": "local_generate",
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": str(root / "rows.json"), "cache_dir": str(root / "cache")},
-        "test_split": "train",
-        "doc_to_text": "{{text}}",
-        "output_type": "generate_until",
-        "doc_to_target": "{{answer}}",
-        "generation_kwargs": GREEDY,
-        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
-        "metadata": {"version": 1.0},
-    }
-    (root / "local_generate.yaml").write_text(yaml.safe_dump(task))
-    return root
 
 
 @pytest.fixture(scope="module")
@@ -107,64 +82,18 @@ def answers_of(lm: Any, prompts: list[str] = PROMPTS, **how: Any) -> list[str]:
     return lm.generate_until(asked, disable_tqdm=True)
 
 
-def evaluate(tasks: Path, **given: Any) -> dict[str, Any]:
-    import lm_eval
-    from lm_eval.tasks import TaskManager
-
-    manager = TaskManager(include_path=str(tasks), include_defaults=False)
-    return lm_eval.simple_evaluate(
-        model="retain",
-        tasks=["local_generate"],
-        task_manager=manager,
-        bootstrap_iters=0,
-        device="cpu",
-        **given,
-    )
-
-
-def said(results: dict[str, Any]) -> list[str]:
-    samples = sorted(results["samples"]["local_generate"], key=lambda sample: sample["doc_id"])
-    return [sample["resps"][0][0] for sample in samples]
-
-
-def test_a_generation_task_says_what_was_asked_and_evicted(tasks: Path, folder: str) -> None:
-    given = {"pretrained": folder, "policy": "snapkv", "keep_ratio": 0.5, **ROOM}
-    results = evaluate(tasks, model_args=given)
-    assert results["results"]["local_generate"]["exact_match,none"] == 0.0
-    info = results["config"]["retain"]
-    assert (info["question"], info["budget"], info["when"]) == ("known", {"keep_ratio": 0.5}, "prefill")
-    assert info["policy"]["protection"]["minimum"] == 1
-    counts = info["evicted"]
-    assert (counts["sequences"], counts["sequences_evicted"]) == (3, 3)
-    # Half of each prompt, and the tokens that were written behind it.
-    assert 0.5 < counts["keep_ratio_achieved"] < 0.65
-    assert counts["bytes_held"] * counts["entries_seen"] == counts["bytes_full"] * counts["entries_held"]
-    json.dumps(info)
-
-
-def test_two_policies_never_share_an_answer(harness: Any, tasks: Path, folder: str, tmp_path: Path) -> None:
-    path = str(tmp_path / "answers")
-    args = {"snapkv": {"pretrained": folder, "policy": "snapkv", "keep_ratio": 0.3, **ROOM}}
-    args["recency"] = {name: args["snapkv"][name] for name in args["snapkv"] if "observed" not in name}
-    args["recency"]["policy"] = "recency"
-    answers = {}
-    for policy, given in args.items():
-        answers[policy] = said(evaluate(tasks, model_args=given, use_cache=path))
-        assert answers[policy] == answers_of(harness.RetainLM(**given, device="cpu"))
-    assert answers["snapkv"] != answers["recency"]
-    again = evaluate(tasks, model_args=args["snapkv"], use_cache=path)
-    assert said(again) == answers["snapkv"] and again["config"]["retain"]["evicted"]["sequences"] == 0
+def test_stored_answers_are_refused(make: Any) -> None:
+    refused("keys that do not know the policy", make(keep_ratio=0.5).set_cache_hook, None)
 
 
 @pytest.mark.parametrize(
     "given",
     [
         {"keep_ratio": 0.3},
-        {"keep_ratio": 0.3, "context_marker": MARK},
         {"tokens_per_head": 12, "when": "prefill+decode", "every": 3},
         {"tokens_per_head": 12, "when": "decode", "every": 2},
     ],
-    ids=["known", "unknown", "prefill+decode", "decode"],
+    ids=["prefill", "prefill+decode", "decode"],
 )
 def test_a_left_padded_batch_answers_like_its_prompts_alone(make: Any, given: dict[str, Any]) -> None:
     alone, batch = make(**given, batch_size=1), make(**given, batch_size=3)
@@ -189,18 +118,12 @@ def test_random_keeps_the_same_in_any_batch_and_order(harness: Any, folder: str)
 
 def test_an_answer_is_that_of_a_cache_by_hand(make: Any) -> None:
     lm = make(keep_ratio=0.3)
-    split = make(keep_ratio=0.3, context_marker=MARK)
-    model, tokenizer = lm.model, lm.tokenizer
     for prompt in PROMPTS:
-        ids = tokenizer(prompt, return_tensors="pt").input_ids
-        cut = tokenizer(prompt[: prompt.index(MARK) + len(MARK)], return_tensors="pt").input_ids.shape[1]
-        for one, seen in ((lm, 0), (split, cut)):
-            cache = retain.Cache(model, "snapkv", keep_ratio=0.3, **BY_HAND)
-            if seen:
-                cache.prefill(ids[:, :seen])
-            output = model.generate(ids, **{CACHE: cache}, max_new_tokens=6, do_sample=False)
-            wanted = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
-            assert answers_of(one, [prompt]) == [wanted]
+        ids = lm.tokenizer(prompt, return_tensors="pt").input_ids
+        cache = retain.Cache(lm.model, "snapkv", keep_ratio=0.3, **BY_HAND)
+        output = lm.model.generate(ids, **{CACHE: cache}, max_new_tokens=6, do_sample=False)
+        wanted = lm.tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+        assert answers_of(lm, [prompt]) == [wanted]
 
 
 @pytest.mark.always
@@ -208,10 +131,8 @@ def test_keeping_all_answers_like_hf(make: Any, folder: str) -> None:
     from lm_eval.models.huggingface import HFLM
 
     plain = answers_of(HFLM(folder, device="cpu", batch_size=2))
-    for given in ({}, {"context_marker": MARK}):
-        lm = make(keep_ratio=1.0, batch_size=2, **given)
-        assert answers_of(lm) == plain
-        assert lm.get_model_info()["retain"]["warning"] is None
+    lm = make(keep_ratio=1.0, batch_size=2)
+    assert answers_of(lm) == plain and lm.get_model_info()["retain"]["warning"] is None
 
 
 def test_a_prompt_that_does_not_fit_is_not_cut(make: Any) -> None:
@@ -232,12 +153,6 @@ def test_a_run_that_evicts_nothing_says_so(make: Any) -> None:
         assert "full cache" in lm.get_model_info()["retain"]["warning"]
 
 
-def test_a_prompt_without_its_marker_is_refused(make: Any) -> None:
-    lm = make(keep_ratio=0.5, context_marker=MARK)
-    refused("is not in the prompt", answers_of, lm, ["no question here"])
-    refused("is not in the prompt", lm.tok_batch_encode, [PROMPTS[0], "no question here"])
-
-
 def test_log_likelihoods_are_refused(make: Any) -> None:
     asked = instances("loglikelihood", [("a context", " a continuation")])
     for ask in (make(keep_ratio=0.5).loglikelihood, make(keep_ratio=0.5).loglikelihood_rolling):
@@ -248,13 +163,13 @@ def test_log_likelihoods_are_refused(make: Any) -> None:
     ("given", "match"),
     [
         ({"keep_ration": 0.5}, "did you mean 'keep_ratio'"),
-        ({"keep_ratio": 0.5, "protecton.recent": 8}, "did you mean 'protection.recent'"),
-        ({"keep_ratio": 0.5, "some.thing": 8}, "unknown model_args: 'some.thing'"),
+        ({"keep_ratio": 0.5, "protecton.recent": 8}, "did you mean 'protection'"),
+        ({"keep_ratio": 0.5, "some.thing": 8}, "unknown model_args 'some.thing'"),
         ({}, "budget"),
         ({"keep_ratio": 0.5, "policy": "gate"}, "gates"),
         ({"keep_ratio": 0.5, "protection": {"recnt": 8}}, "protection.recnt"),
         ({"keep_ratio": 0.5, "when": "chunk"}, "retain compare"),
-        ({"keep_ratio": 0.5, "context_marker": ""}, "context_marker is a string"),
+        ({"keep_ratio": 0.5, "context_marker": "#"}, r"'context_marker' \(removed: use retain compare"),
         ({"keep_ratio": 0.5, "truncation": True}, "would cut"),
     ],
 )
@@ -262,20 +177,6 @@ def test_bad_model_args_are_refused_before_anything_runs(
     harness: Any, folder: str, given: dict[str, Any], match: str
 ) -> None:
     refused(match, harness.RetainLM, folder, device="cpu", **{"policy": "snapkv", **given})
-
-
-def test_what_decides_an_answer_is_in_its_identity(make: Any) -> None:
-    half, others = {"keep_ratio": 0.5}, [{"keep_ratio": 0.4}, {"tokens_per_head": 16}]
-    others += [half | {"seeds": 1}, half | {"max_length": 256}, half | {"context_marker": MARK}]
-    others += [
-        half | {"protection.recent": 2},
-        half | {"dtype": "bfloat16"},
-        half | {"when": "prefill+decode"},
-        half | {"when": "prefill+decode", "every": 8},
-    ]
-    names = [str(make(**given).identity) for given in (half, *others)]
-    assert len({*names}) == len(others) + 1
-    assert str(make(**half).identity) == str(make(**half, every=8).identity) == names[0]
 
 
 def test_the_commands_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,11 +195,15 @@ def test_the_commands_of_the_page_run(tmp_path: Path, monkeypatch: pytest.Monkey
     # lm-eval reads the YAMLs of all its own tasks first, which takes it longer than the rest of this file.
     quick = functools.partial(lm_eval.tasks.TaskManager, include_defaults=False)
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", quick)
-    assert len(commands) == 2
-    for command, folder, question in zip(commands, ("results", "split"), ("known", "unknown"), strict=True):
-        program, *arguments = shlex.split(command)
-        assert program == "retain" and main(arguments) == 0
-        (path,) = (tmp_path / folder).rglob("results_*.json")
-        info = json.loads(path.read_text())["config"]["retain"]
-        assert (info["policy"]["name"], info["question"]) == ("recency", question)
-        assert info["evicted"]["sequences_evicted"] == info["evicted"]["sequences"] == 2
+    (command,) = commands
+    program, *arguments = shlex.split(command)
+    assert program == "retain" and main(arguments) == 0
+    (path,) = (tmp_path / "results").rglob("results_*.json")
+    info = json.loads(path.read_text())["config"]["retain"]
+    assert (info["policy"]["name"], info["question"]) == ("recency", "known")
+    assert (info["budget"], info["when"]) == ({"keep_ratio": 0.5}, "prefill")
+    assert info["policy"]["protection"]["minimum"] == 2
+    counts = info["evicted"]
+    # Half of each prompt, and the tokens that were written behind it.
+    assert counts["sequences"] == 2 and 0.5 < counts["keep_ratio_achieved"] < 0.8
+    assert counts["bytes_held"] * counts["entries_seen"] == counts["bytes_full"] * counts["entries_held"]

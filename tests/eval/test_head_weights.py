@@ -8,17 +8,14 @@ import torch
 from retain.attention.head_weights import read_weights
 from retain.eval import head_weights
 from retain.eval.head_weights import (
-    REFERENCE_TASK,
     class_weights,
     importance_weights,
     main,
     measure_far_attention,
     measure_head_importance,
 )
-from retain.eval.tasks.encode import Encoded, encode
-from retain.eval.tasks.sources import load_rows
+from retain.eval.tasks.encode import Encoded
 from retain.hf.intercept.observe import observe
-from retain.reference import load_tokenizer
 from tests.close import assert_close
 from tests.naive import naive_attention
 from tests.refused import refused
@@ -114,17 +111,6 @@ def test_importance_is_what_the_paper_measures():
     got = measure_head_importance(model, items)
     assert_close(got, naive / naive.max(), dtype=torch.float32)
     assert got.shape == (3, model.config.num_attention_heads)
-
-
-def test_heads_are_measured_on_no_rows_of_comparisons():
-    tokenizer, how = load_tokenizer(), {"context_tokens": 200, "items": 3}
-    rows = load_rows(REFERENCE_TASK, tokenizer, **how)
-    found = [encode(row, tokenizer) for row in rows]
-    assert all(one.evidence and len(one.context_ids) == 200 for one in found)
-    asked = [
-        row for task in ("single", "multikey") for row in load_rows(f"reference/{task}", tokenizer, **how)
-    ]
-    assert not {row.context for row in rows} & {row.context for row in asked}
 
 
 def test_the_command_measures_the_reference_model(tmp_path, capsys):

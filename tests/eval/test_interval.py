@@ -5,7 +5,6 @@ import pytest
 from scipy import stats
 
 from retain.eval.stats.interval import paired_interval, standard_error
-from tests.refused import refused
 
 
 def test_all_zero_differences_are_identical_not_nan():
@@ -84,13 +83,6 @@ def test_differences_that_are_all_alike_leave_something_open(strata, half):
         assert made.high - made.estimate == half
     many = paired_interval([np.full(100, 5.0)])
     assert (many.high - many.low) / 2 == pytest.approx(5.0 * -np.log(0.025) / 100)
-
-
-def test_what_they_refuse():
-    fine, bad = np.arange(5.0), np.array([1.0, np.nan, 2.0])
-    refused(r"finite numbers, and the strata at positions \[1\] hold a nan", paired_interval, [fine, bad])
-    refused("at least one stratum.*got shapes", paired_interval, [])
-    refused(r"got shapes \[\(0,\)\]", paired_interval, [np.zeros(0)])
 
 
 # Differences that are not ties, and their mean.

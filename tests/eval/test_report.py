@@ -8,11 +8,10 @@ import pytest
 from matplotlib.image import imread
 from pandas import DataFrame
 
-from retain.eval.report.document_view import Shown, page
-from retain.eval.report.page import page_of, plain
+from retain.eval.report.page import Shown, document_page, page_of, plain
 from retain.eval.report.render import write_report
-from retain.eval.report.table import Table, budget_words, where_words, with_lines
-from retain.eval.report.text import answer_of, markdown_table
+from retain.eval.report.table import Table, with_lines
+from retain.eval.report.text import answer_of
 from retain.eval.stats.scores import comparisons, scores
 from tests.eval.made_table import rows, write
 from tests.refused import refused
@@ -186,19 +185,12 @@ def test_the_picture(report, tmp_path):
     assert imread(tmp_path / "scores.png").shape[1] > width
 
 
-def test_names_in_words():
-    assert budget_words("keep_ratio=0.05") == "5 % of the cache"
-    assert budget_words("tokens_per_head=128") == "128 entries per head"
-    assert where_words("decode", "unknown") == "Eviction while decoding; the question comes afterwards"
-    assert markdown_table(("a", "bb"), [(1, "ccc")]) == "|  a | bb  |\n| -: | --- |\n|  1 | ccc |"
-
-
 def test_a_text_token_by_token():
     shown = [
-        Shown("full cache", "58213", 4 * 2**20, (8, 8, 8), 8),
-        Shown("<b>learned</b>", UGLY, 2**19, (0, 2, 8), 8),
+        Shown("full cache", "58213", 4.0, (8, 8, 8), 8),
+        Shown("<b>learned</b>", UGLY, 0.5, (0, 2, 8), 8),
     ]
-    html = page("A <title>", "Which number?", ["The ", "<i>number", ""], shown)
+    html = document_page("A <title>", "Which number?", ["The ", "<i>number", ""], shown)
     read = Reader(html)
     assert read.tags.count("section") == 1, "the full cache is not shaded"
     assert re.findall(r'--a:([\d.]+)" title="(\d of 8)', html) == [

@@ -16,7 +16,7 @@ QUESTION = "What is <b> & what is not?"
 
 @pytest.fixture
 def paths(tmp_path):
-    model = load_model(0)
+    model = load_model()
     save_gates(retain.new_gates(model), tmp_path / "gates", fingerprint=fingerprint(model))
     (tmp_path / "text.txt").write_text("import os\n<script>alert(1)</script>\n" * 60)
     return tmp_path

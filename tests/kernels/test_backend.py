@@ -1,6 +1,6 @@
-import importlib.metadata
 import logging
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,51 +14,53 @@ ROOT = Path(__file__).resolve().parents[2]
 ONE = torch.ones(2)
 
 
-@pytest.fixture(autouse=True)
-def unsaid(monkeypatch):
-    monkeypatch.setattr(backend, "_said", {})
-
-
-MISSING = "Triton is not installed (pip install 'retain-kv[kernels]')"
-
-
 class OnCuda:
     """A tensor as far as a choice of path looks at it."""
 
-    is_cuda = True
-
-    device = torch.device("cuda", 0)
+    is_cuda, device = True, torch.device("cuda", 0)
 
     def __init__(self, dtype=torch.bfloat16):
         self.dtype = dtype
 
 
 @pytest.fixture(autouse=True)
-def _capability(monkeypatch):
-    """A GPU that is not asked for, since none need be there."""
+def machine(monkeypatch):
+    """One with Triton and a Hopper GPU that is not asked for, since none need be there."""
+    monkeypatch.setattr(backend, "_said", {})
+    monkeypatch.setattr(backend, "_has_triton", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
 
 
-def test_cpu_tensors_take_the_reference_even_where_kernels_can_be_interpreted(monkeypatch):
-    for interpret in ("0", "1"):
-        monkeypatch.setenv("TRITON_INTERPRET", interpret)
-        assert backend.path_for("op", ONE) == "reference"
-    assert backend.said() == (("op", "reference", "the tensors are not on CUDA"),)
-
-
-def test_cuda_tensors_take_the_kernel_unless_something_keeps_them(monkeypatch):
-    monkeypatch.setattr(backend, "_missing", lambda: None)
-    assert backend.path_for("op", OnCuda(), OnCuda(torch.float32)) == "triton"
-    assert backend.path_for("op", OnCuda(), unsupported="a head width of 512") == "reference"
-    assert backend.path_for("op", OnCuda(), OnCuda(torch.float64)) == "reference"
-    monkeypatch.setattr(backend, "_missing", lambda: MISSING)
-    assert backend.path_for("op", OnCuda()) == "reference"
-    assert [why for _, _, why in backend.said()] == [
-        "",
-        "a head width of 512",
-        "kernels take float32, float16 and bfloat16, not float64",
-        MISSING,
+def test_what_keeps_a_call_from_the_kernel_is_logged_once(monkeypatch, caplog):
+    """Loudly on a GPU; and what is forced nevertheless raises."""
+    caplog.set_level(logging.INFO, "retain.kernels")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # which is only reached by force
+    kept = [
+        ((ONE,), None, "the tensors are not on CUDA"),
+        ((OnCuda(),), "a head width of 512", "a head width of 512"),
+        ((OnCuda(), OnCuda(torch.float64)), None, "kernels take float32, float16 and bfloat16, not float64"),
+        ((OnCuda(),), None, "this GPU's compute capability is 7.5, and kernels need 8.0 or later"),
+        ((OnCuda(),), None, "Triton is not installed (pip install 'retain-kv[kernels]')"),
     ]
+    assert backend.path_for("op", OnCuda(), OnCuda(torch.float32)) == "triton"
+    for tensors, unsupported, why in kept:
+        if "capability" in why:
+            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+        if "installed" in why:
+            monkeypatch.setattr(backend, "_has_triton", lambda: False)
+        for _ in range(2):
+            assert backend.path_for("op", *tensors, unsupported=unsupported) == "reference"
+            assert backend.which(*tensors, unsupported=unsupported) == "reference"
+        if tensors[0] is not ONE:
+            with (
+                backend.using("triton"),
+                pytest.raises(ValueError, match=re.escape(f"forced, but {why}; lea")),
+            ):
+                backend.path_for("op", *tensors, unsupported=unsupported)
+    assert [reason for _, _, reason in backend.said()] == ["", *(why for *_, why in kept)]
+    levels = [logging.INFO, logging.INFO, *[logging.WARNING] * 4]
+    assert [record.levelno for record in caplog.records] == levels
+    assert caplog.records[-1].getMessage() == f"op runs as reference: {kept[-1][2]}"
 
 
 def test_tensors_of_several_devices_are_refused():
@@ -66,25 +68,7 @@ def test_tensors_of_several_devices_are_refused():
         backend.path_for("op", OnCuda(), ONE)
 
 
-@pytest.mark.parametrize(
-    ("version", "fits"), [("3.6.0", True), ("3.8.9", True), ("3.5.1", False), ("3.9.0", False)]
-)
-def test_another_triton_is_stepped_aside_for(version, fits, monkeypatch):
-    backend._missing.cache_clear()
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
-    try:
-        missing = backend._missing()
-    finally:
-        backend._missing.cache_clear()
-    assert (
-        missing is None
-        if fits
-        else f"{version} is installed" in missing and "3.6 or later, below 3.9" in missing
-    )
-
-
-def test_an_old_gpu_takes_the_reference_and_others_small_tiles(monkeypatch):
-    monkeypatch.setattr(backend, "_missing", lambda: None)
+def test_tiles_are_hoppers_or_small_ones(monkeypatch):
     assert backend.architecture(OnCuda()) == backend.architecture(ONE) == 90, "as in the interpreter"
     for capability, table in ((80, 80), (90, 90), (100, 80)):
         with backend.compiling_for(capability):
@@ -93,20 +77,6 @@ def test_an_old_gpu_takes_the_reference_and_others_small_tiles(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, newer=newer: newer)
         assert backend.path_for("op", OnCuda()) == "triton"
         assert backend.architecture(OnCuda()) == 80, "wgmma is Hopper's alone"
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert backend.path_for("op", OnCuda()) == "reference"
-    assert "compute capability is 7.5" in backend.said()[-1][-1]
-
-
-def test_a_fallback_on_a_gpu_warns_and_a_kernel_does_not(caplog, monkeypatch):
-    caplog.set_level(logging.INFO, "retain.kernels")
-    monkeypatch.setattr(backend, "_missing", lambda: None)
-    backend.path_for("op", OnCuda())
-    backend.path_for("op", OnCuda(), unsupported="pages")
-    assert [(record.levelno, record.getMessage()) for record in caplog.records] == [
-        (logging.INFO, "op runs as triton"),
-        (logging.WARNING, "op runs as reference: pages"),
-    ]
 
 
 def test_what_is_forced_is_forced_inside_only(monkeypatch):
@@ -114,31 +84,12 @@ def test_what_is_forced_is_forced_inside_only(monkeypatch):
     with backend.using("triton"):
         assert backend.path_for("op", ONE) == "triton"
         with backend.using("reference"):
-            assert backend.path_for("op", ONE) == "reference"
-            assert backend.path_for("op", OnCuda()) == "reference"
+            assert backend.path_for("op", ONE) == backend.path_for("op", OnCuda()) == "reference"
         assert backend.path_for("op", ONE) == "triton"
     assert backend.said() == (), "nobody need be told what they asked for"
-    assert backend.path_for("op", ONE) == "reference"
     with pytest.raises(RuntimeError, match="inner"), backend.using("triton"):
         raise RuntimeError("inner")
     assert backend.path_for("op", ONE) == "reference"
-
-
-def test_a_forced_kernel_that_cannot_run_raises(monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
-    with backend.using("triton"):
-        with pytest.raises(
-            ValueError, match="op: the Triton path was forced, but the tensors are not on CUDA"
-        ):
-            backend.path_for("op", ONE)
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
-        with pytest.raises(ValueError, match="forced, but a head width of 512; leave the choice to the op"):
-            backend.path_for("op", ONE, unsupported="a head width of 512")
-        with pytest.raises(ValueError, match="float32, float16 and bfloat16, not float64"):
-            backend.path_for("op", ONE.double())
-        monkeypatch.setattr(backend, "_missing", lambda: MISSING)
-        with pytest.raises(ValueError, match="Triton is not installed"):
-            backend.path_for("op", ONE)
 
 
 BLOCKED = """

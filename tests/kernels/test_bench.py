@@ -1,6 +1,5 @@
 """The benchmark's words and numbers, the check before it, and the steps of `make gpu`."""
 
-import gc
 import re
 import sys
 import zipfile
@@ -12,8 +11,7 @@ import torch
 from retain.kernels import backend, bench, gpu
 from retain.kernels.bench import COPY, main, milliseconds, verdict
 from retain.kernels.build import OPS
-from retain.kernels.measure import FLOOR, Claim, Cost, check, extra_bytes
-from tests.close import FLOOR as HOME
+from retain.kernels.measure import Claim, check
 
 CPU = torch.device("cpu")
 
@@ -34,7 +32,7 @@ def cases_of(op, factor=2.0, wrong_at=()):
         GRAPHED=False,
         inputs=lambda case, dtype, device, seed=0: {"x": torch.arange(case, device=device).to(dtype)},
         run=run,
-        cost=lambda case, dtype: Cost(2.0 * case, 8.0 * case),
+        least_bytes=lambda case, dtype: 8.0 * case,
         rivals=lambda case, kwargs: {"sum": lambda: kwargs["x"] + kwargs["x"]},
     )
 
@@ -83,7 +81,7 @@ def test_ratios_and_shares_are_taken_within_rounds(held):
         ("rival", 1.0 if held else 0.9, "1.000 (0.700 .. 1.600) x rival, at most"),
         (COPY, 0.5 if held else 0.51, "0.500 (0.350 .. 0.500) of the copy's bandwidth, at least"),
     ):  # shares are 0.5, 0.25 and 0.5
-        line = verdict(Claim("c", rival, bound), "op", ms, Cost(5e11, 5e8), 1e9)
+        line = verdict(Claim("c", rival, bound), "op", ms, 5e8, 1e9)
         assert line == f"{'held' if held else '**NOT held**'}: op, c: {text} {bound:g}"
 
 
@@ -104,34 +102,13 @@ def test_a_check_sees_what_is_wrong(change, problem):
     assert found is None if problem is None else problem in found
 
 
-def test_tolerances_are_those_of_tests():
-    assert FLOOR == HOME
-
-
-def test_memory_is_what_was_held_beyond_inputs_and_outputs():
-    big = torch.ones(1000, 1000)
-
-    def run():
-        product = big @ big
-        doubled = product * 2
-        del product
-        return doubled.sum(0), big[:10]
-
-    gc.collect()
-    assert extra_bytes(run, CPU) == pytest.approx(8_000_000, rel=0.01)
-    assert extra_bytes(lambda: big.neg_(), CPU) == 0
-    # Temporaries inside an operation count too: a copy, and the position of each of its entries.
-    assert extra_bytes(lambda: big.kthvalue(5).values, CPU) > 12_000_000
-
-
 @pytest.mark.gpu
-def test_on_cuda_time_and_memory_are_the_devices():
+def test_on_cuda_time_is_the_devices():
     big, flush = torch.ones(4096, 4096, device="cuda"), torch.empty(2**30, dtype=torch.int8, device="cuda")
     milliseconds(lambda: big @ big, flush)
     short, long = (milliseconds(lambda n=n: [big @ big for _ in range(n)], flush) for n in (1, 20))
     replayed = milliseconds(bench.graphed(lambda: [big @ big for _ in range(20)]), flush)
     assert 5 * short < min(long, replayed)
-    assert extra_bytes(lambda: (big * 2).sum(), big.device) == pytest.approx(big.nbytes, rel=0.01)
 
 
 @pytest.fixture
@@ -151,7 +128,7 @@ def test_a_failure_stops_no_other_and_the_same_command_goes_on(steps, tmp_path, 
     out = tmp_path / "out"
     assert gpu.main(["--out", str(out)]) == 1
     (out / "speed-32k.json").write_text(
-        '{"rows": [{"policy": "plain"}, {"policy": "merge", "ttft_over_plain": {"median": 1.2}}]}'
+        '{"rows": [{"policy": "plain"}, {"policy": "merge", "ttft_over_plain": 1.2}]}'
     )
     summary = (out / "summary.md").read_text()
     rows = {line.split(" | ")[0][2:]: line for line in summary.splitlines() if line.startswith("| ")}
@@ -182,9 +159,7 @@ def test_wheels_travel_along(steps, tmp_path):
 
 def test_the_plan_names_every_op_and_commands_that_there_are(tmp_path):
     plan = gpu.steps(tmp_path)
-    assert (
-        set(gpu.OPS) == set(OPS) == {path.parent.name for path in (gpu.ROOT / "kernels").glob("*/cases.py")}
-    )
+    assert set(OPS) == {path.parent.name for path in (gpu.ROOT / "kernels").glob("*/cases.py")}
     assert {f"bench-{op}" for op in OPS} | {f"tests-{op}" for op in OPS} <= {
         *plan
     } and "tests-kernels" in plan

@@ -16,7 +16,7 @@ from retain.kernels.build import OPS, SHARED_LIMIT
 ROOT = Path(__file__).resolve().parents[2]
 KERNELS = {
     "attention_stats": {"lse_kernel", "stats_kernel"},
-    "gated_attention": {"forward_", "prepare_", "d_queries_", "d_keys_"},
+    "gated_attention": {"forward_", "d_queries_", "d_keys_"},
     "ragged_attention": {"attend", "combine"},
     "decode_step": {"step"},
 }
@@ -37,8 +37,8 @@ def tiles_of(op, arch):
         if op == "attention_stats":
             from retain.kernels.attention_stats.launch import tile
 
-            for name, number, heads in itertools.product(("lse", "stats"), (16, 5000), (1, 4)):
-                yield f"{name}_kernel", tile(name, dtype, block, arch, number, busy=more, heads=heads)
+            for name, number in itertools.product(("lse", "stats"), (16, 5000)):
+                yield f"{name}_kernel", tile(name, dtype, block, arch, number, busy=more)
         elif op == "gated_attention":
             from retain.kernels.gated_attention.launch import tile as tile_of
 
@@ -70,7 +70,7 @@ def test_every_call_compiles_and_fits(op, arch, tmp_path):
             assert int(row["spilled"]) <= FEW, row
     # A decoding step has 16 rows; of the others each kernel that multiplies takes Hopper's instructions.
     asking = {row["kernel"] for row in rows if row["wgmma"]}
-    several = KERNELS[op] - {"combine", "prepare_", "step"}
+    several = KERNELS[op] - {"combine", "step"}
     assert asking == (several if arch == 90 else set())
     built = {(row["kernel"], row["tile"], row["warps"]) for row in rows}
     assert {(name, f"{cut.m}x{cut.n}", str(cut.num_warps)) for name, cut in tiles_of(op, arch)} <= built

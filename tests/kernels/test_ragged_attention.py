@@ -12,7 +12,7 @@ from retain.kernels import backend
 from retain.kernels.codes import decode
 from retain.kernels.measure import check
 from retain.kernels.ragged_attention import cases, launch, merged, path_of, ragged_attention, reference
-from retain.kernels.ragged_attention.cases import CASES, KIVI_2, KIVI_4, Case
+from retain.kernels.ragged_attention.cases import CASES, Case
 from retain.kernels.ragged_attention.pages import Pages
 from retain.kernels.ragged_attention.work import work_of
 from tests.close import assert_close
@@ -61,11 +61,10 @@ def interpreted(given):
 def test_the_reference_is_the_formulas(monkeypatch, name, few):
     monkeypatch.setattr(reference, "FEW", few)
     given = cases.inputs(CASES[name], torch.float64, "cpu")
-    out, lse = ragged_attention(**{**given, "with_lse": True})
+    out, lse = ragged_attention(**given)
     assert out.dtype == lse.dtype == torch.float64
     for actual, wanted in zip((out, lse), loops(CASES[name], given), strict=True):
         assert_close(actual, wanted)
-    assert torch.equal(ragged_attention(**{**given, "with_lse": False}), out)
 
 
 # The interpreter's bfloat16 goes through float32: a few cases show that it does.
@@ -77,15 +76,15 @@ KERNEL += [(name, torch.bfloat16) for name in ("decode", "chunk of 40, all optio
 def test_the_kernel_is_the_reference(name, dtype):
     with backend.using("triton"):
         assert check(cases, CASES[name], dtype, "cpu") is None
-    results = interpreted({**cases.inputs(CASES[name], dtype, "cpu"), "with_lse": True})
+    results = interpreted(cases.inputs(CASES[name], dtype, "cpu"))
     assert [result.dtype for result in results] == [dtype, torch.float32]
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
-@pytest.mark.parametrize("span", [1, 5, 16, 33, 40])
+@pytest.mark.parametrize("span", [1, 16, 33])
 def test_the_kernel_reads_any_bits_and_spans(bits, span):
     """Also of widths that are no multiple of a byte's codes, of a span, or of the tile."""
-    case = Case(1, 2, 2, 2, 21, (5, 70), value_width=33, keys=bits, values=bits, span=span, lse=True)
+    case = Case(1, 2, 2, 2, 21, (5, 70), value_width=33, bits=bits, span=span)
     with backend.using("triton"):
         assert check(cases, case, torch.float32, "cpu") is None
 
@@ -97,12 +96,13 @@ def test_however_rows_are_cut(monkeypatch, name):
     monkeypatch.setattr(launch, "attend", Counted(launch.attend, attended))
     monkeypatch.setattr(launch, "combine", Counted(launch.combine, combined))
     monkeypatch.setattr(launch, "PARTS", 2)  # so that parts come in several goes
-    given = {**cases.inputs(CASES[name], torch.float32, "cpu"), "with_lse": False}
+    given = cases.inputs(CASES[name], torch.float32, "cpu")
     exact, case, times = ragged_attention(**given), CASES[name], []
     for programs in (1, 3, 10**6):
         monkeypatch.setattr(launch, "PROGRAMS", dict.fromkeys(launch.PROGRAMS, programs))
         combined.clear()
-        assert_close(interpreted(given), exact)
+        for found, wanted in zip(interpreted(given), exact, strict=True):
+            assert_close(found, wanted)
         times.append(len(combined))
     # A program a row and block of queries, where rows are whole; more, where some are cut.
     whole, *others = (grid[0] for grid in attended)
@@ -127,18 +127,6 @@ class Counted:
         return self.kernel[grid]
 
 
-@pytest.mark.parametrize("name", SOME)
-def test_neither_another_run_nor_unknown_pages_change_a_bit(name):
-    given = {**cases.inputs(CASES[name], torch.float32, "cpu"), "with_lse": False}
-    for path in PATHS:
-        with backend.using(path):
-            known, again, read = (
-                ragged_attention(**{**given, "pages": pages})
-                for pages in (given["pages"], given["pages"], None)
-            )
-        assert torch.equal(known, again) and torch.equal(known, read)
-
-
 class Operations(TorchDispatchMode):
     """The operators that are called inside, except by Triton's interpreter, which looks at all memory."""
 
@@ -160,7 +148,7 @@ def test_a_store_of_other_strides_is_read_without_a_copy():
     assert turned["keys_CD"].stride(0) == 1 and queries.stride(3) != 1
     with Operations() as operations:
         got = interpreted({**given, **turned, "queries_BQSD": queries})
-    assert torch.equal(got, want)
+    assert all(map(torch.equal, got, want))
     assert not {name for name in operations.seen if "copy" in name or "clone" in name}
 
 
@@ -179,13 +167,10 @@ def test_a_known_layout_is_cut_once_and_never_waited_for(name):
     assert given["pages"].planned == planned
 
 
-def test_a_layout_keeps_the_way_of_cutting_it_that_is_used_and_forgets_others():
-    """Decoding goes on between chunks of ever new sizes."""
+def test_a_layout_does_not_remember_chunks_of_ever_new_sizes():
     pages = Pages.of([3, 1], "cpu")
-    decoding = pages.work(64)
     for entries in range(128, 64 * 40, 64):
-        pages.work(entries)
-        assert pages.work(64) is decoding
+        assert pages.work(entries) is pages.work(entries)
     assert len(pages.planned) < 16
 
 
@@ -220,7 +205,7 @@ def test_parts_are_bounded_and_programs_enough(monkeypatch, lengths, num_rows):
     work, wanted = work_of(rooms, entries, "cpu"), launch.PROGRAMS[cut.m] * 132
     assert work.num_slots * num_rows <= 2 * wanted * cut.m
     assert entries <= sum(rooms) * blocks / wanted + 64
-    assert work.num_items * blocks <= wanted + len(rooms) * blocks
+    assert work.items_3I.shape[1] * blocks <= wanted + len(rooms) * blocks
 
 
 def test_where_it_runs():
@@ -242,32 +227,11 @@ def test_no_gradient_is_lost_silently(path):
     given = cases.inputs(CASES["decode"], torch.float32, "cpu")
     queries = given["queries_BQSD"].clone().requires_grad_()
     with backend.using(path):
-        want = ragged_attention(**given)
-        out = ragged_attention(**{**given, "queries_BQSD": queries})
+        want, _ = ragged_attention(**given)
+        out, _ = ragged_attention(**{**given, "queries_BQSD": queries})
     assert torch.equal(out, want) and out.requires_grad
     with pytest.raises(ValueError, match="has no gradient.* run the model under torch.no_grad"):
         out.sum().backward()
-
-
-def test_what_cannot_be_is_refused():
-    given = cases.inputs(CASES["chunk of 40, 4 bits"], torch.float32, "cpu")
-    keys, values = given["keys_CD"], given["values_CD"]
-    for change, text in [
-        ({"sinks_Q": torch.zeros(1)}, r"sinks are \(1,\), where \(4,\) are needed"),
-        ({"pages": Pages.of([1], "cpu")}, "a layout of 1 rows with 64 entries for 2 rows and a store of"),
-        ({"seen_RS": given["seen_RS"][:, :3]}, r"seen is \(2, 3\) for 2 rows and 40 queries"),
-        ({"keys_CD": torch.zeros(keys.shape[0], 9)}, "keys are 9 wide and queries 64"),
-        (
-            {"lengths_R": given["lengths_R"][:1].repeat(3)},
-            "3 rows are not 2 sequences x a number",
-        ),
-        ({"keys_CD": keys._replace(bits=3)}, "keys as codes whose 3 bits"),
-        ({"values_CD": values._replace(span=16)}, r"values as codes whose scales are .* \[\d+, 2, 4\]"),
-        ({"keys_CD": values}, "keys as codes that share no scales by channel"),
-        ({"values_CD": values._replace(groups_C=keys.groups_C)}, "values as codes that share scales with"),
-    ]:
-        with pytest.raises(ValueError, match=text):
-            ragged_attention(**{**given, **change})
 
 
 @pytest.mark.parametrize("few", [0, 10**6], ids=["by rows", "by pages"])
@@ -284,7 +248,7 @@ def test_the_reference_never_decodes_a_whole_store(monkeypatch, few):
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("num_queries", [1, 40])
 def test_a_query_that_sees_nothing_has_its_sink_alone(num_queries, path, sinks):
-    given = cases.inputs(Case(1, 1, 2, num_queries, 32, (0,), lse=True), torch.float32, "cpu")
+    given = cases.inputs(Case(1, 1, 2, num_queries, 32, (0,)), torch.float32, "cpu")
     if sinks is not None:
         given["sinks_Q"] = torch.tensor(sinks)
     with backend.using(path):
@@ -298,10 +262,10 @@ def test_a_query_that_sees_nothing_has_its_sink_alone(num_queries, path, sinks):
 def test_merged_stores_are_one_softmax_over_all_entries(path, sinks):
     """Entries of two rows that lie in numbers, in 4 bits and in 2; the second row has none in the middle."""
     calls = []
-    for seed, (held, lengths) in enumerate((({}, (40, 3)), (KIVI_4, (70, 0)), (KIVI_2, (90, 65)))):
-        case = Case(1, 2, 2, 2, 20, lengths, value_width=24, lse=True, **held)
+    for seed, (bits, lengths) in enumerate(((0, (40, 3)), (4, (70, 0)), (2, (90, 65)))):
+        case = Case(1, 2, 2, 2, 20, lengths, value_width=24, bits=bits, span=16)
         given = cases.inputs(case, torch.float32, "cpu", seed)
-        given["seen_RS"] = given["lengths_R"][:, None].expand(-1, 2)
+        given["seen_RS"] = torch.tensor(lengths)[:, None].expand(-1, 2)
         calls.append({**given, "queries_BQSD": (calls or [given])[0]["queries_BQSD"]})
     with backend.using(path):
         outs, lses = zip(*(ragged_attention(**given) for given in calls), strict=True)
@@ -310,7 +274,7 @@ def test_merged_stores_are_one_softmax_over_all_entries(path, sinks):
         parts = []
         for given in calls:
             start = int(given["offsets_R1"][row])
-            held = slice(start, start + int(given["lengths_R"][row]))
+            held = slice(start, start + int(given["seen_RS"][row, 0]))
             stores = (cases.numbers_of(given[name], torch.float64) for name in ("keys_CD", "values_CD"))
             parts.append([store[held] for store in stores])
         keys, values = (torch.cat(rows) for rows in zip(*parts, strict=True))
@@ -342,7 +306,7 @@ def test_merged_of_nothing_seen_is_zeros_and_a_store_of_nothing_changes_nothing(
 @pytest.mark.parametrize("dtype", backend.DTYPES, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_on_a_gpu(name, dtype):
-    given = {**cases.inputs(CASES[name], dtype, "cuda"), "with_lse": True}
+    given = cases.inputs(CASES[name], dtype, "cuda")
     assert path_of(given["keys_CD"], given["values_CD"]) == "triton"
     assert check(cases, CASES[name], dtype, "cuda") is None
     for one, again in zip(ragged_attention(**given), ragged_attention(**given), strict=True):
@@ -350,7 +314,7 @@ def test_on_a_gpu(name, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.paged])
+@pytest.mark.parametrize("name", CASES)
 def test_a_gpu_is_never_waited_for(name):
     given = cases.inputs(CASES[name], torch.bfloat16, "cuda")
     ragged_attention(**given)  # kernels are compiled

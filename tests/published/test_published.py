@@ -86,21 +86,24 @@ HAND = {
 
 @pytest.fixture(scope="module")
 def described(tmp_path_factory):
-    """Every published model, described by a folder with nothing but its config."""
+    """Every published model, described by a folder with nothing but its config; of a refused one, why."""
     found = {}
     for entry in [
         entry for path in sorted(CONFIGS.glob("*.yaml")) for entry in yaml.safe_load(path.read_text())
     ]:
         folder = tmp_path_factory.mktemp(entry["model"].replace("/", "--"))
         (folder / "config.json").write_text(json.dumps(entry["config"]))
-        found[entry["model"]] = describe_model(str(folder), TOKENS, dtype="bfloat16")
+        try:
+            found[entry["model"]] = describe_model(str(folder), TOKENS, dtype="bfloat16")
+        except ValueError as error:
+            found[entry["model"]] = str(error)
     return found
 
 
 def test_layers_heads_and_bytes_are_those_that_were_counted_by_hand(described):
     for name, hand in HAND.items():
         found = described[name]
-        assert found.layout is not None, found.refusal
+        assert not isinstance(found, str), found
         specs, left = found.layout.evicting, list(found.layout.alone.values())
         assert len(specs) == hand.evict, name
         for spec in specs:
@@ -117,7 +120,7 @@ def test_layers_heads_and_bytes_are_those_that_were_counted_by_hand(described):
 
 
 def test_models_whose_layers_all_have_a_window_are_refused(described):
-    refused = {name for name, found in described.items() if "all are sliding_attention" in str(found.refusal)}
+    refused = {name for name, found in described.items() if "all are sliding_attention" in str(found)}
     assert refused == {"mistralai/Mistral-7B-v0.1", "microsoft/Phi-3-mini-4k-instruct"}
 
 
@@ -130,6 +133,6 @@ def test_the_logits_are_scaled_as_the_config_says(described):
 
 
 def test_a_multimodal_checkpoint_says_that_its_text_decoder_is_meant(described):
-    whole = {name for name, found in described.items() if found.whole is not None}
+    whole = {name for name, found in described.items() if getattr(found, "whole", None) is not None}
     assert whole == {"google/gemma-3-4b-it", "google/gemma-3-27b-it"}
     assert "reads more than text, its text decoder" in str(described["google/gemma-3-4b-it"])

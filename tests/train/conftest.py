@@ -13,7 +13,7 @@ SMALL = """
 dtype: float32
 data: {source: jsonl, documents: 0, held_out: 4, held_out_share: 0.25, min_tokens: 20, max_tokens: 100}
 gate: {family: mlp, settings: {F: 16}}
-target: {horizon: 8, chunk: 64}
+target: {horizon: 8}
 training: {steps: 8, batch_documents: 4, micro_batch: 3, lr: 1.0e-2, warmup_steps: 2,
   held_out_every: 4, checkpoint_every: 4}
 """

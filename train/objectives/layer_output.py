@@ -158,7 +158,7 @@ def layer_output(
         log_keep_BHT,
         scaling=evidence.scaling,
         protected=horizon,
-        exists_BT=evidence.valid_BT,
+        pads_B=(~evidence.valid_BT).sum(-1),
         soft_cap=evidence.soft_cap,
         sinks_Q=evidence.sinks_Q,
     )

@@ -12,7 +12,7 @@ from typing import Literal
 from jaxtyping import Bool, Float32
 from torch import Tensor
 
-from retain.config import Count, Positive, Tokens
+from retain.config import Positive, Tokens
 from retain.future import SOURCES, future_use
 from retain.train.settings import refuse, section, unknown
 from retain.train.teacher import View
@@ -38,9 +38,6 @@ class TargetSettings:
     floor: Positive = 2e-3
     """Added to the target before the logarithm, as a share of the head's mean; below it all targets are
     alike."""
-    chunk: Count | None = None
-    """Queries at a time; bounds the memory, changes no number. None: as many as are quick, in bounded
-    memory."""
     repeat_prompt: str = "\n\nRepeat the previous context exactly."
     """What asks for the context once more (KVzip's words)."""
     repeat_next_prompt: str = "\n\nRepeat the part of the previous context exactly, starting with"
@@ -82,7 +79,6 @@ def future_target(view: View, settings: TargetSettings) -> tuple[Tensor, Tensor]
         aggregate=settings.aggregate,
         weight=settings.weight,
         horizon=settings.horizon,
-        chunk=settings.chunk,
     )
     return use_BHT[0], reached_BHT[0]
 

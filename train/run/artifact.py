@@ -69,7 +69,7 @@ def _look(config: DistillConfig, gates: GateSet, frozen: Frozen, document: Docum
     """
     target = config.target
     if target_unit(target) != "risk" or config.stage != "local":
-        target = TargetSettings(horizon=target.horizon, chunk=target.chunk)
+        target = TargetSettings(horizon=target.horizon)
     looks: dict[int, LayerLook] = {}
     shown: dict[int, Evidence] = {}
     if gates.extension is not None:

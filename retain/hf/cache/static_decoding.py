@@ -178,8 +178,8 @@ class StaticDecoding:
         ]
         group = max(spec.num_heads // spec.num_kv_heads for spec in self.state.specs)
         work = tables(rooms, group, self.pool.values_PV.shape[1], self.pool.keys_PD.device, rounded)
-        for rows, table in zip(self.rows.values(), work, strict=True):
-            rows.work = table.tensors()
+        for rows, tensors in zip(self.rows.values(), work, strict=True):
+            rows.work = tensors
 
     def enter(self, steps: int, before: int) -> None:
         """Let steps run in the graph.

@@ -201,7 +201,7 @@ class _Step:
             log_gate_BHT if ages else None,
             scaling=spec.scaling,
             protected=self.gated.protected,
-            exists_BT=None if call.valid_BS is None else call.mask_BT.to(query.device),
+            pads_B=None if call.valid_BS is None else (~call.mask_BT).sum(-1).to(query.device),
             soft_cap=spec.soft_cap,
             sinks_Q=spec.sinks_Q,
         )
