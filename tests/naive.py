@@ -50,6 +50,19 @@ def random_evidence(
     )
 
 
+def left_of(evidence: Evidence, left: list[int]) -> Evidence:
+    """The evidence after an eviction that left these entries, with its last query."""
+    return replace(
+        evidence,
+        queries_BQSD=evidence.queries_BQSD[:, :, -1:],
+        keys_BHTD=evidence.keys_BHTD[:, :, left],
+        values_BHTD=evidence.values_BHTD[:, :, left],
+        positions_BT=evidence.positions_BT[:, left],
+        valid_BT=evidence.valid_BT[:, left],
+        place_BT=evidence.places_BT[:, left],
+    )
+
+
 def naive_attention(evidence: Evidence) -> Tensor:
     """Attention `[B, Q, S, T]` in float64: one softmax at a time, entry by entry. Rows that see nothing are "
     "zero."""

@@ -94,6 +94,11 @@ def test_all_else_runs(method: str) -> None:
         assert (cache.evictions > before) == (use == "again")
 
 
+def test_presets_that_turn_queries_back() -> None:
+    refused = {each.name for each in policies() if problems(each, ("unknown_rope",))}
+    assert refused == {"expected_attention", "triattention"}
+
+
 def test_presets_that_vllm_can_serve() -> None:
     refused = {each.name for each in policies() if problems(load_policy(each.name), ("vllm",))}
     assert refused == {

@@ -84,10 +84,6 @@ def test_sums_over_what_was_drawn_are_right_in_the_mean():
 def test_weights_of_which_no_share_can_be_drawn_are_refused():
     (layer,) = make_evidence(0, 1, 10, (0, 3), num_layers=1)
     weight = learned_scores([layer], 0)[0]
-    below = weight.values_BHT.clone()
-    below[1, 0, 6] = -1e-3
-    said = "weights of at least 0, and the observed score has some below"
-    refused(said, draw_keys, replace(weight, values_BHT=below), layer)
     said = "goes in proportion to numbers, and .* in 'rank'.*risk or mass"
     refused(said, draw_keys, replace(weight, unit="rank"), layer)
     refused("one seed a sequence: got 1 seeds for 2", draw_keys, weight, layer, [1])

@@ -16,11 +16,10 @@ from retain.shapes import axis_of
 
 def truncate(evidence: Evidence, stop: int) -> Evidence:
     """Cut the evidence to its first `stop` entries (views)."""
-    seen: dict[str, Any] = {}
-    for name, tensor in vars(evidence).items():
-        axis = axis_of(name, "T")
-        if tensor is not None and axis is not None:
-            seen[name] = tensor.narrow(axis, 0, stop)
+    axes = {name: axis_of(name, "T") for name, tensor in vars(evidence).items() if tensor is not None}
+    seen: dict[str, Any] = {
+        name: getattr(evidence, name).narrow(axis, 0, stop) for name, axis in axes.items() if axis is not None
+    }
     queries, queried_BS = evidence.num_queries - (evidence.num_seen - stop), evidence.queried_BS
     return replace(
         evidence,

@@ -42,10 +42,7 @@ class DenseView:
     entries: tuple[Int[Tensor, " N"], Int[Tensor, " N"]]
 
     def gather(self, store_C: Tensor) -> Tensor:
-        """Gather a column of the store: `[C, ...] -> [B, H, T, ...]`.
-
-        Undefined where a head does not hold the column: mask with `held_BHT`.
-        """
+        """Gather a column of the store, `[C, ...] -> [B, H, T, ...]`; undefined but at `held_BHT`."""
         if not store_C.shape[0]:
             return store_C.new_zeros(*self.index_BHT.shape, *store_C.shape[1:])
         return store_C[self.index_BHT]
@@ -112,8 +109,7 @@ def _tokens_at(
     B, seen = valid_BT.shape
     # Padding repeats the position before it, so that a first match is never padding; all sequences one behind
     # the other are one ascending row.
-    sorted_BT = positions_BT.long().masked_fill(~valid_BT, -1)
-    sorted_BT = sorted_BT.cummax(-1).values if seen else sorted_BT
+    sorted_BT = positions_BT.long().masked_fill(~valid_BT, -1).cummax(-1).values
     far = 2**32  # further than any two positions are apart
     first_B1 = torch.arange(B, device=valid_BT.device)[:, None]
     found_N = torch.searchsorted((sorted_BT + first_B1 * far).flatten(), position_N + sequence_N * far)

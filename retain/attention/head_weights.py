@@ -1,8 +1,7 @@
 """Reads a number for each KV head of a model, by which the heads share a budget.
 
 The file is JSON, by the index of each layer that evicts: `{"0": [1, 0], "1": [0.5, 0.25]}`. Numbers are at
-least 0, and count in proportion. `python -m retain.eval.head_weights` measures those of DuoAttention
-and of HeadKV.
+least 0, and count in proportion. `python -m retain.eval.head_weights` measures DuoAttention's and HeadKV's.
 
 DuoAttention's (arXiv 2410.10819) are 1 for a retrieval head and 0 for a streaming head: streaming heads hold
 the protected entries, and retrieval heads share the rest. HeadKV's (arXiv 2410.19258) are `(beta - 1) *

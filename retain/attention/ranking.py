@@ -4,12 +4,11 @@ Higher scores come first, and of equal scores the LATER position. `torch.topk` l
 differ); floors and padding make ties common. A stable sort of the reversed row settles them alike on every
 backend. No head is left empty that has entries.
 
-Under a threshold each entry is judged alone: entries do not compete, nothing is shared, and protected entries
-never exceed a budget. With `recent` protection the decision on an entry waits until it leaves the recent
-window. This is the rule of gates that decide at write time. KV Admission (WG-KV), arXiv 2512.17452: outside a
-local window of 256 entries, an entry is stored if its gate is above 0.1. DMS, arXiv 2506.05345: an entry goes
-if its logit is above 0, delayed by a window of 512; here its score is minus that logit, and the threshold 0.
-KVzap, arXiv 2601.07891: outside a window of 128, an entry goes if its predicted score is below a threshold.
+Under a threshold each entry is judged alone: nothing is shared, and protected entries never exceed a budget.
+With `recent` protection the decision on an entry waits until it leaves the recent window. This is the rule of
+gates that decide at write time: WG-KV (arXiv 2512.17452) stores an entry whose gate is above 0.1, outside a
+window of 256; DMS (arXiv 2506.05345) drops one whose logit is above 0, behind 512 (here its score is minus
+that logit); KVzap (arXiv 2601.07891) one whose score is below a threshold, behind 128.
 """
 
 import torch

@@ -46,17 +46,12 @@ class Rotary:
 def turn(
     x: Float[Tensor, "*rows D"], cos: Float[Tensor, "*tables R"], sin: Float[Tensor, "*tables R"]
 ) -> Float[Tensor, "*rows D"]:
-    """`x cos + rotate_half(x) sin` over the first R of the D dimensions; the rest is left alone.
+    """`x cos + rotate_half(x) sin`, `rotate_half([a, b]) = [-b, a]`, over the first R of the D dimensions.
 
-    Linear in the tables as well: means of tables give the mean of the rotations. Tables broadcast against x
-    but for the last axis.
+    The rest is left alone. Means of tables give the mean of the rotations; tables broadcast but for the last
+    axis.
     """
     width = cos.shape[-1]
-    turned = x[..., :width] * cos + rotate_half(x[..., :width]) * sin
+    a, b = x[..., :width].chunk(2, dim=-1)
+    turned = x[..., :width] * cos + torch.cat([-b, a], dim=-1) * sin
     return torch.cat([turned, x[..., width:]], dim=-1)
-
-
-def rotate_half(x: Float[Tensor, "*rows R"]) -> Float[Tensor, "*rows R"]:
-    """`[a, b] -> [-b, a]` of the two halves of the last axis."""
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat([-b, a], dim=-1)

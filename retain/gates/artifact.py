@@ -26,8 +26,8 @@ from safetensors.torch import save as save_tensors
 
 from retain.evidence import UNITS as SCORE_UNITS
 from retain.gates.base import UNITS, GateSet
-from retain.gates.calibrate import Calibrator, check_curve
-from retain.gates.families import GATES, build_gates, dims_for
+from retain.gates.calibrate import Calibrator
+from retain.gates.families import GATES, dims_for
 from retain.process.disk import write_new
 from retain.process.registry import check_choice, lookup
 
@@ -193,8 +193,6 @@ def _build(metadata: Mapping[str, Any], tensors: dict[str, torch.Tensor], path: 
     check_tensors({name: tensor for name, tensor in state.items() if name not in ties}, tensors, path)
     gates = _described(metadata)
     gates.load_state_dict({**tensors, **{name: tensors[first] for name, first in ties.items()}})
-    for layer, calibrator in gates.calibrators.items():
-        check_curve(cast(Calibrator, calibrator), f"{path}: the calibrator of layer {layer}")
     return gates
 
 
@@ -228,9 +226,8 @@ def _described(metadata: Mapping[str, Any]) -> GateSet:
         dims |= dims_for(metadata["family"], {int(layer): sizes}, settings)
     check_choice("score_unit", metadata.get("score_unit"), (*SCORE_UNITS, None))
     curves = (metadata.get("calibration") or {}).get("layers", {})
-    return build_gates(
-        metadata["family"],
-        dims,
+    return GateSet(
+        {layer: gate_class(**each) for layer, each in dims.items()},
         calibrators={int(layer): Calibrator(**curve) for layer, curve in curves.items()},
         extension=gate_class.extension(**metadata["extension"]) if "extension" in metadata else None,
     )

@@ -7,8 +7,6 @@ an artifact and a call name them alike.
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
-
 from retain.config import checked
 from retain.gates.admission import AdmissionGate, DMSGate
 from retain.gates.base import Gate, GateSet
@@ -34,26 +32,17 @@ GATES: dict[str, type[Gate]] = {
 }
 
 
-def build_gates(
-    family: str,
-    dims: Mapping[int, Mapping[str, Any]],
-    *,
-    calibrators: Mapping[int, nn.Module] | None = None,
-    extension: Any = None,
-) -> GateSet:
+def build_gates(family: str, dims: Mapping[int, Mapping[str, Any]]) -> GateSet:
     """Build a fresh gate set of one family; parts that its layers share are shared.
 
     Args:
         dims: layer index -> keyword arguments of that layer's gate (`dims_for` makes them).
-        calibrators: layer index -> calibration of that layer's scores.
-        extension: addition of the family to the model.
 
     Raises:
         ValueError: if the family is unknown.
     """
     gate_class = lookup(family, GATES, what="gate family")
-    gates = {layer: gate_class(**layer_dims) for layer, layer_dims in dims.items()}
-    return GateSet(gates, calibrators=calibrators, extension=extension)
+    return GateSet({layer: gate_class(**layer_dims) for layer, layer_dims in dims.items()})
 
 
 def dims_for(

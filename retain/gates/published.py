@@ -52,7 +52,6 @@ class Kind:
     """A published format of gates.
 
     Args:
-        name: its name for users.
         paper: title and arXiv id.
         pattern: of a tensor's name: layer index, and the part of the gate.
         gate_of: a layer's parts (those that it takes are popped), the config of the language model, the
@@ -62,7 +61,6 @@ class Kind:
         note: for users of these gates.
     """
 
-    name: str
     paper: str
     pattern: str
     gate_of: Callable[[Parts, Config, Sizes], Release]
@@ -144,49 +142,41 @@ def _dms_query(parts: Parts, config: Config, sizes: Sizes) -> tuple[str, dict[st
 
 
 KINDS: dict[str, Kind] = {
-    kind.name: kind
-    for kind in (
-        Kind(
-            name="kvzap",
-            paper="KVzap, arXiv 2601.07891",
-            pattern=r"(?:layers|module_list)\.(0|[1-9][0-9]{0,5})\.(.+)",
-            gate_of=_kvzap,
-            # They predict log KVzip+, max a ||W_O v|| / ||h||: over a hidden norm, it is no risk.
-            score_unit="rank",
-            note="the score is KVzip+ itself: their threshold tau on its logarithm is exp(tau) here",
-        ),
-        Kind(
-            name="fastkvzip",
-            paper="Fast KVzip, arXiv 2601.17668",
-            pattern=r"(?:module\.)?(0|[1-9][0-9]{0,5})\.(.+)",
-            gate_of=_fastkvzip,
-            note="as at their inference, the bias counts once (their training added it twice)",
-        ),
-        Kind(
-            name="trimkv",
-            paper="TRIM-KV, arXiv 2512.03324; DBTrimKV, arXiv 2605.09649",
-            pattern=r"(?:.*\.)?layers\.(0|[1-9][0-9]{0,5})\.self_attn\.retention_gate\.(.+)",
-            gate_of=_trimkv,
-        ),
-        Kind(
-            name="dms",
-            paper="DMS, arXiv 2506.05345",
-            pattern=r"(?:.*\.)?layers\.(0|[1-9][0-9]{0,5})\.self_attn\.(dms_proj_alpha.*)",
-            gate_of=_dms,
-            note="they evict a score below 0 that has left their window (dms_window_size); the model beside "
-            "these gates was frozen",
-        ),
-        Kind(
-            name="dms_query",
-            paper="DMS, arXiv 2506.05345",
-            pattern=r"(?:.*\.)?layers\.(0|[1-9][0-9]{0,5})\.self_attn\.(q_(?:proj|norm)\..+)",
-            gate_of=_dms_query,
-            stated_by="dms_alpha_scale",
-            note="they evict a score below 0 that has left their window (dms_window_size); the paper trains "
-            "all weights of the model with these gates, so that they fit no other, and its own code sets the "
-            "neuron that they read to zero in attention, which transformers' does not",
-        ),
-    )
+    "kvzap": Kind(
+        paper="KVzap, arXiv 2601.07891",
+        pattern=r"(?:layers|module_list)\.(0|[1-9][0-9]{0,5})\.(.+)",
+        gate_of=_kvzap,
+        # They predict log KVzip+, max a ||W_O v|| / ||h||: over a hidden norm, it is no risk.
+        score_unit="rank",
+        note="the score is KVzip+ itself: their threshold tau on its logarithm is exp(tau) here",
+    ),
+    "fastkvzip": Kind(
+        paper="Fast KVzip, arXiv 2601.17668",
+        pattern=r"(?:module\.)?(0|[1-9][0-9]{0,5})\.(.+)",
+        gate_of=_fastkvzip,
+        note="as at their inference, the bias counts once (their training added it twice)",
+    ),
+    "trimkv": Kind(
+        paper="TRIM-KV, arXiv 2512.03324; DBTrimKV, arXiv 2605.09649",
+        pattern=r"(?:.*\.)?layers\.(0|[1-9][0-9]{0,5})\.self_attn\.retention_gate\.(.+)",
+        gate_of=_trimkv,
+    ),
+    "dms": Kind(
+        paper="DMS, arXiv 2506.05345",
+        pattern=r"(?:.*\.)?layers\.(0|[1-9][0-9]{0,5})\.self_attn\.(dms_proj_alpha.*)",
+        gate_of=_dms,
+        note="they evict a score below 0 that has left their window (dms_window_size); the model beside "
+        "these gates was frozen",
+    ),
+    "dms_query": Kind(
+        paper="DMS, arXiv 2506.05345",
+        pattern=r"(?:.*\.)?layers\.(0|[1-9][0-9]{0,5})\.self_attn\.(q_(?:proj|norm)\..+)",
+        gate_of=_dms_query,
+        stated_by="dms_alpha_scale",
+        note="they evict a score below 0 that has left their window (dms_window_size); the paper trains "
+        "all weights of the model with these gates, so that they fit no other, and its own code sets the "
+        "neuron that they read to zero in attention, which transformers' does not",
+    ),
 }
 
 
@@ -209,20 +199,21 @@ def import_published(
     """
     path = Path(path)
     config, stored = _config(path if path.is_dir() else path.parent), _stored(weights_of(path))
-    published = _kind_of(stored, config, kind, path)
+    kind = _kind_of(stored, config, path) if kind == "auto" else kind
+    published = lookup(kind, KINDS, what="kind of published gates")
     family, settings = "", dict[str, Any]()
     found: Parts = {}
-    for layer, names in _layers(published, stored, sizes, path).items():
+    for layer, names in _layers(kind, stored, sizes, path).items():
         parts = {part: stored[name]() for part, name in names.items()}
         try:
             family, settings, renamed = published.gate_of(parts, config, sizes[layer])
         except (LookupError, RuntimeError, ArithmeticError) as error:
             raise ValueError(
                 f"{path} is not of this model, or incomplete: layer {layer} has {sorted(names)}, which are "
-                f"no {published.name} gate of its sizes ({type(error).__name__}: {error})."
+                f"no {kind} gate of its sizes ({type(error).__name__}: {error})."
             ) from None
         if parts:
-            raise ValueError(f"{path}: {min(parts)!r} of layer {layer} is no part of {published.name} gates.")
+            raise ValueError(f"{path}: {min(parts)!r} of layer {layer} is no part of {kind} gates.")
         found |= {f"gates.{layer}.{name}": tensor for name, tensor in renamed.items()}
     try:
         gates = build_gates(family, dims_for(family, sizes, settings))
@@ -231,7 +222,7 @@ def import_published(
     found = {**dict(gates.named_buffers()), **found}  # statistics of the input are ours alone
     check_tensors(gates.state_dict(), found, path)
     gates.load_state_dict(found)
-    gates.metadata = {"published": {"kind": published.name, "paper": published.paper, "note": published.note}}
+    gates.metadata = {"published": {"kind": kind, "paper": published.paper, "note": published.note}}
     if published.score_unit is not None:
         gates.metadata["score_unit"] = published.score_unit
     return gates.eval().requires_grad_(False)
@@ -305,14 +296,12 @@ def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
             yield from _flat(inner, f"{prefix}{key}.")
 
 
-def _kind_of(names: Collection[str], config: Config, kind: str, path: Path) -> Kind:
-    """The requested kind, or the one that a release's tensor names and config fit."""
-    if kind != "auto":
-        return lookup(kind, KINDS, what="kind of published gates")
-    for published in KINDS.values():
+def _kind_of(names: Collection[str], config: Config, path: Path) -> str:
+    """The kind that a release's tensor names and config fit."""
+    for kind, published in KINDS.items():
         stated = published.stated_by is None or published.stated_by in config
         if stated and any(re.fullmatch(published.pattern, name) for name in names):
-            return published
+            return kind
     some = ", ".join(sorted(names)[:3]) or "none"
     raise ValueError(
         f"{path} holds no gates of a kind that is known (its tensors: {some}, ...): known are "
@@ -321,18 +310,18 @@ def _kind_of(names: Collection[str], config: Config, kind: str, path: Path) -> K
 
 
 def _layers(
-    published: Kind, names: Collection[str], sizes: Mapping[int, Sizes], path: Path
+    kind: str, names: Collection[str], sizes: Mapping[int, Sizes], path: Path
 ) -> dict[int, dict[str, str]]:
     """Names of tensors by layer and part, for the layers of the model."""
     layers: dict[int, dict[str, str]] = {}
     for name in names:
-        if (match := re.fullmatch(published.pattern, name)) is not None:
+        if (match := re.fullmatch(KINDS[kind].pattern, name)) is not None:
             layers.setdefault(int(match[1]), {})[match[2]] = name
     # Some train a gate for every layer; those that a model leaves alone (sliding windows) need none.
     leaves_alone = sorted(sizes) != list(range(len(sizes)))
     if sizes.keys() - layers.keys() or (layers.keys() - sizes.keys() and not leaves_alone):
         raise ValueError(
-            f"{path} is not of this model: it has {published.name} gates for layers {sorted(layers)}, and "
+            f"{path} is not of this model: it has {kind} gates for layers {sorted(layers)}, and "
             f"the model's layers are {sorted(sizes)}. Name the model that these gates were trained on."
         )
     return {layer: layers[layer] for layer in sorted(sizes)}

@@ -65,17 +65,10 @@ def entropy_weight(
     tiny)`.
 
     Over the entries of all heads that compete (not padding, not protected), in float64. Its code divides by
-    `ln(H * m)`, its paper by `H * N`; both are the same for all layers of a prompt, and change no share.
-
-    Raises:
-        ValueError: if a score is negative.
+    `ln(H * m)`, its paper by `H * N`; both are the same for all layers of a prompt, and change no share. A
+    score below zero counts as zero.
     """
-    if ((score_BHT < 0) & (score_BHT > float("-inf"))).any():
-        raise ValueError(
-            "allocation.layers 'entropy' takes scores for shares of a whole, and there are scores below "
-            "zero: take a score in 'risk' or 'mass', or other layers."
-        )
     tiny = 1e-16
-    score = score_BHT.double().masked_fill(~competes_BHT, 0.0).flatten(1)
+    score = score_BHT.double().masked_fill(~competes_BHT, 0.0).clamp_min(0.0).flatten(1)
     p = score / (score.sum(-1, keepdim=True) + tiny)
     return -(p * (p + tiny).log()).sum(-1).clamp_max(0.0)

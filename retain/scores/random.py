@@ -58,12 +58,12 @@ def draw_keys(
     `random`, by which a share of a budget is drawn (`retain.budget.joint`).
 
     Args:
-        weight: in risk or mass, non-negative where an entry exists, -inf elsewhere.
+        weight: in risk or mass, -inf where no entry exists.
         evidence: of the layer.
         seeds_B: one integer a sequence; None: 0 for all, so that a sequence draws the same in any batch.
 
     Raises:
-        ValueError: if a weight is negative, or in `rank`.
+        ValueError: if the weights are in `rank`.
     """
     values_BHT = weight.values_BHT
     if weight.unit == "rank":
@@ -71,17 +71,10 @@ def draw_keys(
             "a draw goes in proportion to numbers, and the observed score is in 'rank', of which only the "
             "order means something: take one in risk or mass."
         )
-    # NaN stays, so that ranking refuses it by name.
-    exists_BHT = ~values_BHT.isneginf()
-    if ((values_BHT < 0) & exists_BHT).any():
-        raise ValueError(
-            "a draw takes weights of at least 0, and the observed score has some below: take one in risk or "
-            "mass."
-        )
     seeds = [0] * len(evidence.valid_BT) if seeds_B is None else seeds_B
     lots_BHT = random(evidence, seeds_B=seeds).values_BHT.to(values_BHT.device)
-    keys_BHT = values_BHT / (1.0 - lots_BHT.clamp_min(0.0))
-    return keys_BHT.masked_fill(~exists_BHT, float("-inf"))
+    # -inf stays -inf, and NaN stays, so that ranking refuses it by name.
+    return values_BHT / (1.0 - lots_BHT.clamp_min(0.0))
 
 
 def uniform_of(state: Int[Tensor, "*any"]) -> Float[Tensor, "*any"]:

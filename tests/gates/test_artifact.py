@@ -88,7 +88,8 @@ def test_an_extension_comes_back(tmp_path: Path) -> None:
     extension = LookaheadExtension(num_tokens=3, E=6, rank=2, modules={"layers.0.self_attn.q_proj": (6, 16)})
     with torch.no_grad():
         extension.up["layers/0/self_attn/q_proj"].normal_()
-    gates = build_gates("lookahead", dims_for("lookahead", SIZES), extension=extension)
+    gates = build_gates("lookahead", dims_for("lookahead", SIZES))
+    gates.extension = extension
     saved(gates, tmp_path)
     assert any(name.startswith("extension.") for name in load_file(tmp_path / WEIGHTS_FILE))
     back = load_gates(tmp_path)
@@ -173,7 +174,7 @@ INCONSISTENT: list[tuple[dict[str, object], str]] = [
     ({"layers": {}}, "at least one layer"),
     ({"extension": {"E": 6}}, "cannot build"),
     ({"score_unit": "risks"}, "score_unit is .*; got 'risks'"),
-    (calibrated(kind="spline"), "the kind shared; got .*'spline'"),
+    (calibrated(kind="spline"), "kind 'spline' are not read any more"),
     (calibrated(H=3), "with KV heads .* and calibrators with"),
     (calibrated(), "not hold the tensors"),
     (calibrated(layers=("0",)), "calibrate all of them, in one unit, or none"),
@@ -197,28 +198,11 @@ def tampered(folder: Path, name: str, change) -> None:  # type: ignore[no-untype
     rewrite(folder, sha256=hashlib.sha256(path.read_bytes()).hexdigest())
 
 
-def test_numbers_that_no_training_gives_are_refused(folder: Path, tmp_path: Path) -> None:
+def test_numbers_that_no_training_gives_are_refused(folder: Path) -> None:
     for change in (lambda tensor: tensor.fill_(float("nan")), lambda tensor: tensor.zero_().long()):
         tampered(folder, "gates.3.out.weight", change)
         with refusal("'gates.3.out.weight' holds numbers that are not finite fractions"):
             load_gates(folder)
-    for number, (name, change) in enumerate(
-        [
-            ("knots_K", lambda tensor: tensor.flip(-1)),
-            ("knots_K", lambda tensor: tensor * 1000),
-            ("values_K", lambda tensor: tensor.flip(-1)),
-            ("scale_H", lambda tensor: tensor.zero_()),
-            ("gain_H", lambda tensor: -tensor),
-            ("spread_H", lambda tensor: -tensor),
-        ]
-    ):
-        made = {layer: Calibrator(H=2, K=3) for layer in (0, 3)}
-        gates = GateSet({layer: some_gates()[layer] for layer in (0, 3)}, calibrators=made)
-        broken = saved(gates, tmp_path / str(number))
-        assert load_gates(broken).calibrators
-        tampered(broken, f"calibrators.3.{name}", change)
-        with refusal("the calibrator of layer 3 is no curve: its knots are not incr"):
-            load_gates(broken)
 
 
 def everything(calibrated: bool = True) -> GateSet:

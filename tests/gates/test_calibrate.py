@@ -9,7 +9,6 @@ from retain.gates.calibrate import (
     EDGE,
     REACH,
     SMALLEST_SLOPE,
-    SPACES,
     Calibrator,
 )
 from tests.close import assert_close
@@ -53,7 +52,7 @@ def naive(made, head: int, score: float) -> float:
     return math.exp(values[k] + (x - knots[k]) * slopes[k])
 
 
-@pytest.mark.parametrize("space", SPACES)
+@pytest.mark.parametrize("space", ["log", "asinh"])
 def test_formula(space):
     made = filled(space)
     draw = torch.Generator().manual_seed(1)
@@ -73,7 +72,7 @@ def test_formula(space):
     assert torch.equal(again(score), got)
 
 
-@pytest.mark.parametrize("space", SPACES)
+@pytest.mark.parametrize("space", ["log", "asinh"])
 def test_order_inside_a_head_stays_up_to_the_edges_of_float32(space):
     made = filled(space)
     grid = torch.cat([torch.tensor([0.0]), torch.logspace(-37, 38, 4001)])
@@ -96,7 +95,7 @@ def test_order_inside_a_head_stays_up_to_the_edges_of_float32(space):
     assert bool((made(apart).diff(dim=-1) > 0)[gap].all())
 
 
-@pytest.mark.parametrize("space", SPACES)
+@pytest.mark.parametrize("space", ["log", "asinh"])
 def test_ties_stay_ties_and_what_does_not_exist_stays_away(space):
     made = filled(space)
     score = torch.tensor([[[0.3, 0.3, float("-inf"), 2.0], [1.0, 0.0, 1.0, float("-inf")], [0.1] * 4]])

@@ -252,41 +252,32 @@ def test_an_opened_gate_is_open_and_learns(family: str) -> None:
 
 def test_opening_sets_the_output() -> None:
     inputs = some_inputs()
-    for opens_at in (1.0, 4.0):
-        gate = a_gate("admission", opens_at=opens_at)
+    for family, opens_at in (("admission", 1.0), ("admission", 4.0), ("linear", OPEN), ("mlp", OPEN)):
+        gate = a_gate(family, **({"opens_at": opens_at} if family == "admission" else {}))
         gate.open_()
-        assert torch.equal(gate.out_bias, torch.full((H,), opens_at, dtype=torch.float64))
-        with torch.no_grad():
-            gate.out_weight.zero_()
-        torch.testing.assert_close(
-            gate(inputs), torch.full((B, H, T), -math.log1p(math.exp(-opens_at))).double()
-        )
-    for family in ("linear", "mlp"):
-        gate = a_gate(family)
-        gate.open_()
-        assert torch.equal(gate(inputs), torch.full((B, H, T), OPEN, dtype=torch.float64))
+        if family == "admission":
+            torch.nn.init.zeros_(gate.out_weight)
+        wanted = torch.full((B, H, T), opens_at, dtype=torch.float64)
+        assert_same(gate(inputs), functional.logsigmoid(wanted) if family == "admission" else wanted)
     gate = a_gate("lowrank")
     norm = gate.query_norm.weight.clone()
     gate.open_()
     assert torch.equal(gate.query_norm.weight, 0.1 * norm)
-    with torch.no_grad():
-        gate.query_norm.weight.zero_()
+    torch.nn.init.zeros_(gate.query_norm.weight)
     # The share against 5 base keys that are as near as its own key is sigmoid(OPEN).
-    share = 1 / (1 + math.exp(-OPEN))
-    torch.testing.assert_close(gate(inputs), torch.full((B, H, T), share, dtype=torch.float64))
+    share = torch.full((B, H, T), 1 / (1 + math.exp(-OPEN)), dtype=torch.float64)
+    torch.testing.assert_close(gate(inputs), share)
 
 
 def test_log_gates() -> None:
     """The term that soft attention adds, per family, for an output."""
     output = torch.tensor([[[-2.0, 0.5]]], dtype=torch.float64)
     for family in ("linear", "mlp", "dms", "context"):
-        expected = functional.logsigmoid(output)
-        torch.testing.assert_close(a_gate(family).log_gate(output), expected)
+        assert_same(a_gate(family).log_gate(output), functional.logsigmoid(output))
     below = output.clamp_max(0)
     for family in ("decay", "decay_shared", "admission"):
         assert torch.equal(a_gate(family).log_gate(below), below)
-    share = torch.tensor([[[0.0, 0.25]]], dtype=torch.float64)
-    log_share = a_gate("lowrank").log_gate(share)
+    log_share = a_gate("lowrank").log_gate(torch.tensor([[[0.0, 0.25]]], dtype=torch.float64))
     assert log_share.isfinite().all() and float(log_share[0, 0, 1]) == math.log(0.25)
 
 

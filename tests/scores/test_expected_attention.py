@@ -1,3 +1,4 @@
+import itertools
 import math
 import sys
 from dataclasses import replace
@@ -9,7 +10,7 @@ from retain.attention.rotary import Rotary
 from retain.scores import expected_attention
 from retain.scores.expected_attention import quadratic
 from tests.close import MODEL
-from tests.naive import assert_heads_close, random_evidence, special_layer
+from tests.naive import assert_heads_close, existing, random_evidence, special_layer
 
 # The name of the module is that of its score.
 expected_attention_module = sys.modules[quadratic.__module__]
@@ -36,43 +37,28 @@ def _rotation(position, width):
 
 
 def _naive(evidence, *, future, sinks, value_norm):
-    (B, H, T, D), S = evidence.keys_BHTD.shape, evidence.num_queries
-    keys = evidence.keys_BHTD.double()
-    projected = torch.einsum(
-        "bhtd,hgde->bhgte",
-        evidence.values_BHTD.double(),
-        evidence.output_weight_QDE.double().unflatten(0, (H, -1)),
-    )
-    size = (
-        evidence.values_BHTD.double().norm(dim=-1)[:, :, None]
-        if value_norm == "plain"
-        else projected.norm(dim=-1)
-    )
+    (B, H, T, D), S, G = evidence.keys_BHTD.shape, evidence.num_queries, evidence.group
     naive = torch.full((B, H, T), float("-inf"), dtype=torch.float64)
-    for b in range(B):
-        entries = [i for i in range(T) if evidence.valid_BT[b, i]]
-        after = entries[sinks:]
+    for b, h in itertools.product(range(B), range(H)):
+        keys, values = evidence.keys_BHTD[b, h].double(), evidence.values_BHTD[b, h].double()
+        places, entries = evidence.positions_BT[b].tolist(), existing(evidence, b)
+        after, total = entries[sinks:], torch.zeros(T, dtype=torch.float64)
         held = [i for i in after if i >= T - S]
-        last = int(evidence.positions_BT[b, entries[-1]])
-        R = sum(_rotation(last + ahead, D) for ahead in range(1, future + 1)) / future
-        back = [torch.linalg.inv(_rotation(int(evidence.positions_BT[b, i]), D)) for i in held]
-        for h in range(H):
-            total = torch.zeros(T, dtype=torch.float64)
-            for q in range(h * evidence.group, (h + 1) * evidence.group):
-                queries = [
-                    x @ evidence.queries_BQSD[b, q, i - (T - S)].double()
-                    for x, i in zip(back, held, strict=True)
-                ]
-                mean, centred = sum(queries) / len(held), torch.stack(queries) - sum(queries) / len(held)
-                mean, cov = R @ mean, R @ (centred.T @ centred / len(held)) @ R.T
-                z = evidence.scaling * keys[b, h] @ mean
-                z += evidence.scaling**2 / 2 * ((keys[b, h] @ cov) * keys[b, h]).sum(-1)
-                if evidence.log_weight_BHT is not None:
-                    z += evidence.log_weight_BHT[b, h]
-                sink = 0.0 if evidence.sinks_Q is None else evidence.sinks_Q[q].double().exp()
-                a = z[after].exp() / (z[after].exp().sum() + sink)
-                total[after] += a * size[b, h, q % size.shape[2], after] / evidence.group
-            naive[b, h, after], naive[b, h, entries[:sinks]] = total[after], total.max()
+        back = [torch.linalg.inv(_rotation(places[i], D)) for i in held]
+        R = sum(_rotation(places[entries[-1]] + ahead, D) for ahead in range(1, future + 1)) / future
+        for q in range(h * G, (h + 1) * G):
+            asked = evidence.queries_BQSD[b, q, [i - (T - S) for i in held]].double()
+            queries = torch.stack([x @ query for x, query in zip(back, asked, strict=True)])
+            centred = queries - queries.mean(0)
+            mean, cov = R @ queries.mean(0), R @ (centred.T @ centred / len(held)) @ R.T
+            z = evidence.scaling * keys @ mean + evidence.scaling**2 / 2 * ((keys @ cov) * keys).sum(-1)
+            if evidence.log_weight_BHT is not None:
+                z += evidence.log_weight_BHT[b, h]
+            sink = 0.0 if evidence.sinks_Q is None else evidence.sinks_Q[q].double().exp()
+            written = values if value_norm == "plain" else values @ evidence.output_weight_QDE[q].double()
+            a = z[after].exp() / (z[after].exp().sum() + sink)
+            total[after] += a * written[after].norm(dim=-1) / G
+        naive[b, h, after], naive[b, h, entries[:sinks]] = total[after], total.max()
     return naive
 
 

@@ -36,6 +36,7 @@ from tests.naive import (
     SHAPES,
     assert_heads_close,
     existing,
+    left_of,
     masked,
     mixed,
     naive_attention,
@@ -95,15 +96,7 @@ def test_the_mean_counts_the_queries_of_evicted_entries():
     whole = counted(random_evidence(pads=(0, 0)))
     left = [i for i in range(14) if i not in (3, 4, 9)]
     running = (whole.running.mass_BHT, whole.running.last_access_BHT)
-    held = replace(
-        whole,
-        keys_BHTD=whole.keys_BHTD[:, :, left],
-        values_BHTD=whole.values_BHTD[:, :, left],
-        positions_BT=whole.positions_BT[:, left],
-        valid_BT=whole.valid_BT[:, left],
-        place_BT=whole.places_BT[:, left],
-        running=RunningStatistics(*(x[..., left] for x in running)),
-    )
+    held = replace(left_of(whole, left), running=RunningStatistics(*(x[..., left] for x in running)))
     assert torch.equal(h2o(held, reduce="mean").values_BHT, h2o(whole, reduce="mean").values_BHT[..., left])
 
 

@@ -10,7 +10,7 @@ import torch
 from retain.scores import SCORES, random, recency, tova
 from retain.scores.window import pool_entries
 from tests.held import ASKED, compacted, filled, held_evidence, naive_held_attention
-from tests.naive import LAYERS, assert_heads_close, random_evidence, special_layer
+from tests.naive import LAYERS, assert_heads_close, left_of, random_evidence, special_layer
 from tests.scores.test_scores import IN_LAYERS, VARIANTS, WINDOW, both, score_of
 
 # Scores of which a head's own entries are all that matters, under these settings.
@@ -107,16 +107,7 @@ def test_an_entry_has_the_same_number_at_every_eviction(score):
     whole = random_evidence((0, 6), num_tokens=25)
     before = score(whole).values_BHT
     for left in ([3, 7, 8, 12, 13, 20, 24], list(range(10, 25)), [24]):
-        later = replace(
-            whole,
-            queries_BQSD=whole.queries_BQSD[:, :, -1:],
-            keys_BHTD=whole.keys_BHTD[:, :, left],
-            values_BHTD=whole.values_BHTD[:, :, left],
-            positions_BT=whole.positions_BT[:, left],
-            valid_BT=whole.valid_BT[:, left],
-            place_BT=whole.places_BT[:, left],
-        )
-        assert torch.equal(score(later).values_BHT, before[..., left])
+        assert torch.equal(score(left_of(whole, left)).values_BHT, before[..., left])
 
 
 def test_an_entry_stays_in_its_page_while_others_go():
