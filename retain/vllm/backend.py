@@ -1,17 +1,16 @@
-"""Attends over the pages of evicted prompts, on a CPU: the engine's kernel, on tables of `retain`.
+"""Attends over the pages of evicted prompts, on a CPU: the engine's backend, on tables of `retain`.
 
-A (request, KV head) is shown to the kernel as a sequence with one KV head (`retain.vllm.packing.tables`). A
-step without an evicted request runs as the engine runs it.
+A (request, KV head) is shown to it as a sequence with one KV head (`retain.vllm.packing.pages`). A step
+without an evicted request runs as the engine runs it.
 """
 
-from dataclasses import dataclass, fields
+from copy import copy
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Int, Int64
+from jaxtyping import Int64
 from torch import Tensor
-from vllm import _custom_ops as ops
-from vllm import envs
 from vllm.config import get_current_vllm_config
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -24,7 +23,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from retain.vllm.check import CONNECTOR, MODULES
-from retain.vllm.packing.tables import build_tables
+from retain.vllm.packing.pages import build_tables
 from retain.vllm.packing.worker import Worker
 from retain.vllm.scheduler import EvictingSpec
 from retain.vllm.settings import settings_from
@@ -36,19 +35,17 @@ def worker_here() -> Worker | None:
     return getattr(group, "worker", None)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class EvictingMetadata(CPUAttentionMetadata):
     """Metadata of a step with evicted requests.
 
     Args:
-        tables: of each layer: block table, lengths, and what the kernel's scheduler made of them.
-        virtual_NH: place of each (token, KV head) among the virtual sequences.
-        virtual_starts: where the tokens of each virtual sequence begin.
+        layers: name of a layer -> metadata of its virtual sequences.
+        order_M: the (token, KV head) pairs of the step, sequence by virtual sequence.
     """
 
-    tables: list[tuple[Tensor, Tensor, Any]] | None = None
-    virtual_NH: Int64[Tensor, "N H"] | None = None
-    virtual_starts: Int[Tensor, " starts"] | None = None
+    layers: dict[str, CPUAttentionMetadata]
+    order_M: Int64[Tensor, " M"]
 
 
 class EvictingBuilder(CPUAttentionMetadataBuilder):
@@ -58,44 +55,34 @@ class EvictingBuilder(CPUAttentionMetadataBuilder):
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> CPUAttentionMetadata:
         base = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        worker = worker_here()
+        worker, common = worker_here(), common_attn_metadata
         if worker is None or not worker.parts or not isinstance(self.kv_cache_spec, EvictingSpec):
             return base
-        common = common_attn_metadata
-        starts = common.query_start_loc_cpu.tolist()
-        packed = worker.read_batch(common.block_table_tensor, starts, common.seq_lens)
+        rows = common.block_table_tensor, common.seq_lens
+        packed = worker.read_batch(rows[0], common.query_start_loc_cpu.tolist(), rows[1])
         if packed is None:
             return base
-        given = {each.name: getattr(base, each.name) for each in fields(CPUAttentionMetadata)}
-        # Virtual sequences of the step, for every layer.
-        layout, group = worker.layout, self.num_heads // worker.layout.num_heads
-        starts_R1, H = common.query_start_loc.long(), layout.num_heads
-        counts_R = starts_R1.diff()
-        rows_N = torch.repeat_interleave(torch.arange(len(counts_R)), counts_R)
-        inside_N = torch.arange(len(rows_N)) - starts_R1[rows_N]
-        virtual_NH = (starts_R1[rows_N] * H + inside_N)[:, None] + torch.arange(H) * counts_R[rows_N][:, None]
-        virtual_starts = torch.zeros(len(counts_R) * H + 1, dtype=torch.int32)
-        virtual_starts[1:] = counts_R.repeat_interleave(H).cumsum(0)
-        rows = common.block_table_tensor, common.seq_lens, *packed
-        tables = build_tables(layout, *rows, worker.places_L)
-        layers = []
-        for pages_NW, lengths_N in zip(*tables, strict=True):
-            scheduled = ops.cpu_attn_get_scheduler_metadata(
+        H, counts_R = self.num_kv_heads, common.query_start_loc.diff()
+        rows_N = torch.arange(len(counts_R)).repeat_interleave(counts_R)
+        order_M = (rows_N[:, None] * H + torch.arange(H)).flatten().argsort(stable=True)
+        starts_N1 = torch.nn.functional.pad(counts_R.repeat_interleave(H).cumsum(0), (1, 0)).int()
+        alone = copy(self)
+        alone.num_heads, alone.num_kv_heads = self.num_heads // H, 1
+        layers = {}
+        for name, pages_NW, lengths_N in zip(
+            worker.layers, *build_tables(worker.layout, *rows, *packed), strict=True
+        ):
+            sequences = replace(
+                common,
                 num_reqs=len(lengths_N),
-                num_heads=group,
-                num_kv_heads=1,
-                head_dim=self.head_dim,
+                num_actual_tokens=len(order_M),
+                query_start_loc=starts_N1,
+                query_start_loc_cpu=starts_N1,
                 seq_lens=lengths_N,
-                dtype=self.dtype,
-                query_start_loc=virtual_starts,
-                causal=True,
-                sliding_window_size=-1,
-                isa=self.isa,
-                enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
-                kv_cache_dtype=self.kv_cache_dtype,
+                block_table_tensor=pages_NW,
             )
-            layers.append((pages_NW.contiguous(), lengths_N, scheduled))
-        return EvictingMetadata(**given, tables=layers, virtual_NH=virtual_NH, virtual_starts=virtual_starts)
+            layers[name] = CPUAttentionMetadataBuilder.build(alone, 0, sequences)
+        return EvictingMetadata(**vars(base), layers=layers, order_M=order_M)
 
 
 class EvictingImpl(CPUAttentionBackendImpl):
@@ -119,45 +106,19 @@ class EvictingImpl(CPUAttentionBackendImpl):
         output: Tensor, **scales: Any,
     ) -> Tensor:  # fmt: skip
         worker = worker_here()
-        place = None if worker is None else worker.order.get(layer.layer_name)
-        if worker is not None and place is not None and attn_metadata is not None:
-            N = attn_metadata.num_actual_tokens
-            worker.observe_(place, query[:N])
-            if isinstance(attn_metadata, EvictingMetadata):
-                self._attend(worker, place, query[:N], attn_metadata, output[:N])
-                return output
-        return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, **scales)
-
-    def _attend(
-        self, worker: Worker, place: int, query_NQD: Tensor, metadata: EvictingMetadata, output_NQD: Tensor
-    ) -> None:
-        """Attend, each KV head of each request as one sequence."""
-        assert metadata.tables is not None and metadata.virtual_NH is not None
-        N, Q, D = query_NQD.shape
-        H, pages = worker.layout.num_heads, worker.pages
-        table, lengths, scheduled = metadata.tables[place]
-        virtual_M = metadata.virtual_NH.flatten()
-        queries = torch.empty(N * H, Q // H, D, dtype=query_NQD.dtype)
-        queries[virtual_M] = query_NQD.reshape(N * H, Q // H, D)
-        out = torch.empty_like(queries)
-        ops.cpu_attention_with_kv_cache(
-            query=queries,
-            key_cache=pages.keys,
-            value_cache=pages.values,
-            output=out,
-            query_start_loc=metadata.virtual_starts,
-            seq_lens=lengths,
-            scale=self.scale,
-            causal=True,
-            alibi_slopes=None,
-            sliding_window=-1,
-            block_table=table,
-            softcap=self.logits_soft_cap,
-            scheduler_metadata=scheduled,
-            s_aux=None,
-            kv_cache_dtype=self.kv_cache_dtype,
-        )
-        output_NQD.copy_(out[virtual_M].view(N, Q, D))
+        if worker is not None and attn_metadata is not None:
+            worker.observe_(layer.layer_name, query[: attn_metadata.num_actual_tokens])
+        if worker is None or not isinstance(attn_metadata, EvictingMetadata):
+            return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, **scales)
+        # Each KV head of each request is one sequence.
+        order_M, (_, Q, D) = attn_metadata.order_M, query.shape
+        shape = len(order_M), Q // self.num_kv_heads, D
+        queries = query[: attn_metadata.num_actual_tokens].reshape(shape)[order_M]
+        found = torch.empty_like(queries)
+        metadata = attn_metadata.layers[layer.layer_name]
+        super().forward(layer, queries, key, value, worker.pages.cache, metadata, found, **scales)
+        output[: attn_metadata.num_actual_tokens].view(shape)[order_M] = found
+        return output
 
 
 class EvictingCPUBackend(CPUAttentionBackend):
@@ -169,7 +130,7 @@ class EvictingCPUBackend(CPUAttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
-        return EvictingSpec.of(spec) if cls.evicts and type(spec) is FullAttentionSpec else spec
+        return EvictingSpec(**vars(spec)) if cls.evicts and type(spec) is FullAttentionSpec else spec
 
     @staticmethod
     def get_impl_cls() -> type[CPUAttentionBackendImpl]:

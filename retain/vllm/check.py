@@ -36,11 +36,6 @@ MODULES = {
 }
 
 
-def is_tested() -> bool:
-    """True for the release of vLLM that the tests were run with."""
-    return vllm.__version__.startswith(TESTED)
-
-
 def check_of(earlier: type[VerifyAndUpdateConfig] | None) -> type[VerifyAndUpdateConfig]:
     """The check of an architecture, after the one that vLLM has for it."""
     base = earlier or VerifyAndUpdateConfig
@@ -49,34 +44,21 @@ def check_of(earlier: type[VerifyAndUpdateConfig] | None) -> type[VerifyAndUpdat
         @classmethod
         def verify_and_update_config(cls, vllm_config: VllmConfig) -> None:
             base.verify_and_update_config(vllm_config)
-            prepare_(vllm_config)
+            if settings_from(vllm_config.additional_config) is not None:
+                prepare_(vllm_config)
 
     return Check
 
 
 def prepare_(config: VllmConfig) -> None:
-    """Refuse what cannot be served, and add the connector; nothing where eviction is not asked for.
+    """Refuse an engine that cannot evict, and add the connector.
 
     Raises:
         ValueError: with all reasons.
     """
-    settings = settings_from(config.additional_config)
-    if settings is None:
-        return
-    if problems := problems_of_engine(config):
-        raise ValueError(f"this engine cannot evict: {'; '.join(problems)}. Or leave 'retain' out.")
-    config.kv_transfer_config = KVTransferConfig(
-        kv_connector=CONNECTOR, kv_connector_module_path="retain.vllm.connector", kv_role="kv_both"
-    )
-    there = config.model_config.logits_processors or []
-    if OPTIONS_CHECK not in there:
-        config.model_config.logits_processors = [*there, OPTIONS_CHECK]
-
-
-def problems_of_engine(config: VllmConfig) -> list[str]:
-    """List why an engine cannot be served with eviction."""
+    transfer = config.kv_transfer_config
     problems = {
-        f"vLLM {vllm.__version__} was not tested, {TESTED}* was": not is_tested(),
+        f"vLLM {vllm.__version__} was not tested, {TESTED}* was": not vllm.__version__.startswith(TESTED),
         "no GPU backend exists yet, a CPU is wanted (docs/serving.md)": not current_platform.is_cpu(),
         f"it quantises its cache (kv_cache_dtype {config.cache_config.cache_dtype!r}): take 'auto'": (
             config.cache_config.cache_dtype not in ("auto", "bfloat16", "float16", "float32")
@@ -88,10 +70,16 @@ def problems_of_engine(config: VllmConfig) -> list[str]:
         ),
         "the V2 model runner was not tested: set VLLM_USE_V2_MODEL_RUNNER=0": config.use_v2_model_runner,
         "another KV connector is configured: take one of the two": (
-            config.kv_transfer_config is not None and config.kv_transfer_config.kv_connector != CONNECTOR
+            transfer is not None and transfer.kv_connector != CONNECTOR
         ),
     }
-    return [problem for problem, holds in problems.items() if holds]
+    if found := [problem for problem, holds in problems.items() if holds]:
+        raise ValueError(f"this engine cannot evict: {'; '.join(found)}. Or leave 'retain' out.")
+    config.kv_transfer_config = KVTransferConfig(
+        kv_connector=CONNECTOR, kv_connector_module_path="retain.vllm.connector", kv_role="kv_both"
+    )
+    there = config.model_config.logits_processors or []
+    config.model_config.logits_processors = [*there, *({OPTIONS_CHECK} - {*there})]
 
 
 class OptionsCheck(LogitsProcessor):

@@ -5,7 +5,6 @@ and says of each step which requests are evicted from. On a worker's side it hol
 each step before its tables are built, and lets it evict after the forward pass.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,11 +30,11 @@ from retain.evidence import Evidence
 from retain.gates.artifact import check_fingerprint, load_gates
 from retain.gates.base import GateSet
 from retain.gates.hub import fetch
+from retain.process.fingerprint import fingerprint_of
+from retain.shapes import LayerShape
 from retain.vllm.metrics import EvictionMetrics, EvictionStats
-from retain.vllm.models import fingerprint_here
 from retain.vllm.packing.pages import PageStore
-from retain.vllm.packing.progress import Arrival, Progress
-from retain.vllm.packing.worker import Part, Worker
+from retain.vllm.packing.worker import Arrival, Part, Worker
 from retain.vllm.scheduler import EvictingManager, EvictingSpec
 from retain.vllm.settings import Rules, budget_of, settings_from
 
@@ -68,15 +67,13 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
                 f"the engine has {len(evicting)} groups of layers with full attention, and one is wanted: "
                 "this model cannot be served with eviction yet."
             )
-        (self.group,), self.one_group = evicting, len(groups) == 1
-        spec = self.group.kv_cache_spec
-        entry_bytes = 2 * spec.head_size * torch.empty(0, dtype=spec.dtype).element_size()
-        heads_L = (spec.num_kv_heads,) * len(self.group.layer_names)
-        self.rules = Rules(settings.load_policy(), spec.block_size, heads_L, entry_bytes)
+        self.names, spec, self.alone = evicting[0].layer_names, evicting[0].kv_cache_spec, len(groups) == 1
+        shape = LayerShape(spec.num_kv_heads, 2 * spec.head_size * spec.dtype.itemsize)
+        self.rules = Rules(settings.load_policy(), spec.block_size, (shape,) * len(self.names))
         if role is KVConnectorRole.SCHEDULER:
             name = "tokens_per_head" if settings.keep_ratio is None else "keep_ratio"
             what = f"policy {settings.policy}, {name} {getattr(settings, name)}, in blocks of "
-            what += f"{spec.block_size} entries, in {len(heads_L)} layers of {spec.num_kv_heads} KV heads"
+            what += f"{spec.block_size} entries, in {len(self.names)} layers of {spec.num_kv_heads} KV heads"
             logger.info("retain evicts entries of prompts: %s.", what)
         self.stats = EvictionStats()
         self.worker: Worker | None = None
@@ -93,24 +90,19 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
 
     def on_new_request(self, request: Request) -> None:
         """Decide whether a request is evicted from; one whose options do not fit is served in full."""
-        params = request.sampling_params
-        if params is None or request.prompt_token_ids is None:
-            self.stats.count(requests_in_full=1)
-            return
-        length = request.num_prompt_tokens
-        full = length // self.rules.page
+        params, length = request.sampling_params, request.num_prompt_tokens
         try:
-            budget = budget_of(self.settings, params.extra_args)
+            budget = budget_of(self.settings, params and params.extra_args)
             kept = self.rules.kept(length, budget)
         except ValueError as error:
             self.stats.count(requests_refused=1)
             logger.warning_once("A request is served in full, without eviction: %s", error)
             return
-        if kept == full:
+        if params is None or request.prompt_token_ids is None or kept == length // self.rules.page:
             self.stats.count(requests_in_full=1)
             return
-        asked = Arrival(request.request_id, length, kept, budget, params.seed or 0)
-        self.manager.progress[request.request_id] = Progress(asked, full)
+        asked = self.manager.asked
+        asked[request.request_id] = Arrival(request.request_id, length, kept, budget, params.seed or 0)
         # Blocks that other requests read are never rewritten.
         request.skip_reading_prefix_cache = True
 
@@ -123,60 +115,58 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
         computed = {one.req_id: one.num_computed_tokens for one in scheduler_output.scheduled_new_reqs}
         computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         for request_id, count in scheduler_output.num_scheduled_tokens.items():
-            progress = self.manager.progress.get(request_id)
-            if progress is None:
+            if (asked := self.manager.asked.get(request_id)) is None:
                 continue
             start, stop = computed[request_id], computed[request_id] + count
             last = self.manager.req_to_blocks[request_id][(stop - 1) // self.rules.page]
-            evicts = progress.step(start, stop)
-            evicted = progress.evicted and not evicts
-            step.parts.append(Part(progress.asked, last.block_id, start, stop, evicted, evicts))
-        if self.manager.num_freed:
-            self.stats.count(blocks_freed=self.manager.num_freed)
-            self.manager.num_freed = 0
+            step.parts.append(Part(asked, last.block_id, start, stop))
+        self.stats.count(blocks_freed=self.manager.num_freed)
+        self.manager.num_freed = 0
         return step
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        self.manager.progress.pop(request.request_id, None)
+        self.manager.asked.pop(request.request_id, None)
         return False, None
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
         """The memory is there: check it, and make the worker."""
-        names = sorted(self.group.layer_names, key=extract_layer_index)
-        attention = get_layers_from_vllm_config(self._vllm_config, Attention, names)
-        modules = [attention[name] for name in names]
-        dtype, layers = self.group.kv_cache_spec.dtype, []
-        E = self._vllm_config.model_config.get_hidden_size()
-        for name, module in zip(names, modules, strict=True):
+        attention = get_layers_from_vllm_config(self._vllm_config, Attention, self.names)
+        E, layers = self._vllm_config.model_config.get_hidden_size(), {}
+        for name in self.names:
+            module, cache = attention[name], kv_caches[name]
             Q, H, D = module.num_heads, module.num_kv_heads, module.head_size
-            unread = torch.zeros((), dtype=dtype).expand(Q, D, E)
-            layer = Evidence(
+            layers[name] = Evidence(
                 layer_idx=extract_layer_index(name),
-                queries_BQSD=torch.zeros(1, Q, 0, D, dtype=dtype),
-                keys_BHTD=torch.zeros(1, H, 0, D, dtype=dtype),
-                values_BHTD=torch.zeros(1, H, 0, D, dtype=dtype),
-                output_weight_QDE=getattr(module, "retain_output_QDE", unread),
+                queries_BQSD=cache.new_zeros(1, Q, 0, D),
+                keys_BHTD=cache.new_zeros(1, H, 0, D),
+                values_BHTD=cache.new_zeros(1, H, 0, D),
+                output_weight_QDE=getattr(module, "retain_output_QDE", cache.new_zeros(()).expand(Q, D, E)),
                 scaling=module.impl.scale,
                 positions_BT=torch.zeros(1, 0, dtype=torch.int64),
                 valid_BT=torch.zeros(1, 0, dtype=torch.bool),
                 soft_cap=module.impl.logits_soft_cap or None,
             )
-            layers.append(layer)
+        indices, module = [layer.layer_idx for layer in layers.values()], attention[self.names[0]]
+        assert indices == sorted(indices), f"layers of a group come in order, and here are {indices}"
         if (weights := self.rules.policy.weights) is not None:
-            check_weights(weights, self.rules.heads_L, [layer.layer_idx for layer in layers])
-        gates = self._gates(layers, getattr(modules[0], "retain_samples", {}))
+            check_weights(weights, [shape.num_heads for shape in self.rules.shapes], indices)
 
         def write(keys: Tensor, values: Tensor, cache: Tensor) -> None:
             slots = torch.arange(len(keys), dtype=torch.int64, device=cache.device)
-            modules[0].impl.do_kv_cache_update(modules[0], keys, values, cache, slots)
+            module.impl.do_kv_cache_update(module, keys, values, cache, slots)
 
-        pages = PageStore([kv_caches[name] for name in names], write)
-        self.worker = Worker(self.rules, layers, names, pages, gates)
+        pages = PageStore([kv_caches[name] for name in self.names], write)
+        gates = self._gates(indices, getattr(module, "retain_samples", {}))
+        self.worker = Worker(self.rules, layers, pages, gates)
 
-    def _gates(self, layers: Sequence[Evidence], samples: dict[str, bytes]) -> GateSet | None:
+    def _gates(self, indices: list[int], samples: dict[str, bytes]) -> GateSet | None:
         """The gates, checked against the engine's model by samples of its weights.
+
+        Args:
+            indices: of the layers that evict.
+            samples: of all weights of the checkpoint.
 
         Raises:
             ValueError: they are of another model, or of a family that cannot be served.
@@ -184,31 +174,35 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
         if self.settings.gates is None:
             return None
         gates, model = load_gates(fetch(self.settings.gates)), self._vllm_config.model_config
-        sizes = {
+        dims = {
             "model_type": model.hf_text_config.model_type,
-            "num_layers": len(layers),
+            "num_layers": len(indices),
             "hidden_size": model.get_hidden_size(),
             "num_heads": model.model_arch_config.total_num_attention_heads,
             "num_kv_heads": model.get_total_num_kv_heads(),
             "head_dim": model.get_head_size(),
+            "vocab_size": model.hf_text_config.vocab_size,
         }
-        dims = sizes | {"vocab_size": model.hf_text_config.vocab_size}
-        known = fingerprint_here(samples, dims) if self.one_group else None
-        if known is None:
-            message = "the weights that the gates in %s were trained on are compared by their sizes alone."
-            logger.warning(message, self.settings.gates)
-            known = {**(gates.metadata.get("fingerprint") or {}), **sizes}
-        allowed = self.settings.allow_other_weights
+        dims |= {} if self.alone else {"layers": ",".join(map(str, indices))}
+        # The name of its embeddings shows a decoder's prefix; transformers reads no inv_freq of a checkpoint.
+        embeddings = "embed_tokens.weight"
+        prefixes = [name.removesuffix(embeddings) for name in samples if name.endswith(embeddings)]
+        decoder = {
+            name.removeprefix(prefix): sample
+            for prefix in prefixes
+            for name, sample in samples.items()
+            if name.startswith(prefix) and not name.endswith("inv_freq")
+        }
+        known, allowed = fingerprint_of(dims, decoder), self.settings.allow_other_weights
         check_fingerprint(gates.metadata, known, self.settings.gates, allow_other_weights=allowed)
         refuse(self.rules.policy, ["vllm"], gates=gates)
         check_gates(self.rules.policy, self.settings.budget, gates)
         return gates
 
-    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """The first call of a step: before its tables are built."""
-        assert isinstance(kv_connector_metadata, Step)
         if self.worker is not None:
-            self.worker.begin(**vars(kv_connector_metadata))
+            self.worker.begin(kv_connector_metadata.parts, kv_connector_metadata.finished)
 
     def nothing(self, *args: Any, **kwargs: Any) -> None:
         """Nothing is loaded or saved."""
@@ -217,12 +211,10 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         """The last call of a step: after its forward pass."""
-        if self.worker is not None and (counts := self.worker.evict()):
-            self.stats.count(**counts)
+        if self.worker is not None:
+            self.stats.count(**self.worker.evict())
 
-    def get_kv_connector_stats(self) -> EvictionStats | None:
-        if self.stats.is_empty():
-            return None
+    def get_kv_connector_stats(self) -> EvictionStats:
         stats, self.stats = self.stats, EvictionStats()
         return stats
 

@@ -16,11 +16,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import httpx
 
@@ -57,17 +56,16 @@ def free_port() -> int:
 
 
 @contextmanager
-def running(words: Sequence[str], url: str, log: Path, **how: Any) -> Iterator[None]:
-    """Run a server while the body runs, which begins when it answers at `url`. Neither it nor a child of it
-    is left; it prints to `log`, whose end is in the error if it does not start."""
+def running(words: Sequence[str], url: str, log: Path, env: Mapping[str, str]) -> Iterator[None]:
+    """Run a server while the body runs, which begins when it answers at `url`; it prints to `log`. Neither it
+    nor a child of it is left."""
     with log.open("w") as out:
-        server = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, **how)
+        server = subprocess.Popen(words, stdout=out, stderr=out, start_new_session=True, env=env)
     try:
         begun, there = time.monotonic(), False
         while not there:
             if server.poll() is not None or time.monotonic() - begun > 600:
-                tail = "\n".join(log.read_text(errors="replace").splitlines()[-25:])
-                raise ValueError(f"the server did not start (status {server.poll()}); {log} ends:\n{tail}")
+                raise ValueError(f"the server did not start (status {server.poll()}): {log} says why.")
             time.sleep(0.5)
             with suppress(httpx.TransportError):
                 there = httpx.get(f"{url}/health", timeout=5, trust_env=False).is_success
@@ -116,8 +114,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--python", default=sys.executable, help="interpreter that has vLLM (default this)")
     given = parser.parse_args(arguments)
-    # Ended from outside, it ends its server too.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     log, port = Path("results/serve-demo.log"), free_port()
     log.parent.mkdir(exist_ok=True)
     settings = {"policy": "learned", "gates": str(FOLDER / NAME), "keep_ratio": KEEP_RATIO}
@@ -125,13 +121,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     words = [given.python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder_of(NAME))]
     words += ["--additional-config", json.dumps({"retain": settings})]
     words += f"--host 127.0.0.1 --port {port} {ENGINE}".split()
-    fixed = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    env = {"OMP_NUM_THREADS": "1", **os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     print(f"The server starts, which can take two minutes; it writes to {log}.", flush=True)
     url, right = f"http://127.0.0.1:{port}", [write_question(place)[2] for place in range(QUESTIONS)]
-    with (
-        running(words, url, log, env={"OMP_NUM_THREADS": "1", **os.environ, **fixed}),
-        httpx.Client(base_url=url, timeout=600, trust_env=False) as client,
-    ):
+    with running(words, url, log, env), httpx.Client(base_url=url, timeout=600, trust_env=False) as client:
         for keep_ratio in (1.0, KEEP_RATIO):
             answers, most, seconds = ask(client, keep_ratio)
             hits = sum(map(str.__eq__, right, answers))

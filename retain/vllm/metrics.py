@@ -1,13 +1,14 @@
 """Counts evictions, in the engine's metrics (`/metrics` of its server)."""
 
+from collections import Counter
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.v1.metrics.utils import create_metric_per_engine
 
 COUNTERS = {
     "evictions": "Prompts that were evicted from; again if a request is computed anew.",
     "evictions_failed": "Evictions whose policy could not decide; the last entries were kept.",
-    "entries_freed": "Entries (one key and value of one layer and KV head) evicted from full blocks.",
     "blocks_freed": "Blocks that went back to the pool while their request was running.",
     "requests_in_full": "Requests served in full: asked for so, too short, or with room for all of it.",
     "requests_refused": "Requests served in full because their budget cannot hold what is protected.",
@@ -19,12 +20,7 @@ class EvictionStats(KVConnectorStats):
 
     def count(self, **counts: int) -> None:
         """Add to counters."""
-        for name, count in counts.items():
-            assert name in COUNTERS, name
-            self.data[name] = self.data.get(name, 0) + count
-
-    def reset(self) -> None:
-        self.data.clear()
+        self.data.update(Counter(self.data) + Counter(counts))
 
     def aggregate(self, other: KVConnectorStats) -> "EvictionStats":
         self.count(**other.data)
@@ -44,9 +40,8 @@ class EvictionMetrics(KVConnectorPromMetrics):
         super().__init__(*args)
         self.counters = {}
         for name, text in COUNTERS.items():
-            about = {"name": f"vllm:retain_{name}", "documentation": text, "labelnames": self._labelnames}
-            counter, labels = self._counter_cls(**about), self.per_engine_labelvalues
-            self.counters[name] = {engine: counter.labels(*values) for engine, values in labels.items()}
+            counter = self._counter_cls(f"vllm:retain_{name}", text, self._labelnames)
+            self.counters[name] = create_metric_per_engine(counter, self.per_engine_labelvalues)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for name, count in transfer_stats_data.items():

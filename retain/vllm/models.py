@@ -5,7 +5,7 @@ layer's attention input, and copies of what is read of a checkpoint (output proj
 weights, by which gates know their model).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from importlib import import_module
 from typing import Any
 
@@ -15,17 +15,10 @@ from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
 
-from retain.process.fingerprint import fingerprint_of, shape_and_sample
+from retain.process.fingerprint import shape_and_sample
 from retain.vllm.backend import worker_here
 from retain.vllm.check import MODULES
 from retain.vllm.settings import settings_from
-
-# A decoder's embeddings, whose name in a checkpoint shows the prefix of the decoder's weights.
-EMBEDDINGS = "embed_tokens.weight"
-# Weights that transformers does not read from checkpoints.
-UNREAD = "inv_freq"
-# Names of output projections.
-OUTPUTS = ("o_proj", "out_proj", "dense", "wo", "c_proj")
 
 
 def __getattr__(name: str) -> Any:
@@ -44,14 +37,15 @@ class _Evicting:
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
         settings = settings_from(vllm_config.additional_config)
         self._policy = None if settings is None else settings.load_policy()
-        if self._policy is None or not self._policy.learned:
-            return
-        width = vllm_config.model_config.get_hidden_size()
-        for _, module, parent in _attention_of(self):
-            parent.register_forward_pre_hook(_hook(module.layer_name, width), with_kwargs=True)
+        if self._policy is not None and self._policy.learned:
+            width = vllm_config.model_config.get_hidden_size()
+            for module, parent in _attention_of(self):
+                parent.register_forward_pre_hook(_hook(module.layer_name, width), with_kwargs=True)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load a checkpoint, and put on the attention layers what scores and gates read of it."""
+        if self._policy is None:
+            return super().load_weights(weights)  # type: ignore[misc]
         samples: dict[str, bytes] = {}
 
         def seen() -> Iterable[tuple[str, Tensor]]:
@@ -59,49 +53,31 @@ class _Evicting:
                 samples[name] = shape_and_sample(tensor)
                 yield name, tensor
 
-        if self._policy is None:
-            return super().load_weights(weights)  # type: ignore[misc]
         loaded = super().load_weights(seen())  # type: ignore[misc]
         projects = not {"value_norm", "output_weight"}.isdisjoint(self._policy.needs)
-        for name, module, parent in _attention_of(self):
+        for module, parent in _attention_of(self):
             if projects:
-                module.retain_output_QDE = _output_of(name, module, parent)
+                module.retain_output_QDE = _output_of(module, parent)
             module.retain_samples = samples
         return loaded
 
 
-def _attention_of(model: Any) -> list[tuple[str, Any, nn.Module]]:
-    """Attention layers of a model: name, layer, the module around it."""
+def _attention_of(model: Any) -> list[tuple[Any, nn.Module]]:
+    """Attention layers of a model, each with the module around it."""
     found = [(name, module) for name, module in model.named_modules() if isinstance(module, Attention)]
-    return [(name, module, model.get_submodule(name.rpartition(".")[0])) for name, module in found]
+    return [(module, model.get_submodule(name.rpartition(".")[0])) for name, module in found]
 
 
-def fingerprint_here(samples: Mapping[str, bytes], dims: Mapping[str, Any]) -> dict[str, str | int] | None:
-    """The fingerprint of a model whose layers all evict, from samples of its weights and its dimensions; None
-    where its checkpoint has no embeddings."""
-    found = [name.removesuffix(EMBEDDINGS) for name in samples if f".{name}".endswith(f".{EMBEDDINGS}")]
-    if not found:
-        return None
-    decoder = {
-        name.removeprefix(found[0]): sample
-        for name, sample in samples.items()
-        if name.startswith(found[0]) and not name.endswith(UNREAD)
-    }
-    return fingerprint_of(dims, decoder)
-
-
-def _output_of(name: str, module: Any, parent: Any) -> Float[Tensor, "Q D E"]:
+def _output_of(module: Any, parent: Any) -> Float[Tensor, "Q D E"]:
     """The output projection of an attention layer; a copy, since a CPU repacks it once it is loaded."""
     wide = module.num_heads * module.head_size
-    found = [getattr(getattr(parent, output, None), "weight", None) for output in OUTPUTS]
-    weights = [weight for weight in found if weight is not None and weight.shape[1:] == (wide,)]
-    if len(weights) != 1 or not weights[0].is_floating_point():
+    weight = getattr(getattr(parent, "o_proj", None), "weight", None)
+    if weight is None or weight.shape[1:] != (wide,) or not weight.is_floating_point():
         raise ValueError(
-            f"the output projection of {name} is not found as a plain matrix [E, {wide}] next to it (it may "
-            "be quantised), and the policy's score reads it: take a score that does not, such as 'snapkv', "
-            "or an unquantised checkpoint."
+            f"no matrix o_proj [E, {wide}] stands beside {module.layer_name} (it may be quantised), and the "
+            "policy's score reads it: take 'snapkv', which does not, or an unquantised checkpoint."
         )
-    return weights[0].detach().clone().T.unflatten(0, (module.num_heads, module.head_size))
+    return weight.detach().clone().T.unflatten(0, (module.num_heads, module.head_size))
 
 
 def _hook(layer_name: str, width: int) -> Any:
@@ -110,23 +86,15 @@ def _hook(layer_name: str, width: int) -> Any:
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         hidden = [value for value in given if value.is_floating_point() and value.shape[-1] == width]
-        assert hidden, f"{layer_name} is given no hidden states: {[tuple(value.shape) for value in given]}"
-        torch.ops.retain.score_tokens(kwargs.get("hidden_states", hidden[0]), layer_name)
+        torch.ops.retain.score_tokens(hidden[0], layer_name)
 
     return hook
 
 
 def _score_tokens(hidden: Tensor, layer_name: str) -> None:
     """Store the gate's scores of this step's tokens; nothing in a step that reads no prompt to evict from."""
-    worker = worker_here()
-    if worker is None or not worker.reading:
-        return
-    if (place := worker.order.get(layer_name)) is not None:
-        worker.score_tokens_(place, hidden.flatten(0, -2)[: worker.num_tokens])
-
-
-def _score_nothing(hidden: Tensor, layer_name: str) -> None:
-    """The same while a graph is traced."""
+    if (worker := worker_here()) is not None:
+        worker.score_tokens_(layer_name, hidden.flatten(0, -2))
 
 
 # One op, so that a compiled graph holds the hook as it is; it says that it changes its input, which it does
@@ -135,4 +103,4 @@ _LIBRARY = torch.library.Library("retain", "FRAGMENT")
 if not hasattr(torch.ops.retain, "score_tokens"):
     _LIBRARY.define("score_tokens(Tensor(a!) hidden, str layer_name) -> ()")
     _LIBRARY.impl("score_tokens", _score_tokens, dispatch_key="CompositeExplicitAutograd")
-    _LIBRARY._register_fake("score_tokens", _score_nothing)
+    _LIBRARY._register_fake("score_tokens", lambda hidden, layer_name: None)

@@ -4,14 +4,14 @@
 def register() -> None:
     """Entry point `vllm.general_plugins`. The check is registered whatever the version, since it is what
     refuses one that was not tested; the rest only where it is known to work."""
-    from vllm import ModelRegistry
+    from vllm import ModelRegistry, __version__
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
-    from retain.vllm.check import MODULES, check_of, is_tested
+    from retain.vllm.check import MODULES, TESTED, check_of
 
     for architecture in MODULES:
         MODELS_CONFIG_MAP[architecture] = check_of(MODELS_CONFIG_MAP.get(architecture))
-    if not is_tested():
+    if not __version__.startswith(TESTED):
         return
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
     from vllm.v1.kv_cache_interface import FullAttentionSpec

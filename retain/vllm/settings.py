@@ -4,16 +4,16 @@ Nothing here imports vLLM: settings are plain JSON, from `additional_config["ret
 flat extra arguments of a request (`retain.keep_ratio`, ...).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from retain.budget.statement import Budget
 from retain.capability import problems
-from retain.config import build, plain_numbers
+from retain.config import build
 from retain.policy import Plan, Policy, load_policy, plan_of
 from retain.shapes import LayerShape
 from retain.vllm.packing.whole_pages import in_pages
@@ -36,6 +36,9 @@ class Options:
 
     keep_ratio: float | None = None
     tokens_per_head: int | None = None
+
+    def __post_init__(self) -> None:
+        _ = self.budget  # refuses what is none
 
     @property
     def budget(self) -> Budget:
@@ -74,19 +77,12 @@ def settings_from(additional_config: Any) -> Settings | None:
     asked = additional_config.get("retain") if isinstance(additional_config, Mapping) else None
     if asked is None:
         return None
-    if not isinstance(asked, Mapping):
-        example = {"policy": "snapkv", "keep_ratio": 0.2}
-        raise ValueError(f"additional_config['retain'] holds settings, such as {example}; got {asked!r}.")
-    settings = build(plain_numbers(dict(asked)), Settings, "retain")
-    try:
-        _ = settings.budget
-    except ValueError as error:
-        raise ValueError(f"additional_config['retain'], of requests that state no budget: {error}") from None
+    settings = build(asked, Settings, "retain")
     policy = settings.load_policy()
     found = problems(policy, ["vllm"])
     if policy.learned and settings.gates is None:
         found.append("it takes gates: add 'gates', a folder or a hub id")
-    if settings.gates is not None and not policy.learned:
+    elif settings.gates is not None and not policy.learned:
         found.append("it takes no gates: leave 'gates' out, or name a policy such as 'learned'")
     if found:
         raise ValueError(f"policy {settings.policy!r} cannot be served: {'; '.join(found)}.")
@@ -103,31 +99,29 @@ def budget_of(settings: Settings, extra_args: Mapping[str, Any] | None) -> Budge
     Raises:
         ValueError: an unknown option, or one that does not fit; with all problems.
     """
-    given = {name: value for name, value in (extra_args or {}).items() if str(name).startswith(PREFIX)}
-    if not given:
+    given = extra_args or {}
+    stated = {str(name)[len(PREFIX) :]: given[name] for name in given if str(name).startswith(PREFIX)}
+    if not stated:
         return settings.budget
     try:
-        stated = {name.removeprefix(PREFIX): value for name, value in given.items()}
-        return build(stated, Options, PREFIX.rstrip(".")).budget
+        return build(stated, Options, "retain").budget
     except ValueError as error:
         raise ValueError(f"options of the request do not fit: {' '.join(str(error).split())}") from None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Rules:
     """A policy on the layers of one engine, without their tensors.
 
     Args:
         policy: the policy.
         page: entries of a block.
-        heads_L: KV heads of each layer that evicts, here.
-        entry_bytes: bytes of one key and value.
+        shapes: of each layer that evicts, here.
     """
 
     policy: Policy
     page: int
-    heads_L: tuple[int, ...]
-    entry_bytes: int
+    shapes: Sequence[LayerShape]
 
     @cached_property
     def window(self) -> int:
@@ -144,20 +138,15 @@ class Rules:
             ValueError: the budget cannot hold what is protected.
         """
         valid_BT = torch.ones(1, seen, dtype=torch.bool)
-        shapes = [LayerShape(heads, self.entry_bytes) for heads in self.heads_L]
-        plan = plan_of(self.policy, budget, valid_BT, shapes, short_tokens=SHORT_TOKENS)
+        plan = plan_of(self.policy, budget, valid_BT, self.shapes, short_tokens=SHORT_TOKENS)
         plan = plan.hold_whole([0], valid_BT) if seen < self.window else plan
         return in_pages(plan, self.page)
 
-    @lru_cache(maxsize=4096)  # noqa: B019 - one object an engine
     def kept(self, seen: int, budget: Budget) -> int:
         """Pages a head, in the mean, that a budget keeps of a request's full ones.
-
-        It goes by the request's length alone, so that scheduler and workers agree.
 
         Raises:
             ValueError: as `plan`.
         """
         totals = self.plan(seen, budget).totals
-        whole = self.policy.keeps_all
-        return (seen if whole else totals.total_B[0] // sum(totals.heads_L)) // self.page
+        return (seen if self.policy.keeps_all else totals.total_B[0] // sum(totals.heads_L)) // self.page

@@ -11,33 +11,18 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 PAGE = 32
-
-
-def make_engine(model: str, retain: dict[str, Any] | None, **settings: Any) -> Any:
-    """An engine of vLLM.
-
-    Args:
-        model: folder.
-        retain: settings of the plug-in; None: a full cache.
-        **settings: of the engine, in place of the ones here.
-    """
-    from vllm import LLM
-
-    asked: dict[str, Any] = {
-        "dtype": "float32",
-        "enforce_eager": True,
-        "max_model_len": 2048,
-        "max_num_seqs": 32,
-        "block_size": PAGE,
-        "kv_cache_memory_bytes": 64 << 20,
-        "max_num_batched_tokens": 4096,
-        "disable_log_stats": True,
-        "model_impl": "transformers",
-        "async_scheduling": False,
-        "additional_config": {} if retain is None else {"retain": retain},
-        **settings,
-    }
-    return LLM(model=model, **asked)
+ENGINE: dict[str, Any] = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 2048,
+    "max_num_seqs": 32,
+    "block_size": PAGE,
+    "kv_cache_memory_bytes": 64 << 20,
+    "max_num_batched_tokens": 4096,
+    "disable_log_stats": True,
+    "model_impl": "transformers",
+    "async_scheduling": False,
+}
 
 
 def places_of(keeps: Sequence[Any]) -> list[list[list[int]]]:
@@ -53,32 +38,29 @@ class Engines:
         self.llm: Any = None
 
     def get(self, model: str, retain: dict[str, Any] | None, **settings: Any) -> Any:
-        """An engine as `make_engine` makes it: the last one, if that is alike."""
+        """The last engine if it is alike, else one of a model in a folder, with settings of the plug-in and
+        of vLLM."""
         if self.asked != (model, retain, settings):
+            from vllm import LLM
+
             self.stop()
-            try:
-                self.llm = make_engine(model, retain, **settings)
-            except Exception:
-                self._clean()
-                raise
+            additional = {} if retain is None else {"retain": retain}
+            self.llm = LLM(model=model, additional_config=additional, **(ENGINE | settings))
             self.asked = model, retain, settings
         return self.llm
 
     def stop(self) -> None:
-        """End the engine."""
-        if self.llm is not None:
-            self.llm.llm_engine.engine_core.shutdown()
-            self._clean()
-        self.asked = self.llm = None
-        gc.collect()
-
-    def _clean(self) -> None:
-        """Forget the process's connector and groups, which an engine that did not start leaves."""
+        """End the engine, and forget the process's connector and groups, which one that did not start leaves
+        too."""
         from vllm.distributed import cleanup_dist_env_and_memory
         from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
+        if self.llm is not None:
+            self.llm.llm_engine.engine_core.shutdown()
         ensure_kv_transfer_shutdown()
         cleanup_dist_env_and_memory()
+        self.asked = self.llm = None
+        gc.collect()
 
 
 class Run:
@@ -87,7 +69,7 @@ class Run:
     Attributes:
         answers: request id -> tokens.
         outputs: request id -> its last output.
-        kept: request id -> tokens seen at an eviction -> places that each head of each layer keeps.
+        kept: request id -> places that each head of each layer keeps.
         steps, most_running, most_held: steps, and the most requests at once and blocks held in any.
         preempted: ids of requests that lost their blocks while they answered.
     """
@@ -101,7 +83,7 @@ class Run:
         self.free = self.pool.get_num_free_blocks()
         self.answers: dict[str, list[int]] = {}
         self.outputs: dict[str, Any] = {}
-        self.kept: dict[str, dict[int, list[list[list[int]]]]] = {}
+        self.kept: dict[str, list[list[list[int]]]] = {}
         self.preempted: set[str] = set()
         self.steps = self.most_running = self.most_held = 0
         self.worker = getattr(get_kv_transfer_group(), "worker", None) if has_kv_transfer_group() else None
@@ -109,7 +91,7 @@ class Run:
             self.worker.watch = self._watch
 
     def _watch(self, request_id: str, keeps: Any) -> None:
-        self.kept.setdefault(_asked(request_id), {})[keeps[0].shape[1]] = places_of(keeps)
+        self.kept[request_id.rpartition("-")[0]] = places_of(keeps)  # the engine appends to ids
 
     @property
     def held(self) -> int:
@@ -154,9 +136,5 @@ class Run:
         self.add("last", [5, 6, 7], 1)
         self.finish()
         assert self.worker is not None
-        assert (self.held, self.worker.requests, self.scheduler.connector.manager.progress) == (0, {}, {})
-
-
-def _asked(request_id: str) -> str:
-    """The id that a request was sent with: the engine appends to it."""
-    return request_id.rpartition("-")[0] or request_id
+        assert (self.held, self.scheduler.connector.manager.asked) == (0, {})
+        assert not self.worker.prompts and not self.worker.starts

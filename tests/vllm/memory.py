@@ -6,22 +6,33 @@ packs them.
 A block's keys are stored transposed, as the engine's CPU kernel has them.
 """
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from retain.vllm.packing.pages import PageStore
-from retain.vllm.packing.progress import Arrival, Progress
-from retain.vllm.packing.tables import Layout, build_tables
-from retain.vllm.packing.worker import Part, Worker
+from retain.budget.statement import Budget
+from retain.capability import problems
+from retain.policy import load_policy
+from retain.vllm.packing.pages import Layout, PageStore, build_tables
+from retain.vllm.packing.worker import Arrival, Part, Worker
+from tests.evictions import EVICTING
 from tests.vllm.engine import places_of
+
+# Presets that need nothing but a prompt, and those with gates.
+SERVED = tuple(
+    name
+    for name in EVICTING
+    if not (policy := load_policy(name)).weights and not policy.learned and not problems(policy, ("vllm",))
+)
+SERVED += ("gate", "learned")
 
 
 def make_store(layout: Layout, head_dim: int) -> PageStore:
-    """Zeroed pages of all layers, which lie in the allocation in the reverse of their order.
+    """Zeroed pages of all layers.
 
     Args:
         layout: of the pages.
@@ -29,7 +40,7 @@ def make_store(layout: Layout, head_dim: int) -> PageStore:
     """
     L, blocks, H, page = layout
     whole = torch.zeros(L, blocks, H, page, 2 * head_dim)
-    return PageStore([whole[L - 1 - place] for place in range(L)], write)
+    return PageStore(list(whole), write)
 
 
 def write(keys: Tensor, values: Tensor, cache: Tensor) -> None:
@@ -49,20 +60,20 @@ def read_page(store: PageStore, page_number: int) -> tuple[Tensor, Tensor]:
 
 @dataclass
 class Served:
-    """A request: its tokens' tensors, its blocks, and how far it has come."""
+    """A request: its tokens' tensors, its blocks, and tokens computed; without an arrival it is untouched."""
 
     keys_LHTD: Tensor
     values_LHTD: Tensor
     queries_LQTD: Tensor
     hidden_TE: Tensor
     arrival: Arrival | None
-    progress: Progress | None
     blocks: list[int] = field(default_factory=list)
     done: int = 0
 
 
 class Steps:
-    """An engine's steps on one worker.
+    """An engine's steps on one worker: in each of them every head reads the entries that it kept and then all
+    later ones, and nothing else.
 
     Args:
         worker: over pages of `make_store`.
@@ -74,126 +85,99 @@ class Steps:
         self.pool = list(range(1, self.layout.num_blocks))
         self.requests: dict[str, Served] = {}
         self.finished: set[str] = set()
-        # Request -> length of its prompt, and the places that each head of each layer kept.
-        self.kept: dict[str, tuple[int, list[list[list[int]]]]] = {}
-        worker.watch = self._watch
-        self.counts = {"evictions": 0, "evictions_failed": 0, "entries_freed": 0}
+        # Request -> the places that each head of each layer kept.
+        self.kept: dict[str, list[list[list[int]]]] = {}
+        worker.watch = lambda request_id, keeps: self.kept.update({request_id: places_of(keeps)})
+        self.counts = {"evictions": 0, "evictions_failed": 0}
 
-    def _watch(self, request_id: str, keeps: list[Tensor]) -> None:
-        self.kept[request_id] = keeps[0].shape[1], places_of(keeps)
-
-    def add(self, request_id: str, length: int, arrival: Arrival | None, *, seed: int, new: int = 40) -> None:
-        """A request of so many tokens, `new` more of which may come; without an arrival it is untouched."""
+    def add(self, request_id: str, length: int, budget: Budget | None, *, seed: int, new: int = 40) -> None:
+        """A request of so many tokens, `new` more of which may come; without a budget it is untouched."""
         draw = torch.Generator().manual_seed(seed)
-        L, _, H, _ = self.layout
-        Q, D, T = self.worker.layers[0].queries_BQSD.shape[1], self.worker.pages.head_dim, length + new
+        (L, _, H, page), D, T = self.layout, self.worker.pages.head_dim, length + new
+        kept = length // page if budget is None else self.worker.rules.kept(length, budget)
+        arrival = (
+            Arrival(request_id, length, kept, budget, seed) if budget and kept < length // page else None
+        )
+        shapes = (L, H, T, D), (L, H, T, D), (L, 2 * H, T, D), (T, 5)
+        tensors = [torch.randn(shape, generator=draw) for shape in shapes]
+        self.requests[request_id] = Served(*tensors, arrival)
 
-        def random(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=draw)
-
-        progress = None
-        if arrival is not None and arrival.kept < length // self.layout.page:
-            progress = Progress(arrival, length // self.layout.page)
-        tensors = random(L, H, T, D), random(L, H, T, D), random(L, Q, T, D), random(T, 5)
-        self.requests[request_id] = Served(*tensors, arrival, progress)
+    def preempt(self, request_id: str) -> None:
+        """A request loses its blocks, and begins again; the next one gets the blocks that were freed last."""
+        request = self.requests[request_id]
+        self.pool += [block for block in request.blocks if block]
+        request.blocks, request.done = [], 0
+        self.kept.pop(request_id, None)
 
     def finish(self, request_id: str) -> None:
         """A request ends, or is aborted; the worker hears of it in the next step."""
-        self.give_back(request_id)
+        self.preempt(request_id)
         del self.requests[request_id]
         self.finished.add(request_id)
 
-    def preempt(self, request_id: str) -> None:
-        """A request loses its blocks, and begins again."""
-        self.give_back(request_id)
-        self.requests[request_id].done = 0
-
-    def give_back(self, request_id: str) -> None:
-        request = self.requests[request_id]
-        # The next request gets the blocks that were freed last.
-        self.pool += [block for block in request.blocks if block]
-        request.blocks = []
-
     def step(self, counts: Mapping[str, int]) -> None:
         """Compute so many tokens of each request."""
-        worker, page = self.worker, self.layout.page
-        parts, rows = [], list(counts)
-        for request_id, count in counts.items():
-            request = self.requests[request_id]
-            stop = request.done + count
-            while len(request.blocks) * page < stop:
-                request.blocks.append(self.pool.pop())
-            if request.arrival is None or request.progress is None:
-                continue
-            evicts = request.progress.step(request.done, stop)
-            last = request.blocks[(stop - 1) // page]
-            evicted = request.progress.evicted and not evicts
-            parts.append(Part(request.arrival, last, request.done, stop, evicted, evicts))
+        worker, page, parts = self.worker, self.layout.page, []
+        rows = {one: (self.requests[one], self.requests[one].done + count) for one, count in counts.items()}
+        for request, stop in rows.values():
+            request.blocks += [self.pool.pop() for _ in range(-(-stop // page) - len(request.blocks))]
+            if request.arrival is not None:
+                parts.append(Part(request.arrival, request.blocks[-1], request.done, stop))
         worker.begin(parts, self.finished)
         self.finished = set()
-        starts = [0, *accumulate(counts.values())]
-        blocks_RB = self.block_table(rows)
-        lengths_R = torch.tensor([self.requests[one].done + counts[one] for one in rows], dtype=torch.int32)
-        if parts:
-            worker.read_batch(blocks_RB, starts, lengths_R)
-        for place in range(self.layout.num_layers):
-            spans = [slice(self.requests[one].done, self.requests[one].done + counts[one]) for one in rows]
-            self._write(place, rows, spans)
-            pairs = [(self.requests[one], span) for one, span in zip(rows, spans, strict=True)]
-            queries = torch.cat([request.queries_LQTD[place][:, span] for request, span in pairs], 1)
-            worker.observe_(place, queries.transpose(0, 1))
-            if worker.gates is not None and worker.reading:
-                hidden = torch.cat([request.hidden_TE[span] for request, span in pairs])
-                worker.score_tokens_(place, hidden_NE=hidden)
+        width = max(len(request.blocks) for request, _ in rows.values()) + 2
+        padded = [request.blocks + [0] * (width - len(request.blocks)) for request, _ in rows.values()]
+        columns = torch.tensor(padded), torch.tensor([stop for _, stop in rows.values()])
+        blocks_RB, lengths_R = (column.int() for column in columns)
+        packed = worker.read_batch(blocks_RB, [0, *accumulate(counts.values())], lengths_R) if parts else None
+        for place, name in enumerate(worker.layers):
+            self._write(place, rows.values())
+            new = [(request, slice(request.done, stop)) for request, stop in rows.values()]
+            queries = torch.cat([request.queries_LQTD[place][:, span] for request, span in new], 1)
+            worker.observe_(name, queries.transpose(0, 1))
+            if worker.gates is not None:
+                worker.score_tokens_(name, torch.cat([request.hidden_TE[span] for request, span in new]))
+        if packed is not None:
+            tables = build_tables(self.layout, blocks_RB, lengths_R, *packed)
+            assert all(each.dtype == torch.int32 and each.is_contiguous() for each in tables)
+            for r, (request_id, (request, stop)) in enumerate(rows.items()):
+                self._check(
+                    request_id, request, stop, *(each.unflatten(1, (len(rows), -1))[:, r] for each in tables)
+                )
         for name, count in worker.evict().items():
             self.counts[name] += count
-        for part in parts:
-            request = self.requests[part.asked.request_id]
-            assert request.progress is not None
-            for place in request.progress.free(part.stop):
-                self.pool.append(request.blocks[place])
-                request.blocks[place] = 0
-        for one in rows:
-            self.requests[one].done += counts[one]
+        for request, stop in rows.values():
+            request.done = stop
+            if request.arrival is not None and stop >= request.arrival.length:
+                for place in range(request.arrival.kept, request.arrival.length // page):
+                    self.pool += [request.blocks[place]] if request.blocks[place] else []
+                    request.blocks[place] = 0
 
-    def _write(self, place: int, rows: Sequence[str], spans: Sequence[slice]) -> None:
-        """Write keys and values of the step's tokens, one by one."""
-        L, blocks, H, page = self.layout
-        store, D = self.worker.pages, self.worker.pages.head_dim
-        for one, span in zip(rows, spans, strict=True):
-            request = self.requests[one]
-            for t in range(span.start, span.stop):
-                for h in range(H):
-                    number = ((L - 1 - place) * blocks + request.blocks[t // page]) * H + h
-                    there = read_page(store, number)
-                    given = request.keys_LHTD[place, h, t], request.values_LHTD[place, h, t]
-                    for page_ED, x in zip(there, given, strict=True):
-                        assert page_ED.shape[1] == D
-                        page_ED[t % page] = x
+    def _write(self, place: int, rows: Iterable[tuple[Served, int]]) -> None:
+        """Write keys and values of the step's tokens of a layer, one by one."""
+        _, blocks, H, page = self.layout
+        for request, stop in rows:
+            for t, h in itertools.product(range(request.done, stop), range(H)):
+                number = (place * blocks + request.blocks[t // page]) * H + h
+                keys_ED, values_ED = read_page(self.worker.pages, number)
+                keys_ED[t % page], values_ED[t % page] = (
+                    request.keys_LHTD[place, h, t],
+                    request.values_LHTD[place, h, t],
+                )
 
-    def block_table(self, rows: Sequence[str]) -> Tensor:
-        """Block tables, padded as the engine's are."""
-        width = max(len(self.requests[one].blocks) for one in rows) + 2
-        return torch.tensor(
-            [self.requests[one].blocks + [0] * (width - len(self.requests[one].blocks)) for one in rows],
-            dtype=torch.int32,
-        )
-
-    def held(self, request_id: str) -> list[list[tuple[Tensor, Tensor]]]:
-        """Keys and values that each head of each layer of a request reads, in order, through its table in the
-        next step's attention."""
-        request, page = self.requests[request_id], self.layout.page
-        full, starts_P = 0, torch.zeros(self.layout.per_block + 1, dtype=torch.int32)
-        if request.progress is not None and request.progress.evicted:
-            full = request.progress.asked.length // page
-            starts_P = self.worker.requests[request_id].starts_P
-        columns = torch.tensor([request.done]), torch.tensor([full]), starts_P[None]
-        tables = build_tables(self.layout, self.block_table([request_id]), *columns, self.worker.places_L)
-        read = []
-        for pages_HW, lengths_H in zip(*tables, strict=True):
-            heads = []
-            for pages, length in zip(pages_HW.tolist(), lengths_H.tolist(), strict=True):
-                both = [read_page(self.worker.pages, number) for number in pages[: -(-length // page)]]
-                heads.append(tuple(torch.cat(part)[:length] for part in zip(*both, strict=True)))
-            read.append(heads)
-        return read
+    def _check(
+        self, request_id: str, request: Served, stop: int, pages_LHW: Tensor, lengths_LH: Tensor
+    ) -> None:
+        """Each head reads through its table what it kept and then all later tokens."""
+        kept = self.kept.get(request_id)
+        for place, h in itertools.product(range(self.layout.num_layers), range(self.layout.num_heads)):
+            positions = (
+                [*range(stop)] if kept is None else [*kept[place][h], *range(request.arrival.length, stop)]
+            )
+            assert positions == sorted(set(positions)) and int(lengths_LH[place, h]) == len(positions)
+            used = -(-len(positions) // self.layout.page)
+            pages = [read_page(self.worker.pages, number) for number in pages_LHW[place, h].tolist()]
+            for part, given in zip(
+                zip(*pages[:used], strict=True), (request.keys_LHTD, request.values_LHTD), strict=True
+            ):
+                assert torch.equal(torch.cat(part)[: len(positions)], given[place, h, positions])

@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
+from tests.vllm.engine import PAGE, places_of
+
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = 32
 
 
 @cache
@@ -56,9 +57,10 @@ def answer(case: dict[str, Any]) -> dict[str, Any]:
     whole, logits = read(case["model"], tuple(prompt))
     fragile = fragile_entries(case, whole.evidence) if "entries" in case else []
     held = whole.fork()
-    held.evict_with(keep_masks(case, held.evidence))
+    masks = keep_masks(case, held.evidence)
+    held.evict_with(masks)
     found: dict[str, Any] = {"length": len(prompt), "tokens": [], "margins": []}
-    found |= {"kept": kept_positions(held, len(prompt)), "fragile": fragile}
+    found |= {"kept": places_of([mask[0] for mask in masks]), "fragile": fragile}
     for _ in range(case["new"]):
         logits = logits.float()
         top = logits.topk(2)
@@ -105,8 +107,7 @@ def keep_masks(
     budget = Budget(settings.get("keep_ratio"), settings.get("tokens_per_head"))
     policy, gates = load_policy(settings["policy"], settings.get("overrides", ())), settings.get("gates")
     gates = gates and retain.load_gates(gates, model_in(case["model"]))
-    heads_L = tuple(layer.num_heads for layer in shown)
-    rules = Rules(policy, PAGE, heads_L, shape_of(shown[0]).entry_bytes)
+    rules = Rules(policy, PAGE, [shape_of(layer) for layer in shown])
     if rules.kept(T, budget) == T // PAGE:
         return whole
     draw, plan, candidates = torch.Generator().manual_seed(seed), rules.plan(T, budget), []
@@ -122,19 +123,6 @@ def keep_masks(
     return keep_pages(plan, candidates, PAGE)
 
 
-def kept_positions(held: Any, length: int) -> list[list[list[int]]]:
-    """Positions below `length` that each head of each layer holds, ascending."""
-    kept = []
-    for store in held.state.stores:
-        if store is None:
-            kept.append([list(range(length))])
-            continue
-        *_, positions_N, rows_N = store.flat()
-        rows = [positions_N[rows_N == head] for head in range(store.num_heads)]
-        kept.append([sorted(row[row < length].tolist()) for row in rows])
-    return kept
-
-
 def make(task: dict[str, Any]) -> dict[str, Any]:
     """Make in `folder` the `reference` model, a `tiny` model of a family of `tests.tiny`, or untrained
     `gates` of a family for a model."""
@@ -142,7 +130,7 @@ def make(task: dict[str, Any]) -> dict[str, Any]:
     if task["make"] == "reference":
         from retain.reference import load_model, load_tokenizer
 
-        load_model(0).save_pretrained(folder)
+        load_model().save_pretrained(folder)
         load_tokenizer().save_pretrained(folder)
     elif task["make"] == "tiny":
         from tests.tiny import tiny_model

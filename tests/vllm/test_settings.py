@@ -10,7 +10,8 @@ from retain.budget.statement import Budget
 from retain.capability import problems
 from retain.gates import GATES
 from retain.policy import load_policy
-from retain.vllm.settings import Options, Settings, budget_of, settings_from
+from retain.shapes import LayerShape
+from retain.vllm.settings import SHORT_TOKENS, Options, Rules, Settings, budget_of, settings_from
 from tests.launch import ROOT
 from tests.refused import refused
 
@@ -33,13 +34,11 @@ def test_every_setting():
 @pytest.mark.parametrize(
     ("asked", "says"),
     [
-        ("snapkv", "holds settings, such as .*got 'snapkv'"),
+        ("snapkv", "retain: input should be an object, got 'snapkv'"),
         ({"policy": "snapkv", "keep_ratio": 0.2, "every": 32}, "'retain.every' .removed.*retain.Cache"),
         ({"polcy": "snapkv", "keep_ration": 0.2}, "(?s)polcy.*keep_ration.*did you mean 'keep_ratio'"),
-        ({"policy": "snapvk", "keep_ratio": 0.2}, "snapvk.*did you mean.*snapkv"),
         ({"policy": "snapkv"}, "keep_ratio"),
         ({"policy": "snapkv", "keep_ratio": 0.2, "tokens_per_head": 9}, "keep_ratio|one"),
-        ({"policy": "snapkv", "keep_ratio": 0.2, "overrides": ["observed_settings.windo=3"]}, "windo"),
         ({"policy": "learned", "keep_ratio": 0.2}, "'learned' cannot be served.*takes gates: add 'gates'"),
         ({"policy": "snapkv", "gates": "g", "keep_ratio": 0.2}, "takes no gates: leave 'gates' out"),
         (
@@ -50,7 +49,6 @@ def test_every_setting():
             {"policy": "h2o", "keep_ratio": 0.2},
             "score 'h2o' and vLLM's engine: it reads the queries of all tokens.*take 'snapkv'",
         ),
-        ({"policy": "expected_attention", "keep_ratio": 0.2}, "score 'expected_attention' .*take "),
         (
             {"policy": "h2o", "keep_ratio": 0.2, "gates": "g", "overrides": ["precision={bits: 4}"]},
             "(?s)take 'snapkv'.*set precision=null.*takes no gates",
@@ -75,7 +73,7 @@ def test_a_request_has_a_budget_or_takes_that_of_its_engine():
     ("extra", "says"),
     [
         ({"retain.keep_ration": 0.2}, "unknown key 'retain.keep_ration' .did you mean 'keep_ratio'"),
-        ({"retain.off": 1, "retain.z": 1}, "2 problems.*'retain.off' .removed: use retain.keep_ratio=1.0"),
+        ({"retain.off": 1, "retain.z": 1}, "3 problems.*'retain.off' .removed: use retain.keep_ratio=1.0"),
         ({"retain.keep_ratio": 0}, "keep_ratio is kept / seen"),
         ({"retain.keep_ratio": 0.2, "retain.tokens_per_head": 4}, "a budget is stated once"),
         ({"retain.tokens_per_head": -1}, "tokens_per_head is a whole number of at least 1"),
@@ -84,6 +82,20 @@ def test_a_request_has_a_budget_or_takes_that_of_its_engine():
 )
 def test_options_that_do_not_fit_are_refused(extra, says):
     refused(f"(?s)options of the request do not fit: .*{says}", budget_of, SETTINGS, extra)
+
+
+def rules(name: str, page: int, *overrides: str) -> Rules:
+    return Rules(load_policy(name, overrides), page, [LayerShape(2, 24)] * 2)
+
+
+def test_short_prompts_are_held_whole_and_long_ones_that_cannot_hold_what_is_protected_refused():
+    snapkv, budget = rules("snapkv", 16), Budget(tokens_per_head=16)
+    assert snapkv.kept(SHORT_TOKENS, budget) == SHORT_TOKENS // 16
+    refused("protect", snapkv.kept, SHORT_TOKENS + 1, budget)
+    # Shorter than the window of queries.
+    snapkv = rules("snapkv", 4, "observed_settings.window=48", "protection.recent=2")
+    assert snapkv.kept(47, Budget(keep_ratio=0.5)) == 11 and snapkv.kept(48, Budget(keep_ratio=0.5)) < 12
+    assert rules("full", 4).kept(400, Budget(keep_ratio=0.5)) == 100
 
 
 def test_a_policy_of_the_page_is_served_or_refused_as_it_says() -> None:

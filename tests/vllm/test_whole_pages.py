@@ -13,7 +13,7 @@ from retain.budget.largest_remainder import exact
 from retain.budget.statement import Budget
 from retain.policy import Plan, candidates_of, plan_of, shape_of
 from retain.presets import load_policy
-from retain.vllm.packing.whole_pages import in_pages, keep_pages, round_to_pages
+from retain.vllm.packing.whole_pages import in_pages, keep_pages
 from tests.evictions import (
     EVICTING,
     FIXED,
@@ -24,16 +24,8 @@ from tests.evictions import (
     scored,
     small,
 )
-from tests.refused import refused
 
 TOKENS = 61
-# Of one, five and thirteen entries are the tails.
-SIZES = (4, 7, 16)
-
-
-def case(name: str, heads_file: str, seed: int):
-    policy, layers = small(name, heads_file), make_evidence(seed, 2, TOKENS, (0,))
-    return policy, layers, scored(policy, layers, [5], learned_scores(layers, seed))
 
 
 def plan_for(policy, layers, ratio: float, page: int) -> Plan:
@@ -44,9 +36,10 @@ def plan_for(policy, layers, ratio: float, page: int) -> Plan:
 
 @pytest.mark.parametrize("name", EVICTING)
 @settings(deadline=None, max_examples=3, derandomize=True)
-@given(st.integers(0, 10**6), st.sampled_from([0.4, 0.55, 0.8]), st.sampled_from(SIZES))
+@given(st.integers(0, 10**6), st.sampled_from([0.4, 0.55, 0.8]), st.sampled_from([4, 7, 16]))
 def test_every_head_holds_whole_pages_and_the_tail(heads_file, name, seed, ratio, page):
-    policy, layers, scores = case(name, heads_file, seed)
+    policy, layers = small(name, heads_file), make_evidence(seed, 2, TOKENS, (0,))
+    scores = scored(policy, layers, [5], learned_scores(layers, seed))
     plain, plan = (plan_for(policy, layers, ratio, size) for size in (0, page))
     full, tail = divmod(TOKENS, page)
     mean, inside = plain.totals.per_head_B[0], int(plain.protected_BT[0, : TOKENS - tail].sum())
@@ -59,61 +52,33 @@ def test_every_head_holds_whole_pages_and_the_tail(heads_file, name, seed, ratio
     assert held[0] == held[1] * (K * page + tail) == plan.totals.total_B[0]
 
 
-def rounded_by_hand(entries, total: int, page: int, least, most) -> list[int]:
-    """Add or take a page at a time."""
-    pages = [
-        min(max(count // page, low), high) for count, low, high in zip(entries, least, most, strict=True)
-    ]
-    while sum(pages) != total:
-        beyond = [Fraction(count, page) - held for count, held in zip(entries, pages, strict=True)]
-        if sum(pages) < total:
-            open_to = [i for i in range(len(pages)) if pages[i] < most[i]]
-            pages[max(open_to, key=lambda i: (beyond[i], -i))] += 1
-        else:
-            open_to = [i for i in range(len(pages)) if pages[i] > least[i]]
-            pages[min(open_to, key=lambda i: (beyond[i], -i))] -= 1
-    return pages
-
-
-@settings(deadline=None, max_examples=200)
-@given(st.data())
-def test_pages_go_by_largest_remainder_between_bounds(data):
-    page, most = data.draw(st.integers(1, 9)), data.draw(st.integers(0, 6))
-    entries = data.draw(st.lists(st.integers(0, most * page), min_size=1, max_size=9))
-    least = [data.draw(st.integers(0, most)) for _ in entries]
-    total = data.draw(st.integers(sum(least), most * len(entries)))
-    got = round_to_pages(entries, total, page, least, [most] * len(entries))
-    assert got == rounded_by_hand(entries, total, page, least, [most] * len(entries))
-
-
-def test_the_largest_remainder_wins_and_the_smallest_pays():
-    free, most = [0, 0, 0], [9, 9, 9]
-    assert round_to_pages([7, 7, 2], 4, 4, free, most) == [2, 2, 0]
-    assert round_to_pages([6, 6, 4], 4, 4, free, most) == [2, 1, 1]  # ties to the lower
-    # The third needs one more than it won: of two that can pay alike, the higher does.
-    assert round_to_pages([8, 8, 0], 4, 4, [0, 0, 1], most) == [2, 1, 1]
-    assert round_to_pages([8, 9, 0], 4, 4, [0, 0, 1], most) == [1, 2, 1]
-    said = "4 pages of 4 entries do not fit 2 heads, which need at least 5 .* can hold 9: raise the"
-    refused(said, round_to_pages, [8, 8], 4, 4, [3, 2], [4, 5])
-
-
 def counts_by_hand(plan: Plan, candidates, page: int) -> list[list[int]]:
-    """Entries of each head of each layer: those without pages, rounded to pages and the tail."""
-    split, totals = plan.policy, plan.totals
-    (seen,), crosses = totals.lengths_B, split.scope == "model" or split.layers != "uniform"
-    crosses = crosses or split.weights is not None
-    tail, L, H = seen % page, len(candidates), candidates[0].score_BHT.shape[1]
-    budgets = [won.budget_BH[0].tolist() for won in head_budgets(plan, candidates)]
-    sure = [layer.guaranteed_BH[0].tolist() for layer in candidates]
-    counts = []
-    for group in [range(L)] if crosses else [[idx] for idx in range(L)]:
-        entries = [budgets[idx][h] - tail for idx in group for h in range(H)]
-        least = [max(0, math.ceil(Fraction(sure[idx][h] - tail, page))) for idx in group for h in range(H)]
-        total = Fraction(totals.total_B[0] - tail * H * L if crosses else sum(entries), page)
-        assert total.denominator == 1
-        pages = rounded_by_hand(entries, int(total), page, least, [seen // page] * len(entries))
-        counts += [pages[first : first + H] for first in range(0, len(pages), H)]
-    return [[number * page + tail for number in layer] for layer in counts]
+    """Entries of each head of each layer: its share in pages, never below what is guaranteed, the rest by
+    largest remainder, and the tail."""
+    (seen,), H = plan.totals.lengths_B, candidates[0].score_BHT.shape[1]
+    tail = seen % page
+    entries = [count - tail for won in head_budgets(plan, candidates) for count in won.budget_BH[0].tolist()]
+    least = [
+        max(0, math.ceil(Fraction(count - tail, page)))
+        for layer in candidates
+        for count in layer.guaranteed_BH[0].tolist()
+    ]
+    total, open_to, shares = Fraction(sum(entries), page), set(range(len(entries))), {}
+    assert total.denominator == 1
+    while open_to:  # heads below their bound take it, and the others share what is left
+        left, weight = total - sum(shares.values()), sum(entries[i] for i in open_to)
+        level = left / weight if weight else Fraction(0)
+        short = {i for i in open_to if level * entries[i] < least[i] or not entries[i]}
+        if not short:
+            shares |= {i: level * entries[i] for i in open_to}
+            break
+        shares |= {i: Fraction(least[i]) for i in short}
+        open_to -= short
+    pages = [math.floor(shares[i]) for i in range(len(entries))]
+    order = sorted(range(len(entries)), key=lambda i: (pages[i] - shares[i], i))
+    for i in order[: int(total) - sum(pages)]:
+        pages[i] += 1
+    return [[number * page + tail for number in pages[i : i + H]] for i in range(0, len(pages), H)]
 
 
 def best_by_hand(policy, layer, h: int, count: int) -> set[int]:
@@ -144,19 +109,6 @@ def drawn_by_hand(layer, won, h: int, count: int) -> set[int]:
     return guaranteed | {bid[0] for bid in (*by_score[: free - lots], *by_lot[:lots])}
 
 
-def check_by_hand(policy, layers, scores, ratio: float, page: int) -> None:
-    plan = plan_for(policy, layers, ratio, page)
-    candidates = [candidates_of(plan, score) for score in scores]
-    counts, wons = counts_by_hand(plan, candidates, page), head_budgets(plan, candidates)
-    for idx, keep_BHT in enumerate(keep_pages(plan, candidates, page)):
-        for h, count in enumerate(counts[idx]):
-            if policy.draw is not None:
-                wanted = drawn_by_hand(candidates[idx], wons[idx], h, count)
-            else:
-                wanted = best_by_hand(policy, candidates[idx], h, count)
-            assert set(keep_BHT[0, h].nonzero().flatten().tolist()) == wanted
-
-
 @settings(deadline=None, max_examples=60)
 @given(
     st.sampled_from(sorted(VARIANTS)),
@@ -168,10 +120,19 @@ def check_by_hand(policy, layers, scores, ratio: float, page: int) -> None:
 def test_heads_and_entries_are_those_of_plain_loops(name, seed, ties, ratio, page):
     policy = replace(VARIANTS[name], protection=FIXED)
     layers = make_evidence(seed, 1, 27, (0,))
-    check_by_hand(policy, layers, made_scores(layers, seed, ties=ties), ratio, page)
+    plan = plan_for(policy, layers, ratio, page)
+    candidates = [candidates_of(plan, score) for score in made_scores(layers, seed, ties=ties)]
+    counts, wons = counts_by_hand(plan, candidates, page), head_budgets(plan, candidates)
+    for idx, keep_BHT in enumerate(keep_pages(plan, candidates, page)):
+        for h, count in enumerate(counts[idx]):
+            if policy.draw is not None:
+                wanted = drawn_by_hand(candidates[idx], wons[idx], h, count)
+            else:
+                wanted = best_by_hand(policy, candidates[idx], h, count)
+            assert set(keep_BHT[0, h].nonzero().flatten().tolist()) == wanted
 
 
-def test_a_tail_beyond_the_budget_is_no_error_and_guarantees_beyond_it_are():
+def test_a_tail_beyond_the_budget_is_no_error():
     layers = make_evidence(0, 1, 31, (0,))
     policy = replace(load_policy("recency"), protection=FIXED)
     plan = plan_for(policy, layers, 5 / 31, 16)

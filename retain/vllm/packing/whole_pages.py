@@ -4,23 +4,24 @@ A page is N entries of one head. Of a prompt of T tokens, `F = T // N` pages are
 `T - F N` entries of the unfilled last page, stays in every head. The total is rounded up once, to K pages a
 head in the mean. K follows from plain numbers, so that a scheduler knows it before a model has run. Budgets
 of heads, spread with that total as ever (`retain.budget.cascade.head_budgets`), are rounded to pages of the
-same sum. All of this is of one prompt that holds every entry: B = 1.
+same sum over the heads of all layers. All of this is of one prompt that holds every entry: B = 1.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from fractions import Fraction
 
 import torch
 from jaxtyping import Bool, Int64
 from torch import Tensor
 
-from retain.attention.ranking import rank_entries, refuse_nan
+from retain.attention.ranking import refuse_nan, select
 from retain.budget.allocation import Candidates
 from retain.budget.cascade import head_budgets, keep_first
 from retain.budget.joint import Won
+from retain.budget.largest_remainder import largest_remainder
 from retain.policy import Plan
-from retain.presets import Uniform
 
 
 def in_pages(plan: Plan, page: int) -> Plan:
@@ -44,50 +45,11 @@ def in_pages(plan: Plan, page: int) -> Plan:
     return replace(plan, totals=totals, protected_BT=protected_BT)
 
 
-def round_to_pages(
-    entries: Sequence[int], total: int, page: int, least: Sequence[int], most: Sequence[int]
-) -> list[int]:
-    """Round the entries of heads to whole pages of a given sum, by largest remainder.
-
-    Each gets `floor(entries / N)` pages, within its bounds. While the sum is below the total, a page goes to
-    the one that is furthest below its entries, of equal ones to the lower index. While it is above, which
-    lower bounds can bring about, a page is taken from the one with the smallest remainder that is above its
-    lower bound, of equal ones from the higher index.
-
-    Args:
-        entries: of each, without the tail.
-        total: pages of all.
-        page: N.
-        least, most: pages of each.
-
-    Raises:
-        ValueError: the total does not lie between the sums of the bounds.
-
-    Examples:
-        >>> round_to_pages([23, 9, 0], 2, 16, [0, 0, 1], [9, 9, 9])
-        [1, 0, 1]
-    """
-    if not sum(least) <= total <= sum(most):
-        raise ValueError(
-            f"{total} pages of {page} entries do not fit {len(entries)} heads, which need at least "
-            f"{sum(least)} (guaranteed entries, rounded up) and can hold {sum(most)}: raise the budget, or "
-            "protect or guarantee less."
-        )
-    pages = [
-        min(max(count // page, low), high) for count, low, high in zip(entries, least, most, strict=True)
-    ]
-    left = total - sum(pages)
-    sign, bound = (1, most) if left > 0 else (-1, least)
-    for _ in range(abs(left)):
-        some = [i for i, count in enumerate(pages) if count != bound[i]]
-        pages[max(some, key=lambda i: (sign * (entries[i] - pages[i] * page), -sign * i))] += sign
-    return pages
-
-
 def keep_pages(plan: Plan, layers: Sequence[Candidates], page: int) -> list[Bool[Tensor, "B H T"]]:
     """Keep masks of all layers, of whole pages and the tail in every head.
 
-    Heads' entries are rounded inside a layer where layers get the same, else over the heads of all layers.
+    Heads share the pages of all layers by their entries, by largest remainder; a head gets at least as many
+    as hold its guaranteed entries.
 
     Args:
         plan: of `in_pages`.
@@ -97,28 +59,24 @@ def keep_pages(plan: Plan, layers: Sequence[Candidates], page: int) -> list[Bool
     Raises:
         ValueError: guaranteed entries take more pages than there are, or a score is NaN.
     """
-    (length,) = plan.totals.lengths_B
     for layer in layers:
         refuse_nan(layer.score_BHT)
+    full, tail = divmod(plan.totals.lengths_B[0], page)
     budgets = head_budgets(plan, layers)
-    tail, split = length % page, plan.policy
-    alone = split.scope != "model" and isinstance(split.allocation, Uniform)
-    groups = [[idx] for idx in range(len(layers))] if alone else [[*range(len(layers))]]
-    keeps = []
-    for group in groups:
-        entries = torch.cat([budgets[idx].budget_BH[0] for idx in group]) - tail
-        sure = torch.cat([layers[idx].guaranteed_BH[0] for idx in group]) - tail
-        total = sum(plan.totals.equal_BL[0][idx] for idx in group) - tail * len(entries)
-        least = [max(0, -(-count // page)) for count in sure.tolist()]
-        most = [length // page] * len(entries)
-        pages = torch.tensor(round_to_pages(entries.tolist(), total // page, page, least, most))
-        held_LH = (pages.to(entries.device) * page + tail).view(len(group), -1)
-        for idx, held_H in zip(group, held_LH, strict=True):
-            layer = layers[idx]
-            if split.draw is None:
-                keeps.append(keep_first(split, layer, held_H[None]))
-            else:
-                keeps.append(_keep_drawn(layer, budgets[idx], held_H[None]))
+    entries = [count - tail for won in budgets for count in won.budget_BH[0].tolist()]
+    sure = [count - tail for layer in layers for count in layer.guaranteed_BH[0].tolist()]
+    pages = largest_remainder(
+        sum(entries) // page,
+        [Fraction(count) for count in entries],
+        [full] * len(entries),
+        least=[max(0, -(-count // page)) for count in sure],
+    )
+    keeps, held_LBH = [], (torch.tensor(pages) * page + tail).view(len(layers), 1, -1)
+    for layer, won, held_BH in zip(layers, budgets, held_LBH.to(layers[0].score_BHT.device), strict=True):
+        if plan.policy.draw is None:
+            keeps.append(keep_first(plan.policy, layer, held_BH))
+        else:
+            keeps.append(_keep_drawn(layer, won, held_BH))
     return keeps
 
 
@@ -135,14 +93,8 @@ def _keep_drawn(layer: Candidates, won: Won, budget_BH: Int64[Tensor, "B H"]) ->
     """
     bids, free_BHT, drawn_N = layer.bids, layer.free_BHT, won.drawn_N
     assert bids is not None and free_BHT is not None and bids.draw_N is not None and drawn_N is not None
-    places_BH = budget_BH - bids.guaranteed_BH
-    lowest = bids.value_N.new_full(free_BHT.shape, float("-inf"))
-    value_BHT, key_BHT = (
-        lowest.masked_scatter(free_BHT, number_N) for number_N in (bids.value_N, bids.draw_N)
-    )
     drawn_BH = torch.zeros_like(free_BHT).masked_scatter(free_BHT, drawn_N).sum(-1)
-    drawn_BH = drawn_BH * places_BH // (won.budget_BH - bids.guaranteed_BH).clamp_min(1)
-    scored_BHT = free_BHT & (rank_entries(value_BHT) < (places_BH - drawn_BH)[..., None])
-    left_BHT = free_BHT & ~scored_BHT
-    key_BHT = key_BHT.masked_fill(~left_BHT, float("-inf"))
-    return ~free_BHT | scored_BHT | (left_BHT & (rank_entries(key_BHT) < drawn_BH[..., None]))
+    places_BH, won_BH = (count_BH - bids.guaranteed_BH for count_BH in (budget_BH, won.budget_BH))
+    scored_BHT = select(layer.score_BHT, ~free_BHT, budget_BH - drawn_BH * places_BH // won_BH.clamp_min(1))
+    key_BHT = layer.score_BHT.masked_scatter(free_BHT, bids.draw_N)
+    return select(key_BHT, scored_BHT, budget_BH)
