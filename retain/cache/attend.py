@@ -16,9 +16,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from retain.cache.equal_rows import attend_runs, find_runs, fits
+from retain.cache.equal_rows import attend_runs, find_runs
 from retain.cache.store import RaggedStore
-from retain.kernels.ragged_attention import merged, ragged_attention
+from retain.kernels.ragged_attention import merged, path_of, ragged_attention
 
 
 def attend(
@@ -37,10 +37,13 @@ def attend(
         **how: `scaling`, `soft_cap` and `sinks_Q`, as the op takes them.
     """
     keys, values = (store.keys_CD, store.values_CD) if store.codec is None else store.codes
-    special = how.get("soft_cap"), how.get("sinks_Q"), with_lse or None
-    runs = None
-    if store.codec is None and all(one is None for one in special) and fits(store, queries_BQSD):
-        runs = find_runs(store, seen_RS, queries_BQSD.shape[1])
+    runs, special = None, (how.get("soft_cap"), how.get("sinks_Q"), with_lse or None)
+    if store.codec is None and store.device.type == "cpu" and all(one is None for one in special):
+        kinds = {queries_BQSD.dtype, store.keys_CD.dtype, store.values_CD.dtype}
+        # Dense calls want one precision, and no gradients, which a store does not have.
+        forced = path_of(store.keys_CD, store.values_CD) != "reference"
+        if len(kinds) == 1 and not queries_BQSD.requires_grad and not forced:
+            runs = find_runs(store, seen_RS, queries_BQSD.shape[1])
     if runs:
         return attend_runs(queries_BQSD, runs, seen_RS, how["scaling"])
     rows = store.offsets_R1, seen_RS, store.pages

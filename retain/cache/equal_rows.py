@@ -78,16 +78,6 @@ def find_runs(store: RaggedStore, seen_RS: Int[Tensor, "R S"], num_queries: int)
     return runs
 
 
-def fits(store: RaggedStore, queries_BQSD: Tensor) -> bool:
-    """True where dense calls can serve these queries over a plain store: on a CPU, in one precision, and
-    without gradients, which a store does not have."""
-    keys, values = store.keys_CD, store.values_CD
-    if queries_BQSD.is_cuda or path_of(keys, values) != "reference":
-        return False
-    alike = queries_BQSD.dtype == keys.dtype == values.dtype and keys.shape[1] == queries_BQSD.shape[3]
-    return alike and not (torch.is_grad_enabled() and queries_BQSD.requires_grad)
-
-
 def attend_runs(
     queries_BQSD: Float[Tensor, "B Q S D"], runs: Sequence[Run], seen_RS: Int[Tensor, "R S"], scaling: float
 ) -> Float[Tensor, "B Q S V"]:

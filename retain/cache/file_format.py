@@ -106,7 +106,7 @@ def check_model(
 def store_tensors(store: RaggedStore) -> dict[str, Tensor]:
     """Tensors of a layer, by their names in `layer.N`: of each part columns `[N, ...]` of exactly the entries
     held, row after row, "lengths" `[R]` of the rows, and of codes "key_scales"."""
-    found = {}
+    found: dict[str, Tensor] = {}
     for where, part in zip(("packed.", "store.")[-len(store.parts) :], store.parts, strict=True):
         index_N = part.index_N()
         found |= {where + name: column[index_N] for name, column in part.columns.items()}

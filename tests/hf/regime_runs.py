@@ -1,7 +1,7 @@
 """Scenarios of a cache's life, forward by forward: what is read, what comes out, what is held after each."""
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,17 +39,6 @@ class Life:
     mask: Tensor
     prompt: int
 
-    def alone(self, b: int) -> "Life":
-        """Sequence `b` without its padding, in the same forwards but those that are all padding."""
-        chunks, start, prompt = [], 0, 0
-        for number, ids in enumerate(self.chunks):
-            real = self.mask[b, start : start + ids.shape[1]].bool()
-            start += ids.shape[1]
-            if real.any():
-                chunks.append(ids[b : b + 1, real])
-                prompt += number < self.prompt
-        return Life(chunks, torch.ones(1, sum(ids.shape[1] for ids in chunks), dtype=torch.long), prompt)
-
 
 def life(
     batch: int = 3,
@@ -75,26 +64,23 @@ def life(
 
 
 @torch.no_grad()
-def stepwise(
-    model, cache: Cache, life: Life, watch: Callable[[int], None] = lambda number: None
-) -> Iterator[tuple[Tensor, list[Tensor]]]:
+def stepwise(model, cache: Cache, life: Life) -> Iterator[tuple[Tensor, list[Tensor]]]:
     """Logits of each forward, and what each layer held after it, `[B, H, T]` over all tokens seen."""
     seen = 0
     if life.prompt > 1:
         width = sum(ids.shape[1] for ids in life.chunks[: life.prompt])
         cache.state.prompt_mask_BT = life.mask[:, :width].bool()
-    for number, ids in enumerate(life.chunks):
+    for ids in life.chunks:
         mask = life.mask[:, : seen + ids.shape[1]]
-        watch(number)
         given = {"attention_mask": mask, "position_ids": positions_of(mask)[:, seen:]}
         logits = model(input_ids=ids, **{CACHE: cache}, **given).logits
         seen += ids.shape[1]
         yield logits, held_by(cache, mask)
 
 
-def lived(model, cache: Cache, life: Life, *watch) -> tuple[list[Tensor], list[list[Tensor]]]:
+def lived(model, cache: Cache, life: Life) -> tuple[list[Tensor], list[list[Tensor]]]:
     """All of `stepwise`."""
-    logits, history = zip(*stepwise(model, cache, life, *watch), strict=True)
+    logits, history = zip(*stepwise(model, cache, life), strict=True)
     return list(logits), list(history)
 
 
@@ -179,16 +165,6 @@ def assert_same_stores(one: Cache, other: Cache) -> None:
     """Every layer that evicts holds the same entries, at the same positions."""
     for a, b in zip(one.state.ragged, other.state.ragged, strict=True):
         assert all(torch.equal(*pair) for pair in zip(a.store.flat(), b.store.flat(), strict=True))
-
-
-def of_sequence(
-    scenario: Life, b: int, logits: Sequence[Tensor], held: Sequence[Sequence[Tensor]]
-) -> tuple[list[Tensor], list[list[Tensor]]]:
-    """The results of sequence `b` in a batch, as `lived` gives them for `scenario.alone(b)`."""
-    real = [part[b].bool() for part in scenario.mask.split([ids.shape[1] for ids in scenario.chunks], dim=1)]
-    forwards, tokens = [number for number, part in enumerate(real) if part.any()], scenario.mask[b].bool()
-    mine = [[layer[b : b + 1, :, tokens[: layer.shape[-1]]] for layer in held[n]] for n in forwards]
-    return [logits[number][b : b + 1, real[number]] for number in forwards], mine
 
 
 def agree(

@@ -78,17 +78,6 @@ def test_seeds_are_of_prompts_where_generate_repeats_them(how):
             Cache(model, "random", keep_ratio=0.5, seeds=SEEDS).prefill(ids, mask)
 
 
-def test_a_mask_that_does_not_fit_leaves_the_cache_as_it_was():
-    model = tiny_model("qwen3")
-    ids, mask = tiny_batch((0, 3), 120)
-    with retain.attach(model):
-        cache = Cache(model, policy=None).prefill(ids, mask, evict=False, hold_evidence=True)
-        keep = torch.ones(2, 2, 120, dtype=torch.bool)
-        refused(r"bool tensor \[2, 2, 120\]", cache.evict_with, [keep, keep, keep[:, 0]])
-    assert len(cache.evidence) == 3
-    assert all(layer.store is None and layer.keys is not None for layer in cache.layers)
-
-
 def test_what_no_policy_is_and_what_would_not_be_read_is_refused():
     model = tiny_model("qwen3")
     refused("a name, a path, a Policy or a function", Cache, model, policy=3)

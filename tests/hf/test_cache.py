@@ -151,8 +151,8 @@ def test_forks_and_their_concat_decode_as_each_alone():
 
 def test_refusals_say_why():
     model, (ids, mask) = tiny_model("qwen3"), tiny_batch((0, 0), 12)
-    right, left_mask = mask.clone(), tiny_batch((0, 4), 12)[1]
-    right[1, 9:] = 0
+    taken = torch.ones(2, 14, dtype=torch.long)
+    taken[1, 11] = 0
     with pytest.raises(ValueError, match="call retain.attach"), torch.no_grad():
         model(input_ids=ids, **{CACHE: Cache(model, policy=None)})
     with retain.attach(model), torch.no_grad():
@@ -160,19 +160,10 @@ def test_refusals_say_why():
         def made(**how):
             return Cache(model, policy=None).prefill(ids, mask, **how)
 
-        cache, dense, left = made(), made(evict=False), Cache(model, policy=None).prefill(ids, left_mask)
+        cache, dense = made(), made(evict=False)
         other = Cache(model, policy=None).prefill(tiny_batch((0,), 25)[0])
-        two, ones = ids[:, :2], torch.ones(2, 14, dtype=torch.long)
-        taken = ones.clone()
-        taken[1, 11] = 0
-        for said, used, given in (
-            ("right padding.*padding_side = 'left'", None, {"attention_mask": right}),
-            ("holds 2 sequences, but the call has 1", cache, {"input_ids": two[:1]}),
-            ("real that were padding", left, {"attention_mask": ones}),
-            ("calls tokens padding that were read as tokens", cache, {"attention_mask": taken}),
-        ):
-            given = {"input_ids": ids if used is None else two, **given}
-            refused(said, model, **{CACHE: Cache(model, policy=None) if used is None else used}, **given)
+        given = {"attention_mask": taken, CACHE: cache}
+        refused("calls tokens padding that were read as tokens", model, ids[:, :2], **given)
         keep = torch.ones(2, 2, 12, dtype=torch.bool)
         for said, call in (
             ("already seen 12 tokens", lambda: cache.prefill(ids)),
@@ -184,6 +175,7 @@ def test_refusals_say_why():
             ("keep_ratio can only be given with", lambda: Cache(model, policy=None, keep_ratio=0.5)),
         ):
             refused(said, call)
+        assert all(layer.store is None and layer.keys is not None for layer in dense.layers)
 
 
 @both

@@ -215,17 +215,8 @@ class CacheMachine(RuleBasedStateMachine):
         talk = self.pick(data)
         last = len(talk.rows) - 1
         chosen = data.draw(st.lists(st.integers(0, last), min_size=1, max_size=4))
-        how = data.draw(st.sampled_from(["batch_select_indices", "reorder_cache"]))
-        getattr(talk.cache, how)(torch.tensor(chosen))
+        talk.cache.batch_select_indices(torch.tensor(chosen))
         talk.rows = [copy.deepcopy(talk.rows[b]) for b in chosen]
-        self.check(talk)
-
-    @rule(data=st.data())
-    def repeat(self, data) -> None:
-        talk = self.pick(data)
-        if len(talk.rows) <= 2:
-            talk.cache.batch_repeat_interleave(2)
-            talk.rows = [copy.deepcopy(row) for row in talk.rows for _ in range(2)]
         self.check(talk)
 
     @rule(data=st.data())

@@ -209,20 +209,16 @@ def saved(tmp_path, name="qwen3", **settings):
 def test_a_failed_save_leaves_the_old_file(tmp_path):
     model, cache, path = saved(tmp_path)
     before = path.read_bytes()
-
-    before_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2048, before_limit[1]))
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2048, limit[1]))
     try:
         with pytest.raises(OSError, match="too large: .*context.safetensors could not be written, and is"):
             cache.save(path)
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before_limit)
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert path.read_bytes() == before and os.listdir(tmp_path) == [path.name]
     cache.save(path)  # and nothing else changed
-    (tmp_path / "any").touch()
-    assert path.stat().st_mode == (tmp_path / "any").stat().st_mode, "as the umask makes files"
     assert path.read_bytes() == before
-    assert_same_state(Cache.load(path, model, policy=policy), cache)
 
 
 def test_a_flipped_bit_is_noticed_wherever_it_is(tmp_path):

@@ -245,8 +245,7 @@ class Cache(InterceptedCache):
         other.state, other.layers, other.engine = state, state.layers, Engine(self.model, state)
         return other
 
-    def __copy__(self) -> "Cache":
-        return self.fork()
+    __copy__ = fork
 
     def __deepcopy__(self, memo: dict) -> "Cache":
         return self.fork()

@@ -80,7 +80,7 @@ def read_call(
         raise ValueError(
             f"{name} are {tuple(tokens.shape)}: pass [B, S], at least one token in each of B sequences."
         )
-    B, S, device = *tokens.shape[:2], tokens.device
+    (B, S), device = tokens.shape[:2], tokens.device
     past_BT = torch.ones(B, 0, dtype=torch.bool, device=device) if past_BT is None else past_BT.to(device)
     seen = past_BT.shape[1]
     if past_BT.shape[0] != B:
