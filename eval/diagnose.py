@@ -1,6 +1,6 @@
 """Measures what an eviction costs, without scoring an answer: on any text, or on the rows of a task.
 
-    retain diagnose --model smollm2-135m --text book.txt --policies snapkv merge oracle --keep-ratio 0.1 0.2
+    retain diagnose --model smollm2-135m --text book.txt --policies snapkv merge --keep-ratio 0.1 0.2
     retain diagnose --model reference:0 --task reference/multikey --policies snapkv gate --gates FOLDER
 
 A document is a context, a question behind it, and a continuation, which is read token by token ("steps"): of
@@ -9,11 +9,11 @@ budget, and then reads the question and the continuation. At each step are measu
 
     KL, top-1, perplexity   of the next token, against the model without any cache of this library
     coverage                share of the attention to the context that goes to kept entries
-    oracle                  share of the kept entries that the oracle keeps too (`oracle_overlap`)
+    oracle                  share of the kept entries that one which knows the future keeps too
 
 Coverage is of the full cache's queries, so that errors of lower layers do not add up in it; they do in the
-divergence. The policy `oracle` ranks entries by the attention that they are really paid. The full cache is
-measured through the same code: its row must read coverage 1, KL 0 and top-1 1, or no other can be trusted.
+divergence. The full cache is measured through the same code: its row must read coverage 1, KL 0 and top-1 1,
+or no other can be trusted.
 """
 
 import argparse
@@ -34,7 +34,6 @@ from tqdm import tqdm
 
 from retain.attention.chunked import attention_chunks
 from retain.attention.ranking import rank_entries
-from retain.budget.statement import Budget
 from retain.eval.record import text_table, write_record
 from retain.eval.run.memory import positions_held
 from retain.eval.run.plan import load_model
@@ -45,11 +44,10 @@ from retain.evidence import Evidence
 from retain.hf.cache.cache import Cache
 from retain.hf.version_names import CACHE
 from retain.models.named_gates import load_gates
-from retain.policy import decide_layers, score_entries
 from retain.presets import Policy, load_policy
 from retain.process.command import command
 
-FULL, ORACLE = "full", "oracle"
+FULL = "full"
 # Steps whose attention exists at once.
 CHUNK = 8
 
@@ -98,14 +96,12 @@ def divergence(logits_SV: Float[Tensor, "S V"], other_SV: Float[Tensor, "S V"]) 
 
 
 def policies_of(typed: Sequence[str], keep_ratios: Sequence[float]) -> dict[str, Policy]:
-    """The policies that were typed, changes behind commas, as in `snapkv,protection.recent=8`; the oracle is
-    the preset `gate` with another score. ValueError: a policy or a keep_ratio that cannot be."""
+    """The policies that were typed, changes behind commas, as in `snapkv,protection.recent=8`. ValueError: a
+    policy or a keep_ratio that cannot be."""
     if wrong := [ratio for ratio in keep_ratios if not 0 < ratio <= 1]:
         raise ValueError(f"keep_ratio is kept / seen, above 0 and at most 1, got {wrong}.")
     split = {one: one.split(",") for one in typed}
-    return {
-        one: load_policy("gate" if name == ORACLE else name, more) for one, (name, *more) in split.items()
-    }
+    return {one: load_policy(name, more) for one, (name, *more) in split.items()}
 
 
 @torch.inference_mode()
@@ -135,23 +131,17 @@ def diagnose(
     context, target_S = document.context_ids, torch.tensor(document.answer_ids)
     tail, count = (*document.question_ids, *document.answer_ids[:-1]), len(target_S)
     context_1T, whole_1T = ids_on(model, context), ids_on(model, (*context, *tail))
-    base = Cache(model, policy=None).prefill(context_1T, evict=False, hold_evidence=True)
     teacher = Cache(model, policy=None).prefill(whole_1T, evict=False, hold_evidence=True).evidence
-    assert teacher is not None and base.evidence is not None
+    assert teacher is not None
     risks = oracle([teacher], len(context))
     full_SV = model(input_ids=whole_1T, use_cache=False, logits_to_keep=count).logits[0].float().cpu()
     made = []
     for name, ratio in ((FULL, 1.0), *((name, ratio) for name in policies for ratio in keep_ratios)):
-        if name == FULL:
-            cache = base.fork()
-        elif name.split(",")[0] == ORACLE:
-            pairs = zip(base.evidence, risks, strict=True)
-            scores = [score_entries(policies[name], layer, learned=risk) for layer, risk in pairs]
-            decided = decide_layers(policies[name], base.evidence, Budget(keep_ratio=ratio), scores=scores)
-            cache = base.fork().evict_with([layer.keep_BHT for layer in decided])
-        else:
-            how: dict[str, Any] = {"gates": gates if policies[name].learned else None, "short": "raise"}
-            cache = Cache(model, policies[name], keep_ratio=ratio, **how).prefill(context_1T)
+        how: dict[str, Any] = {"policy": None}
+        if name != FULL:
+            how = {"policy": policies[name], "keep_ratio": ratio, "short": "raise"}
+            how["gates"] = gates if policies[name].learned else None
+        cache = Cache(model, **how).prefill(context_1T)
         heads = positions_held(cache)
         keep_NT = torch.zeros(len(heads), len(context), dtype=torch.bool)
         for keep_T, positions in zip(keep_NT, heads, strict=True):
@@ -213,35 +203,31 @@ def summarise(readings: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str,
 
 
 def documents_of(given: argparse.Namespace, model: Any, tokenizer: Any) -> list[Encoded]:
-    """The documents that the command line asks for. ValueError: an unknown task, or a text that cannot be
-    read or is too short."""
-    if given.steps < 1:
-        raise ValueError(f"steps is at least 1, got {given.steps}.")
+    """The documents that the command line asks for: rows of a task, or pieces spread over all of a text, none
+    overlapping, each with the tokens that open a text.
+
+    The first token behind a piece's context is read and not measured: it is predicted before the eviction,
+    and would count as unharmed. ValueError: an unknown task, or a text that cannot be read or is too short.
+    """
+    at, steps, count = given.context_tokens, given.steps, given.documents
+    if steps < 1:
+        raise ValueError(f"steps is at least 1, got {steps}.")
     if given.task is not None:
-        how = {"context_tokens": given.context_tokens, "items": given.documents}
-        rows = [encode(row, tokenizer, model) for row in load_rows(given.task, tokenizer, **how)]
-        return [replace(row, answer_ids=row.answer_ids[: given.steps]) for row in rows]
+        rows = load_rows(given.task, tokenizer, context_tokens=at, items=count)
+        encoded = (encode(row, tokenizer, model) for row in rows)
+        return [replace(one, answer_ids=one.answer_ids[:steps]) for one in encoded]
     try:
         text = Path(given.text).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--text {given.text} cannot be read: {error}. Pass a file in UTF-8.") from error
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return cut(ids, opening_ids(tokenizer), given.context_tokens, given.steps, given.documents)
-
-
-def cut(
-    ids: Sequence[int], opening: Sequence[int], context_tokens: int, steps: int, documents: int
-) -> list[Encoded]:
-    """Documents spread over all of a text, none overlapping; each context begins with `opening`. The first
-    token behind a context is read and not measured: it is predicted before the eviction, and would count as
-    unharmed. ValueError: numbers below 1, or a text that is too short."""
-    at, size = context_tokens, context_tokens - len(opening) + 1 + steps
-    if documents < 1 or at <= len(opening) or len(ids) < documents * size:
+    ids, opening = tokenizer(text, add_special_tokens=False)["input_ids"], opening_ids(tokenizer)
+    size = at - len(opening) + 1 + steps
+    if count < 1 or at <= len(opening) or len(ids) < count * size:
         raise ValueError(
-            f"{len(ids)} tokens cannot be cut into {documents} documents of {at} tokens ({len(opening)} "
+            f"{len(ids)} tokens cannot be cut into {count} documents of {at} tokens ({len(opening)} "
             f"of them special) and {1 + steps} behind: pass a longer text, or ask for fewer or shorter ones."
         )
-    starts = [number * (len(ids) // documents) for number in range(documents)]
+    starts = [number * (len(ids) // count) for number in range(count)]
     pieces = [(*opening, *ids[start : start + size]) for start in starts]
     return [Encoded(piece[:at], piece[at : at + 1], piece[at + 1 :], ()) for piece in pieces]
 
@@ -250,7 +236,7 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = argparse.ArgumentParser("retain diagnose", description="Measure what an eviction costs.")
     made.add_argument("--model", required=True, help="a name, a local folder, or a hub id")
-    made.add_argument("--policies", nargs="+", required=True, metavar="NAME[,key=value]", help="and oracle")
+    made.add_argument("--policies", nargs="+", required=True, metavar="NAME[,key=value]")
     made.add_argument("--keep-ratio", nargs="+", type=float, default=[0.2], help="kept / seen (default 0.2)")
     made.add_argument(
         "--gates", help="folder or hub id, of policies that take them; default: those that ship"

@@ -50,9 +50,9 @@ def check(cases: Any, case: Any, dtype: torch.dtype, device: torch.device | str,
     ops, floor = cases.ROUNDING
     for place, (actual, true, rough) in enumerate(zip(found, exact, plain, strict=True)):
         magnitude = true[true.isfinite()].abs().amax().item() if true.isfinite().any() else 0.0
-        allowed = 2 * _error(rough, true) + ops * FLOOR[floor or dtype] * max(magnitude, 1e-30)
-        if actual.shape != true.shape or not (error := _error(actual, true)) <= allowed:
-            return f"result {place}: error {error:.2e}, {allowed:.2e} allowed"
+        allowed = 2 * error(rough, true) + ops * FLOOR[floor or dtype] * max(magnitude, 1e-30)
+        if actual.shape != true.shape or not (got := error(actual, true)) <= allowed:
+            return f"result {place}: error {got:.2e}, {allowed:.2e} allowed"
     return None
 
 
@@ -63,8 +63,10 @@ def tensors_of(results: Any) -> list[Tensor]:
     return [one.detach() for one in parts if isinstance(one, Tensor) and one.is_floating_point()]
 
 
-def _error(actual: Tensor, reference: Tensor) -> float:
-    difference = torch.where(actual == reference, 0.0, (actual.double() - reference).abs())
+def error(actual: Tensor, reference: Tensor) -> float:
+    """Largest absolute difference; inf where one is not finite and the other is not equal to it."""
+    actual, reference = actual.detach().double(), reference.detach().double()
+    difference = torch.where(actual == reference, 0.0, (actual - reference).abs())
     difference = difference.nan_to_num(nan=float("inf"), posinf=float("inf"))
     return float(difference.max()) if difference.numel() else 0.0
 

@@ -172,11 +172,6 @@ class BoundPolicy:
         return self.policy is None and self.function is None
 
     @property
-    def learned(self) -> bool:
-        """True where a gate scores."""
-        return self.policy is not None and self.policy.learned
-
-    @property
     def correction(self) -> Merge | None:
         """How what stays makes up for what goes."""
         return None if self.policy is None else self.policy.correction

@@ -4,7 +4,7 @@ Input is the evidence of a document with nothing evicted, and of what was run af
 repetition of the document, or the model's own continuation. Queries count if they can still come after the
 entry's eviction: of the document's own tokens those at distance `horizon` or more (nearer ones always find
 the entry, which is protected while recent), of later text all. Only `train/` and `eval/` may import this
-file: at inference the future is unknown.
+file: at inference the future is unknown. The *risk* of an entry is the `max` of `value_norm`.
 
 Published, with sources: `max` of `repeat`, weight `none`: KVzip (arXiv 2505.23416; it normalises within the
 chunk that is repeated, here rows are over everything that is seen). `max` of `repeat`,
@@ -13,14 +13,12 @@ everywhere in this project). `max` of `appendix`, `none`: Locret (arXiv 2410.018
 `continuation`, `none`: LookaheadKV (arXiv 2603.10899; the loss normalises).
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from jaxtyping import Bool, Float32, Int
 from torch import Tensor
 
-from retain.attention.chunked import truncate
 from retain.attention.received import received_attention
 from retain.evidence import Evidence
 from retain.scores.value_norm import value_norms
@@ -177,54 +175,6 @@ def _over_hidden(part: Evidence) -> tuple[Tensor, Tensor]:
     least_B = norm_BS.masked_fill(~part.asks_BS, float("inf")).amin(-1)
     least_B = least_B.masked_fill(least_B.isinf(), 1.0)  # of a sequence without such queries
     return lse_BQS + (norm_BS / least_B[:, None]).log()[:, None], least_B
-
-
-@torch.no_grad()
-def future_risk(
-    evidence: Evidence,
-    *,
-    document_tokens: int,
-    horizon: int = 32,
-    sources: Collection[str] = ("own", "appendix"),
-) -> tuple[Float32[Tensor, "B H document_tokens"], Bool[Tensor, "B H document_tokens"]]:
-    """Largest value-weighted attention that an entry will be paid after it could have been evicted.
-
-    `risk[b, h, i] = max_{j in J(i), q in group(h)} a_qj[i] * ||v_i W_O^q||_1`, where `a_qj` is the softmax of
-    query j over all valid keys of the whole sequence up to itself, and `J(i)` holds the valid queries
-    `{j in document: j - i >= horizon}` (source `own`) and `{j in appendix}` (source `appendix`): `future_use`
-    of one sequence `[document; appendix]`, aggregate `max`, weight `value_norm`. Both parts may contain
-    padding, anywhere, and distance is counted in entries.
-
-    Args:
-        evidence: one layer over the whole sequence; the queries of the chosen sources must be held.
-        document_tokens: entries (padding included) of the document, 1..T; the others are the appendix.
-        horizon: least distance of a document query, in entries; the protected recent window.
-        sources: `own`, `appendix`, or both.
-
-    Returns:
-        risk and reach, as `future_use`.
-
-    Raises:
-        ValueError: if the sources, the document's length or the queries held make no sense.
-    """
-    T = evidence.num_seen
-    if not 1 <= document_tokens <= T:
-        raise ValueError(f"document_tokens is 1..{T}, the entries of the sequence; got {document_tokens}.")
-    wanted = T if "own" in sources else T - document_tokens
-    if wanted > evidence.num_queries:
-        raise ValueError(
-            f"these sources need the last {wanted} queries, the evidence holds {evidence.num_queries}: "
-            "record more queries."
-        )
-    document, branches = evidence, []
-    if document_tokens < T:
-        # The document alone is enough for its own queries, which cannot see the appendix.
-        document = truncate(evidence, document_tokens)
-        start = document_tokens - (T - evidence.num_queries)
-        queried_BS = None if evidence.queried_BS is None else evidence.queried_BS[:, start:]
-        appended = replace(evidence, queries_BQSD=evidence.queries_BQSD[:, :, start:], queried_BS=queried_BS)
-        branches = [("appendix", appended)]
-    return future_use(document, branches, sources=dict.fromkeys(sources, 1.0), horizon=horizon)
 
 
 def _count(part: Evidence, distance: int, T: int) -> Int[Tensor, "B T"]:

@@ -124,11 +124,11 @@ def pinned_mask(
     return covered_BT.to(valid_BT.device).gather(-1, place_BT) & valid_BT
 
 
-def spans_by_sequence(spans: Any) -> list[Sequence[Sequence[int]]] | None:
-    """Lists of spans, one a sequence; None if one list is meant for all; a ValueError if neither."""
+def spans_by_sequence(spans: Any) -> list[Sequence[Sequence[int]]]:
+    """Lists of spans, one a sequence; a single one if it is meant for all; a ValueError if neither."""
     if isinstance(spans, Sequence) and not isinstance(spans, str):
         if all(_is_pair(item) for item in spans):
-            return None
+            return [spans]
         if all(isinstance(item, Sequence) and all(_is_pair(span) for span in item) for item in spans):
             return list(spans)
     raise ValueError(
@@ -173,7 +173,5 @@ def pins_per_sequence(spans: Any, num_sequences: int) -> Any:
     Raises:
         ValueError: lists for another number of sequences.
     """
-    if spans is None:
-        return None
-    each = spans_by_sequence(spans)
-    return one_per_sequence([spans] if each is None else each, num_sequences, "pinned span lists")
+    each = None if spans is None else spans_by_sequence(spans)
+    return one_per_sequence(each, num_sequences, "pinned span lists")

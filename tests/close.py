@@ -8,22 +8,11 @@ and masks are compared exactly, elsewhere, with `torch.equal`.
 import torch
 from torch import Tensor
 
-from retain.kernels.measure import FLOOR
+from retain.kernels.measure import FLOOR, error
 
 # Two runs through a whole tiny model round in every layer: that many operations' floors (logits against
 # logits).
 MODEL = 8
-
-
-def error(actual: Tensor, reference: Tensor) -> float:
-    """Largest absolute difference; inf where one is not finite and the other is not equal to it."""
-    actual, reference = actual.detach().double(), reference.detach().double()
-    difference = torch.where(actual == reference, 0.0, (actual - reference).abs())
-    return (
-        float(difference.nan_to_num(nan=float("inf"), posinf=float("inf")).max())
-        if difference.numel()
-        else 0.0
-    )
 
 
 def magnitude(reference: Tensor) -> float:

@@ -12,23 +12,12 @@ from hypothesis import strategies as st
 
 from retain.budget.allocation import allocate_uniform
 from retain.budget.joint import allocate_joint, make_bids
-from retain.budget.largest_remainder import exact, largest_remainder
+from retain.budget.largest_remainder import largest_remainder
 from retain.budget.statement import Budget
 from retain.policy import decide_layers
 from retain.scores.lava import entropy_weight
 from tests.evictions import held_scores, kind, made_scores, make_evidence, stock_of
 from tests.refused import refused
-
-# Exact shares.
-
-
-def test_a_number_is_taken_as_it_was_written():
-    assert (exact(0.1), exact(1e-7), exact(Fraction(1, 3))) == (
-        Fraction(1, 10),
-        Fraction(1, 10**7),
-        Fraction(1, 3),
-    )
-    assert exact(0.2) * 100 == 20
 
 
 @settings(deadline=None, max_examples=60)

@@ -1,13 +1,11 @@
 """The pipeline as a whole: presets, budgets realised exactly, controls, and what nesting does and does not "
 "promise."""
 
-import doctest
 from dataclasses import replace
 
 import pytest
 import torch
 
-import retain.policy
 from retain.budget.statement import Budget
 from retain.policy import Decision, decide_layers, load_policy
 from retain.presets import Policy
@@ -78,7 +76,3 @@ def test_a_learned_policy_needs_a_gates_score():
     evidence = random_evidence(num_tokens=60)
     with pytest.raises(ValueError, match="policy 'gate' takes a gate's score and there is none: pass gates="):
         decide(_small("gate"), evidence, Budget(keep_ratio=0.5))
-
-
-def test_the_examples_in_the_docstrings_run():
-    assert doctest.testmod(retain.policy).failed == 0

@@ -66,7 +66,7 @@ def test_entries_that_one_head_has_lost_are_judged_though_their_place_is_protect
     ("changes", "message"),
     [
         ({"scope": "layer", "allocation": {"safeguard": "guaranteed"}}, "allocation.safeguard would not"),
-        ({"allocation": {"weights": "x.json"}}, "allocation.weights would not be read"),
+        ({"allocation": {"weights": "x.json"}}, "allocation.layers, allocation.weights would not be read"),
         ({"first_stage": {"by": "budget"}}, "first_stage would not be read.*or state a budget"),
         ({"learned": True, "fusion": "rank_blend"}, "its score is in 'rank'.*'risk' or 'mass'; or state"),
     ],

@@ -54,7 +54,13 @@ def lesson_of(
     check_reading(config, frozen, sharded=sharded)
     for spec in layers:
         gates[spec.layer_idx].to(spec.device)
-    objective = _objective(config, gates, frozen)
+    seeded: dict[str, Any] = {"seed": config.seed}
+    if config.stage == "end_to_end":
+        objective: Stage = EndToEnd(gates, frozen, config.soft, steps=config.training.steps, **seeded)
+    elif config.stage == "lookahead":
+        objective = Lookahead(gates, frozen, config.target, **seeded)
+    else:
+        objective = LayerLocal(gates, frozen, config.target, config.loss, **seeded)
     return Lesson(
         objective,
         corpus,
@@ -63,15 +69,6 @@ def lesson_of(
         lambda document: row_tokens(document, config.target),
         lockstep=sharded,
     )
-
-
-def _objective(config: DistillConfig, gates: GateSet, frozen: Frozen) -> Stage:
-    target, seed = config.target, config.seed
-    if config.stage == "end_to_end":
-        return EndToEnd(gates, frozen, config.soft, steps=config.training.steps, seed=seed)
-    if config.stage == "lookahead":
-        return Lookahead(gates, frozen, target, seed=seed)
-    return LayerLocal(gates, frozen, target, config.loss, seed=seed)
 
 
 def score_unit_of(config: DistillConfig, gates: GateSet) -> str | None:

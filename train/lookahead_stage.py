@@ -70,7 +70,7 @@ class Lookahead(Stage):
             with torch.set_grad_enabled(scale is not None), self.extension.extend(base_model(model)):
                 asked = self._behind(cache, lookahead_embeds(model, self.extension, 1))
                 # Inside, where the adapters are, since checkpointed layers run again on the way back.
-                return self._compare(cache, asked, targets, scale, reading.key)
+                return self._compare(cache, asked, targets, scale, reading.document.key)
 
     @property
     def _embedding(self) -> Any:

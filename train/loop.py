@@ -94,11 +94,8 @@ def train(lesson: Lesson, accelerator: Accelerator, folder: Path, *, resume: boo
     def log(record: dict[str, Any]) -> None:
         if accelerator.is_main_process:
             append_log(folder, record)
-        if accelerator.log_with:
-            numbers = {
-                name: value for name, value in leaves(record, "/").items() if isinstance(value, int | float)
-            }
-            accelerator.log(numbers, step=record["step"])
+        numbers = {name: x for name, x in leaves(record, "/").items() if isinstance(x, int | float)}
+        accelerator.log(numbers, step=record["step"])  # to a tracker, if there is one
 
     def look(step: int) -> dict[str, Any]:
         found = held_out_record(lesson, accelerator)

@@ -15,17 +15,18 @@ import torch
 from retain.config import Whole
 from retain.gates import GATES, build_gates, dims_for
 from retain.hf.intercept.lookahead_pass import lookahead_gates
+from retain.hf.training.block_reader import forward_of
 from retain.models.named import Precision
 from retain.process.registry import lookup, suggest
 from retain.process.removed import hint_of
 from retain.train.calibration.fit import CalibrationSettings
 from retain.train.data.branches import check_document
 from retain.train.data.document import Document
-from retain.train.data.settings import DataSettings, check_data, check_lengths
+from retain.train.data.settings import DataSettings, check_data
 from retain.train.objectives.case import LossSettings
 from retain.train.objectives.fit import check_fit, check_losses, check_unit
 from retain.train.objectives.targets import TargetSettings, check_targets
-from retain.train.run.schedule import TrainingSettings, check_training
+from retain.train.run.schedule import TrainingSettings
 from retain.train.settings import refuse, section
 from retain.train.soft_stage import SoftSettings, check_soft
 from retain.train.stage import StageName
@@ -95,13 +96,11 @@ def check(config: DistillConfig, num_processes: int) -> None:
     problems: list[str] = []
     for part in (
         lambda: _check_gate(config),
-        lambda: _check_start(config),
+        lambda: _check_start(config, num_processes),
         lambda: check_data(config.data),
-        lambda: check_lengths(config.data, config.target.horizon),
         lambda: check_targets(config.target),
         lambda: check_losses(config.loss),
         lambda: check_soft(config.soft),
-        lambda: check_training(config.training, num_processes),
     ):
         try:
             part()
@@ -111,8 +110,19 @@ def check(config: DistillConfig, num_processes: int) -> None:
         raise ValueError("\n".join(problems))
 
 
-def _check_start(config: DistillConfig) -> None:
+def _check_start(config: DistillConfig, num_processes: int) -> None:
+    longest, horizon = max(config.data.lengths or (config.data.max_tokens,)), config.target.horizon
+    documents = config.training.batch_documents
     refuse(
+        (
+            longest <= horizon,
+            f"data.max_tokens or lengths={longest} and target.horizon={horizon}: no context would be longer "
+            "than the horizon, and nearer entries are never evicted",
+        ),
+        (
+            documents % num_processes,
+            f"training.batch_documents={documents} must be a multiple of the {num_processes} processes",
+        ),
         (
             config.calibration.kind != "none" and config.data.held_out == 1,
             "data.held_out=1: calibration fits on one half of the held-out documents and reports on the "
@@ -172,12 +182,12 @@ def check_reading(config: DistillConfig, frozen: Frozen, *, sharded: bool) -> No
             f"{instead}, or write the continuations into the data as answers (context, question, answer)",
         ),
         (
-            sharded and (config.stage == "lookahead" or frozen.forward_of != "row"),
+            sharded and (config.stage == "lookahead" or forward_of(frozen.layout) != "row"),
             "the stage `lookahead`, recurrent layers and rotary embeddings that change with the length read "
             f"each document in forwards of its own, and {instead}",
         ),
         (
-            frozen.forward_of == "branch" and not one_branch,
+            forward_of(frozen.layout) == "branch" and not one_branch,
             f"target.sources=[{', '.join(sources)}]: this model has recurrent layers, which read at most one "
             "branch behind a document. Take own and one other source (repeat: with target.repeat_chunk at "
             "data.max_tokens or more)",

@@ -4,14 +4,14 @@ A section is a class with `@section`: types and bounds are those of its fields, 
 below it, its default stands nowhere else. `retain.config` reads, checks and lists it.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable
 from typing import Any, TypeVar, cast, dataclass_transform
 
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from retain.config import STRICT
-from retain.process.registry import lookup
+from retain.process.registry import suggest
 
 X = TypeVar("X")
 SPOKEN = ConfigDict(use_attribute_docstrings=True, **STRICT)
@@ -24,15 +24,13 @@ def section(cls: type[X]) -> type[X]:
     return cast(type[X], made)
 
 
-def unknown(names: Iterable[str], known: Mapping[str, Any], *, what: str, key: str) -> list[str]:
+def unknown(names: Iterable[str], known: Collection[str], *, what: str, key: str) -> list[str]:
     """Returns a text for every unknown name, after the config's `key`; `what` they are is in the singular."""
-    problems = []
-    for name in names:
-        try:
-            lookup(name, known, what=what)
-        except ValueError as error:
-            problems.append(f"{key}: {str(error).removesuffix('.')}")
-    return problems
+    return [
+        f"{key}: unknown {what} {name!r}{suggest(name, known)}; known: {', '.join(known)}"
+        for name in names
+        if name not in known
+    ]
 
 
 def refuse(*rules: tuple[object, str], found: Iterable[str] = ()) -> None:

@@ -74,7 +74,7 @@ class SoftSettings:
 
 def check_soft(settings: SoftSettings) -> None:
     """Raises ValueError with all terms that there are none of."""
-    refuse(found=unknown(settings.terms, dict.fromkeys(FIDELITY + COST), what="soft term", key="soft.terms"))
+    refuse(found=unknown(settings.terms, FIDELITY + COST, what="soft term", key="soft.terms"))
 
 
 def check_loophole(settings: SoftSettings, gates: GateSet) -> None:
@@ -136,15 +136,7 @@ class EndToEnd(Stage):
             understood.
     """
 
-    def __init__(
-        self,
-        gates: GateSet,
-        frozen: Frozen,
-        soft: SoftSettings,
-        *,
-        steps: int = 1,
-        seed: int = 0,
-    ):
+    def __init__(self, gates: GateSet, frozen: Frozen, soft: SoftSettings, *, steps: int = 1, seed: int = 0):
         check_soft(soft)
         check_loophole(soft, gates)
         for layer in gates.layers:  # refused now, not in the first step

@@ -13,7 +13,7 @@ from typing import Any
 from retain.evidence import Evidence
 from retain.hf.model.decoder import layout_of
 from retain.hf.model.layout import Layout
-from retain.hf.training.block_reader import Shown, Text, forward_of, read_texts
+from retain.hf.training.block_reader import Shown, Text, read_texts
 from retain.models.named import load, load_named_tokenizer, named_config
 from retain.train.data.chat import Chat, chat_of
 from retain.train.data.document import Encode, Reading
@@ -41,11 +41,6 @@ class Frozen:
     def layout(self) -> Layout:
         """The model's layers, looked at once."""
         return layout_of(self.model)
-
-    @property
-    def forward_of(self) -> str:
-        """The unit of one forward: a `row` of many documents, a `text` alone, or one and its `branch`."""
-        return forward_of(self.layout)
 
     @cached_property
     def chat(self) -> Chat | None:
@@ -110,7 +105,7 @@ def walk(
         for one in shown:
             reading, layer_idx = readings[one.row], one.document.layer_idx
             sources = [branch.source for branch in reading.branches]
-            views.append(View(layer_idx, one.row, reading.key, one.document, sources, one.branches))
+            views.append(View(layer_idx, one.row, reading.document.key, one.document, sources, one.branches))
         visit(views)
 
     texts = [Text(one.document.context_ids, tuple(b.ids for b in one.branches)) for one in readings]

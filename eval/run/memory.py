@@ -35,8 +35,8 @@ def held_of(
     """
     total, state = cache.report().total, cache.state
     wanted = plain = total.entries_seen
-    lacks, exceeds, since = 0.0, 0.0, 0
-    policy, size = policies.get(candidate), state.element_size
+    policy, size, since = policies.get(candidate), state.element_size, 0
+    lacks = exceeds = ROUNDED if policy is not None and policy.metadata_bytes else 0.0
     # Packed entries may all fit, and nothing is evicted.
     if policy is not None and (cache.evictions or policy.precision is not None):
         seen = state.evicted_at if cache.evictions else cache.num_seen
@@ -48,9 +48,7 @@ def held_of(
         wanted = spread(budget_for(budget, policy), [seen], held).total_B[0] + since * heads
         plain = spread(budget, [seen], shapes).total_B[0] + since * heads
         if policy.precision is not None:
-            lacks = PACKED if wanted < total.entries_seen else 1.0
-        elif policy.metadata_bytes:
-            lacks = exceeds = ROUNDED
+            lacks, exceeds = PACKED if wanted < total.entries_seen else 1.0, 0.0
     name = f"{candidate.label} at {budget_label(budget)}"
     if total.entries_held != wanted:
         raise RuntimeError(

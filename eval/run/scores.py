@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from retain.attention.chunked import truncate
 from retain.evidence import Evidence
-from retain.future import future_risk
+from retain.future import future_use
 from retain.hf.cache.cache import Cache
 from retain.hf.intercept.lookahead_pass import look_ahead
 from retain.scores import Score
@@ -46,8 +47,14 @@ def oracle(teachers: Iterable[Sequence[Evidence]], document_tokens: int) -> list
     """
     largest: list[torch.Tensor] = []
     for layers in teachers:
-        risks = [
-            future_risk(layer, document_tokens=document_tokens, sources=("appendix",))[0] for layer in layers
-        ]
+        risks = [_risk(layer, document_tokens) for layer in layers]
         largest = [*map(torch.maximum, largest, risks)] if largest else risks
     return [Score(risk_BHT, "risk") for risk_BHT in largest]
+
+
+def _risk(layer: Evidence, document_tokens: int) -> torch.Tensor:
+    """The risk of the first entries of a layer under the queries behind them."""
+    start = document_tokens - (layer.num_seen - layer.num_queries)
+    assert 0 <= start < layer.num_queries, "a query for each entry behind the document"
+    behind = replace(layer, queries_BQSD=layer.queries_BQSD[:, :, start:])
+    return future_use(truncate(layer, document_tokens), [("appendix", behind)], sources={"appendix": 1.0})[0]

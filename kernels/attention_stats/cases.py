@@ -77,6 +77,7 @@ CASES = {
     "hardly held": Case(entries=40, held=0.05, width=16),
     "soft cap and sinks": Case(entries=45, soft_cap=2.0, sinks=True, width=32),
     "the first keys": Case(entries=150, distance=3, asked=90, width=32, group=True),
+    "nothing is far enough": Case(entries=40, num_queries=30, width=16, distance=2**31 - 1),
     "known lse": Case(
         batch=2, entries=60, padding=9, given_lse=True, asked=50, width=32, wanted=(*ALL[:5],)
     ),

@@ -189,20 +189,11 @@ class _Walk:
         call = self.call
         # Columns up to the last one that somebody does not hold.
         self.holes = 0 if call.exists_BHT is None else self.T
-        # Entry from which on every query is sure to see something.
-        self.sure = 0 if call.exists_BHT is None else self.T
-        self.asks_BS = call.asks_BS
-        if not self.on_cpu:
-            return
-        if call.exists_BHT is not None and bool(call.exists_BHT.all()):
-            self.holes = self.sure = 0  # every query sees itself
-        elif call.exists_BHT is not None:
+        if self.on_cpu and call.exists_BHT is not None:
             whole_T = call.exists_BHT.flatten(0, 1).all(0)
             self.holes = self.T - int(whole_T.flip(0).cumprod(0).sum())
-            any_BH, first_BH = call.exists_BHT.int().max(-1)
-            self.sure = int(torch.where(any_BH > 0, first_BH, self.T).max())
-        if call.asks_BS is not None and bool(call.asks_BS.all()):
-            self.asks_BS = None
+        there = call.asks_BS is None or (self.on_cpu and bool(call.asks_BS.all()))
+        self.asks_BS = None if there else call.asks_BS
 
     def slabs(self) -> Iterator[_Rows]:
         """Sequences and heads whose blocks are made together."""
@@ -272,13 +263,9 @@ class _Walk:
             lse = lse.masked_fill(lse == float("-inf"), float("inf"))
             # No more than 1, whatever digits a log-sum-exp is short of.
             probs = logits.sub_(lse.unflatten(1, (-1, self.G))[..., None]).clamp_max_(0.0).exp_()
-        elif (
-            call.sinks_Q is None
-            and "lse" not in call.wanted
-            and (self.on_cpu or call.first + start >= self.sure)
-        ):
+        elif call.sinks_Q is None and "lse" not in call.wanted and (self.on_cpu or not self.holes):
             probs = torch.softmax(logits, -1, out=self.scratch[: logits.numel()].view(logits.shape))
-            if call.first + start < self.sure:
+            if self.holes:
                 # Of a row that sees nothing, all is NaN; most often there is none.
                 blank = probs[..., :1].isnan()
                 if bool(blank.any()):

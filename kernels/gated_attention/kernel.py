@@ -228,8 +228,6 @@ def forward_(
         total = total * fade + tl.exp2(sink - finite)
         out = out * fade[:, None]
         top = above
-    if _has(HAS, PADS):
-        total = tl.where(j0 + local >= pads, total, 0.0)
     empty = total == 0.0
     divisor = tl.where(empty, 1.0, total)
     out = tl.where(empty[:, None], 0.0, out / divisor[:, None])

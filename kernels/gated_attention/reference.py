@@ -72,9 +72,6 @@ def forward(
         )
         lse = (total.log() + top).squeeze(-1)
         out.div_(total.masked_fill_(total == 0, 1.0))
-        if (blank := call.blank(block)) is not None:
-            out.masked_fill_(blank[..., None], 0.0)
-            lse.masked_fill_(blank, float("-inf"))
         out_RGSD[block.rows, :, block.queries] = out
         lse_RGS[block.rows, :, block.queries] = lse
     out_BQSD = torch.empty_like(queries_BQSD).copy_(out_RGSD.view(queries_BQSD.shape))
@@ -207,15 +204,6 @@ class _Call:
             rows = max(1, CELLS // (last * (stop - start) * G))
             for row in range(0, self.num_rows, rows):
                 yield _Block(slice(row, row + rows), slice(start, stop), slice(0, last))
-
-    def blank(self, block: _Block) -> Tensor | None:
-        """`[r, 1, s]`, which of a block's queries are padding; None where none is."""
-        if self.absent_RT is None:
-            return None
-        before = self.num_keys - self.num_queries
-        absent = self.absent_RT[block.rows, before + block.queries.start : before + block.queries.stop]
-        short = block.queries.stop - block.queries.start - absent.shape[1]
-        return torch.nn.functional.pad(absent, (0, short), value=False)[:, None]
 
     def logits(self, block: _Block, *, slope: bool = False) -> tuple[Tensor, Tensor | None]:
         """`[r, G, s, K]`, -inf on what a query does not see; and, if asked for, the soft cap's derivative."""

@@ -149,8 +149,7 @@ class Candidates:
         score_BHT: orders each head; -inf where the head holds no entry.
         kept_BHT: kept in any case: protected, or in a first stage by mass.
         held_B: entries of each sequence, over all heads.
-        guaranteed_BH: entries that each head keeps in any case.
-        guaranteed_B: their sum of each sequence.
+        guaranteed_BH, guaranteed_B: entries that each head keeps in any case, and their sum.
         first_BHT: score of a first stage by budget; None without one.
         bids: entries with which the heads compete; None if they do not.
         free_BHT: which entries bid, row after row in the order of the bids; None if heads do not compete.

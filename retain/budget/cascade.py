@@ -32,9 +32,6 @@ def keep_sets(plan: Plan, layers: Sequence[Candidates], *, first: int = 0) -> li
     Args:
         layers: those that have come: all, or the first few of those that evict.
         first: place of `layers[0]` among them; not 0 only where layers do not depend on each other.
-
-    Raises:
-        ValueError: if a budget cannot hold the guaranteed entries.
     """
     if plan.budget.threshold is not None:
         return [admit(layer.score_BHT, layer.kept_BHT, plan.budget.threshold) for layer in layers]

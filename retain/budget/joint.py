@@ -1,12 +1,10 @@
 """Joint top-k: heads of a layer, or of all layers, compete for one total with their entries.
 
-Of many entries that a query reads together, each has a small maximum, and all of them go. So a share of the
-places may be drawn by priority sampling, in proportion to weight, which keeps sums right in the mean.
-
 Ada-KV (arXiv 2407.11550) flattens the heads of a layer so, Layer-DefensiveKV (arXiv 2510.13334) those of all
-layers. Priority Sampling for Estimation of Arbitrary Subset Sums (Duffield, Lund, Thorup; J. ACM 54(6),
-2007): of n weights `w_i` and uniform numbers `u_i` in (0, 1], the k largest `q_i = w_i / u_i`. An entry's
-number is always the same (`retain.scores.random`), so that it is drawn again while its weight lasts.
+layers. A share of the places may be drawn in proportion to weight, which keeps sums right in the mean:
+Priority Sampling for Estimation of Arbitrary Subset Sums (Duffield, Lund, Thorup; J. ACM 54(6), 2007) takes
+of n weights `w_i` and uniform numbers `u_i` in (0, 1] the k largest `q_i = w_i / u_i`. An entry's number is
+always the same (`retain.scores.random`), so that it is drawn again while its weight lasts.
 """
 
 from collections.abc import Sequence

@@ -28,10 +28,6 @@ def fill(
 
     Raises:
         ValueError: if the total does not fit between the bounds.
-
-    Examples:
-        >>> [int(share) for share in fill(12, [Fraction(1), Fraction(9)], [2, 0], [9, 6])]
-        [6, 6]
     """
     if not sum(least) <= total <= sum(most):
         raise ValueError(

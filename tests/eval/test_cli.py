@@ -91,12 +91,6 @@ def test_a_wrong_request_is_one_line(typed, said, capsys):
     assert said in captured.err and captured.out == "" and captured.err.startswith("error: ")
 
 
-def test_lm_eval_without_it_names_the_extra(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
-    assert cli.main(["lm-eval", "--", "--tasks", "ruler"]) == 2
-    assert "pip install 'retain-kv[lm-eval]'" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("typed", ["-- run --tasks ruler", "run --tasks ruler"])
 def test_lm_eval_gets_what_was_typed(monkeypatch, typed):
     seen = []

@@ -119,6 +119,9 @@ def test_lines_of_another_identity_are_refused_by_what_differs(gated, tmp_path):
     save_small_gates(tmp_path / "gates", seed=1)
     says(r"policies\.gate\.gates\.sha256")
     assert (config.folder / RESULTS).read_bytes() == lines
+    for text in ("{", "[]"):
+        (config.folder / MANIFEST).write_text(text)
+        refused(r"manifest\.json cannot be read.*Restore it from a copy", compare, config)
     (config.folder / MANIFEST).unlink()
     refused("holds no run", compare, config)
 
@@ -182,15 +185,6 @@ def test_a_comparison_needs_no_file(tmp_path, capsys):
     assert len(read_table(tmp_path / "reference-0")) == 3
     assert cli.main(["compare", "reference:0", "--policies", "random", f"results={tmp_path}"]) == 2
     assert "missing key 'tasks'" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("text", ["{", "[]"])
-def test_a_damaged_manifest_is_refused(text, grid, whole, tmp_path):
-    config = replace(grid, results=str(tmp_path))
-    config.folder.mkdir()
-    (config.folder / RESULTS).write_text((whole / RESULTS).read_text())
-    (config.folder / MANIFEST).write_text(text)
-    refused(r"manifest\.json cannot be read.*Restore it from a copy", compare, config)
 
 
 def test_processes_share_out_the_units(grid, whole, tmp_path):

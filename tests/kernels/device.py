@@ -6,6 +6,21 @@ the interpreter and on a device. Whether kernels are interpreted is fixed when t
 CPU never reaches one.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
 from retain.kernels import backend
 
 DEVICE = "cpu" if backend.interpreting() else "cuda"
+
+
+@contextmanager
+def never_waiting() -> Iterator[None]:
+    """Inside, it is an error to wait for the GPU."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

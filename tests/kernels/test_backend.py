@@ -25,7 +25,7 @@ class OnCuda:
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch):
-    """A machine with Triton and a Hopper GPU that is not asked for, since none need be there."""
+    """Pretends that Triton and a Hopper GPU are there; none is asked for."""
     monkeypatch.setattr(backend, "_said", {})
     monkeypatch.setattr(backend, "_has_triton", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))

@@ -104,16 +104,6 @@ def test_every_tile_gives_the_same(name, tiles, monkeypatch):
     assert len(used) == 3
 
 
-@pytest.mark.parametrize("huge", [2**31 - 1, 2**40])
-def test_more_is_protected_than_there_is(huge):
-    """Longer than a 32-bit number holds, with an entry beside it."""
-    kwargs = inputs(Case(entries=20, heads=1), torch.float32, DEVICE)
-    with backend.using("triton"):
-        found, wanted = (run(Case(), {**kwargs, "protected": protected}) for protected in (huge, 20))
-    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
-    assert found[2].any() and found[3].any()
-
-
 def test_every_tensor_counts_where_the_path_is_chosen():
     """A gate in float64 is not for the kernel."""
     kwargs = inputs(Case(entries=5), torch.float32, DEVICE)
@@ -138,24 +128,6 @@ def test_padding_gets_zeros_and_gives_none(path):
         if name != "sinks_Q":
             assert not gradient[0, :, :7].any(), name
             assert gradient[0, :, 7:].any(), name
-
-
-@pytest.mark.parametrize("path", ["reference", "triton"])
-def test_the_window_that_is_protected_holds_so_many_queries(path):
-    """An entry's own query and the `protected - 1` after it do not meet its gate."""
-    kwargs = inputs(Case(entries=12, protected=3, heads=1, group=1), torch.float32, DEVICE)
-    with torch.no_grad():
-        kwargs["log_gate_BHT"].fill_(-math.inf)
-    for protected in (1, 3, 12):
-        with backend.using(path):
-            out = gated_attention(**{**kwargs, "protected": protected})
-        for j in range(12):  # gates of zero leave the protected entries alone
-            keys, values = (
-                kwargs[name][:, :, max(0, j - protected + 1) : j + 1] for name in DIFFERENTIABLE[1:3]
-            )
-            queries = kwargs["queries_BQSD"][:, :, j : j + 1]
-            weights = torch.softmax((queries @ keys.mT).double() * kwargs["scaling"], -1)
-            assert_close(out[:, :, j : j + 1], weights @ values.double())
 
 
 @pytest.mark.parametrize("path", ["reference", "triton"])

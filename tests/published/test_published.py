@@ -58,28 +58,20 @@ class Hand:
 
 # One or two of each kind of model.
 HAND = {
-    "meta-llama/Llama-3.2-1B": Hand(16, 8, 64, 2048, 32),
     "meta-llama/Llama-3.1-8B": Hand(32, 8, 128, 4096, 32),
     "Qwen/Qwen2.5-7B": Hand(28, 4, 128, 3584, 28),
     "Qwen/Qwen3-8B": Hand(36, 8, 128, 4096, 32),
     "Qwen/Qwen3-30B-A3B": Hand(48, 4, 128, 2048, 32),
     "Qwen/Qwen3-Next-80B-A3B-Instruct": Hand(12, 2, 256, 2048, 16, state=36),
     "Qwen/Qwen3.5-9B": Hand(8, 4, 256, 4096, 16, state=24),
-    "Qwen/Qwen3.5-35B-A3B": Hand(10, 2, 256, 2048, 16, state=30),
-    "mistralai/Mistral-Nemo-Base-2407": Hand(40, 8, 128, 5120, 32),
-    "mistralai/Mixtral-8x7B-v0.1": Hand(32, 8, 128, 4096, 32),
-    "microsoft/Phi-4-mini-instruct": Hand(32, 8, 128, 3072, 24),
     "google/gemma-2-2b": Hand(13, 4, 256, 2304, 8, slide=(13, 4096)),
     "google/gemma-3-4b-it": Hand(5, 4, 256, 2560, 8, slide=(29, 1024)),
     "google/gemma-3-27b-it": Hand(10, 16, 128, 5376, 32, slide=(52, 1024)),
     "openai/gpt-oss-20b": Hand(12, 8, 64, 2880, 64, slide=(12, 128)),
-    "01-ai/Yi-6B": Hand(32, 4, 128, 4096, 32),
     "allenai/OLMo-2-1124-7B": Hand(32, 32, 128, 4096, 32),
     "HuggingFaceTB/SmolLM3-3B": Hand(36, 4, 128, 2048, 16),
     "ibm-granite/granite-3.3-2b-base": Hand(40, 8, 64, 2048, 32),
-    "CohereLabs/c4ai-command-r-v01": Hand(40, 64, 128, 8192, 64),
     "CohereLabs/c4ai-command-r7b-12-2024": Hand(8, 8, 128, 4096, 32, slide=(24, 4096)),
-    "zai-org/GLM-4-9B-0414": Hand(40, 2, 128, 4096, 32),
     "zai-org/GLM-4.5-Air": Hand(46, 8, 128, 4096, 96),
 }
 

@@ -59,14 +59,11 @@ def _evidence(**settings):
 
 @pytest.mark.parametrize(("name", "settings"), VARIANTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_scores_are_float32_in_their_unit_and_masked_on_padding(name, settings, dtype):
+def test_scores_are_float32_and_masked_on_padding(name, settings, dtype):
     evidence = _evidence(dtype=dtype)
     score = score_of(evidence, name, settings)
-    declared = SCORES[name].under(settings)
-    assert score.unit == declared.unit and score.unit in UNITS and not declared.problems(settings)
-    assert name == "quest" or score.window == declared.window({"window": WINDOW, **settings})
-    assert declared.two_stages == (score.first_BHT is not None)
-    assert declared.weighs_layers == (score.layer_weight_B is not None)
+    window = SCORES[name].under(settings).window({"window": WINDOW, **settings})
+    assert name == "quest" or score.window == window
     valid = evidence.valid_BT[:, None].expand(2, 2, 14)
     for values_BHT in both(score):
         assert values_BHT.dtype == torch.float32
@@ -112,12 +109,23 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "setting", "value"), REFUSED)
-def test_settings_out_of_range_are_refused(name, setting, value):
-    (problem,) = SCORES[name].problems({setting: value})
-    assert problem.startswith(f"{name}.{setting}: ")
-    (problem,) = SCORES[name].problems({f"{setting}_": value})
-    assert f"unknown key '{name}.{setting}_' (did you mean '{setting}'?)" in problem
+def test_settings_out_of_range_are_refused():
+    for name, setting, value in REFUSED:
+        (problem,) = SCORES[name].problems({setting: value})
+        assert problem.startswith(f"{name}.{setting}: ")
+        (problem,) = SCORES[name].problems({f"{setting}_": value})
+        assert f"unknown key '{name}.{setting}_' (did you mean '{setting}'?)" in problem
+
+
+def test_a_score_declares_its_window_unit_and_parts():
+    """Under its default settings, and every variant."""
+    evidence = _evidence(num_tokens=40)
+    for name, settings in VARIANTS:
+        declared, score = SCORES[name].under(settings), SCORES[name].function(evidence, **settings)
+        assert name == "quest" or score.window == declared.window(settings), name
+        assert score.unit == declared.unit and score.unit in UNITS and not declared.problems(settings)
+        assert declared.two_stages == (score.first_BHT is not None)
+        assert declared.weighs_layers == (score.layer_weight_B is not None)
 
 
 def test_evidence_that_lacks_something_is_refused():

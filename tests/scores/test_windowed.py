@@ -95,23 +95,21 @@ FORMULAS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [(name, settings) for name, (_, variants) in FORMULAS.items() for settings in variants],
-    ids=str,
-)
 @shaped
-def test_a_score_of_a_window_is_its_formula(name, settings, shape, layer):
+def test_scores_of_a_window_are_their_formulas(shape, layer):
+    """All in one test: of a grid the default tier would run a dozen."""
     evidence, window = shaped_evidence(shape, layer)
-    given = {} if name == "tova" else {"window": window}
-    score = SCORES[name].function(evidence, **given, **settings)
-    assert score.window == given.get("window", 1)
-    values, first = FORMULAS[name][0](Plain(evidence, window), **settings)
-    # A variance is a difference of numbers of the size of the mean: it rounds a few times over.
-    assert_heads_close(score.values_BHT, masked(values, evidence), ops=4 if name == "cake" else 1)
-    assert (score.first_BHT is None) == (first is None)
-    if first is not None:
-        assert_heads_close(score.first_BHT, masked(first, evidence))
+    plain = Plain(evidence, window)
+    for name, settings in [(name, each) for name, (_, variants) in FORMULAS.items() for each in variants]:
+        given = {} if name == "tova" else {"window": window}
+        score = SCORES[name].function(evidence, **given, **settings)
+        assert score.window == given.get("window", 1)
+        values, first = FORMULAS[name][0](plain, **settings)
+        # A variance is a difference of numbers of the size of the mean: it rounds a few times over.
+        assert_heads_close(score.values_BHT, masked(values, evidence), ops=4 if name == "cake" else 1)
+        assert (score.first_BHT is None) == (first is None)
+        if first is not None:
+            assert_heads_close(score.first_BHT, masked(first, evidence))
 
 
 @shaped

@@ -17,7 +17,6 @@ import retain
 from retain.config import to_mapping
 from retain.train import loop
 from retain.train.recipe import DistillConfig
-from retain.train.run.signals import StopRequested
 from tests.launch import launch_environment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,23 +71,6 @@ def after_step(step: int, act: Callable[[Path], object]) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "append_log", acting)
         yield
-
-
-@contextmanager
-def stopped_by(act: Callable[[], object], place: Any, name: str) -> Iterator[list[Any]]:
-    """Inside, an act in front of each call of a function asks a run to stop, and it does; the list has the
-    arguments of the calls."""
-    inner, calls = getattr(place, name), []
-
-    def asking(*arguments: Any, **settings: Any) -> Any:
-        calls.append(arguments)
-        act()
-        return inner(*arguments, **settings)
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(StopRequested) as raised:
-        patch.setattr(place, name, asking)
-        yield calls
-    assert raised.value.code == 143
 
 
 def terminate(*_: object) -> None:

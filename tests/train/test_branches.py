@@ -57,7 +57,7 @@ def test_an_appendix_is_a_branch_where_there_is_one() -> None:
         (),
         (Branch("appendix", DOCUMENTS[2].appendix_ids),),
     ]
-    assert [reading.key for reading in readings] == [document.key for document in DOCUMENTS]
+    assert [reading.document.key for reading in readings] == [document.key for document in DOCUMENTS]
     asked = settings("own", "appendix")
     assert [row_tokens(document, asked) for document in DOCUMENTS] == [29, 9, 19]
     read = settings("repeat", "continuation", repeat_chunk=10, continuation_tokens=5)
@@ -111,22 +111,6 @@ def test_a_continuation_ends_where_the_model_ends() -> None:
     assert len(wanted[0]) <= 3 and any(len(ids) == 8 for ids in whole)
     model.generation_config.eos_token_id = whole[1][0]
     assert continuation_of(Frozen(model, None, 0), DOCUMENTS[1], 8) == ()
-
-
-def test_continuations_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    frozen = Frozen(tiny_model("qwen3"), None, 0)
-    calls: list[int] = []
-    write = module._written
-
-    def counted(*args: Any, **kwargs: Any) -> tuple[int, ...]:
-        calls.append(1)
-        return write(*args, **kwargs)
-
-    monkeypatch.setattr(module, "_written", counted)
-    assert continuations(frozen, 4) == continuations(frozen, 4)
-    assert len(calls) == 3
-    continuation_of(frozen, DOCUMENTS[0], 5)
-    assert len(calls) == 4, "of another length it is another one"
 
 
 def test_memory_of_writing_is_linear() -> None:

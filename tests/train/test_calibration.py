@@ -15,11 +15,7 @@ from retain.gates.mlp import LinearGate
 from retain.gates.qkv import QKVGate
 from retain.train.calibration import fit as calibration
 from retain.train.calibration import isotonic
-from retain.train.calibration.fit import (
-    LayerLook,
-    calibrate_,
-    sampled,
-)
+from retain.train.calibration.fit import LayerLook, calibrate_, sampled
 from tests.close import assert_close
 from tests.refused import refused
 

@@ -25,6 +25,7 @@ from retain.train.distill import distill, main
 from retain.train.recipe import DistillConfig, check
 from retain.train.run.checkpoint import latest, read_log
 from retain.train.teacher import load_frozen
+from tests.refused import refused
 from tests.tiny import tiny_model
 from tests.train.runs import ROOT, killed_at, same_gates, written
 
@@ -97,39 +98,28 @@ def test_a_run_killed_after_its_last_step_still_reports_the_held_out_documents(
 @pytest.mark.parametrize("finished", [True, False])
 @pytest.mark.parametrize("changed", ["base model", "documents"])
 def test_a_run_that_would_begin_with_something_else_is_refused(
-    make_config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finished: bool, changed: str
+    make_config: Make, tmp_path: Path, finished: bool, changed: str
 ) -> None:
-    base = make_config(**{"training.steps": 1})
+    base = make_config(**{"training.steps": 2, "training.checkpoint_every": 1})
     model, rows = tmp_path / "model", tmp_path / "rows.jsonl"
     shutil.copytree(base.model, model)
     rows.write_bytes(Path(base.data.path).read_bytes())
     config = replace(base, model=str(model), data=replace(base.data, path=str(rows)))
-
-    def killed(folder: Path) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        if not finished:
-            patch.setattr("retain.train.distill.finish_", killed)
-        with contextlib.nullcontext() if finished else pytest.raises(KeyboardInterrupt):
-            distill(config)
+    with contextlib.nullcontext() if finished else killed_at(1):
+        distill(config)
     folder = Path(config.output)
     assert finished == (latest(folder) is None)
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     if changed == "base model":
         tiny_model("qwen3", seed=1, num_hidden_layers=2).save_pretrained(model)
     else:
-        lines = rows.read_text().splitlines(keepends=True)
-        rows.write_text("".join(lines[:-1]) + lines[-1].replace('"context_ids": [1, ', '"context_ids": [2, '))
+        rows.write_text(rows.read_text().replace('"context_ids": [1, ', '"context_ids": [2, '))
     sha256 = json.loads((folder / "run.json").read_text())[changed]
-    with pytest.raises(
-        ValueError, match=rf"\({changed}: sha256 {sha256} -> \w{{64}}\): choose another `output`"
-    ):
-        distill(config)
+    said = rf"\({changed}: sha256 {sha256} -> \w{{64}}\): choose another `output`"
+    refused(said, distill, config)
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     distill(replace(config, overwrite=True))
     assert json.loads((folder / "run.json").read_text())[changed] != sha256
-    assert latest(folder) is None
 
 
 def test_a_finished_run_is_left_alone_and_another_config_refused(
@@ -164,8 +154,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(
 
     monkeypatch.setattr(local, "total_loss", spoilt)
     with pytest.raises(
-        FloatingPointError,
-        match=r"step 6: the loss is not finite \(batch of documents \[.*step 4 in",
+        FloatingPointError, match=r"step 6: the loss is not finite \(batch of documents \[.*step 4 in"
     ):
         distill(config)
     folder = Path(config.output)
@@ -185,7 +174,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(
         (["target.horizon=0", "training.lr=.nan"], "(?s)target.horizon: input .*training.lr: input"),
         (["seeed=1", "gate.family=mpl"], "(?s)unknown key 'seeed' .*did you mean 'mlp'"),
         (["target.horizon=99"], "too short: .* more than 99 are needed"),
-        (["target.horizon=500"], "data.max_tokens=100 and target.horizon=500: no context would be longer"),
+        (["target.horizon=500"], "lengths=100 and target.horizon=500: no context would be longer"),
         (["model=no/such-model"], "model='no/such-model' cannot be loaded"),
         (["data.path=nowhere.jsonl"], "no such data file"),
     ],
@@ -267,9 +256,11 @@ def test_the_gates_that_are_trained_are_those_that_are_compared() -> None:
     assert f"output={demo['gates']} overwrite=true" in (ROOT / "Makefile").read_text()
 
 
-def test_processes_that_would_train_alone_are_refused(
+def test_processes_that_would_train_alone_or_share_nothing_are_refused(
     make_config: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    with pytest.raises(ValueError, match="batch_documents=4 must be a multiple of the 3 processes"):
+        check(make_config(), 3)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(
         ValueError, match="started 2 processes, and accelerate sees 1: .*ACCELERATE_USE_CPU=true"

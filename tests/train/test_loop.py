@@ -1,25 +1,20 @@
 """The layer-local objective: what it starts from, and that its parts add up however they are cut."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import torch
-from accelerate import Accelerator
 
 from retain.gates import GateSet, build_gates
-from retain.hf.model.decoder import base_model
+from retain.kernels.attention_stats import reference as stats
 from retain.train.data.branches import readings_of
 from retain.train.data.corpus import Corpus, load_corpus
 from retain.train.data.document import Document
 from retain.train.local_stage import LayerLocal
-from retain.train.loop import Lesson
 from retain.train.objectives.case import LossSettings
 from retain.train.objectives.targets import TargetSettings, layer_target
 from retain.train.recipe import check_reading
-from retain.train.stage import Stage
 from retain.train.teacher import Frozen, View, load_frozen, walk
 from tests.memory import Watch
 from tests.refused import refused
@@ -129,48 +124,6 @@ def test_a_look_leaves_no_gradient(config: Any, frozen: Frozen, corpus: Corpus) 
         assert {"loss", "overlap", "overlap_random", "overlap_recency", "overlap_value_norm"} <= row.keys()
 
 
-class Lockstepped:
-    """An objective that reads each pack with the frozen model, and counts its forwards."""
-
-    fields = ("loss",)
-
-    def __init__(self, frozen: Frozen, target: TargetSettings):
-        self.frozen, self.target, self.forwards = frozen, target, 0
-        base_model(frozen.model).layers[0].register_forward_pre_hook(self.count)
-
-    def count(self, *_: Any) -> None:
-        self.forwards += 1
-
-    def read(self, pack: Sequence[Document]) -> None:
-        walk(self.frozen, readings_of(pack, self.target, self.frozen), lambda views: None)
-
-
-def test_processes_in_lockstep_run_as_many_forwards(config: Any) -> None:
-    counts, counted = [], list[int]()
-    for process in range(2):
-        frozen = Frozen(tiny_model("llama"), None, 0)
-        objective = Lockstepped(frozen, config.target)
-        lesson = Lesson(
-            MagicMock(spec=Stage),
-            None,
-            replace(config.training, micro_batch=2),
-            lockstep=True,
-        )
-        accelerator = MagicMock(spec=Accelerator, process_index=process, num_processes=2)
-        # Three for the one and two for the other, some without an appendix.
-        documents = [
-            Document(tuple(range(2, 22 + number)), (5,) * (number % 2), origin=str(number))
-            for number in range(5)
-        ]
-        read = lesson.packs(documents, accelerator)
-        for pack, _ in read:
-            objective.read(pack)
-        counted += [document.key for pack, counts_here in read for document in pack if counts_here]
-        counts.append(objective.forwards)
-    assert counts[0] == counts[1] == 2
-    assert sorted(counted) == sorted(document.key for document in documents)
-
-
 def test_what_cannot_be_read_is_refused(make_config: Callable[..., Any]) -> None:
     recurrent, plain = (Frozen(tiny_model(family), None, 0) for family in ("qwen3_next", "llama"))
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
@@ -203,14 +156,16 @@ def test_a_layer_of_which_nothing_is_reached_is_refused() -> None:
 
 
 @pytest.mark.parametrize("source", ["repeat", "continuation"])
-def test_memory_of_training_is_linear_and_does_not_grow_with_the_layers(source: str) -> None:
+def test_memory_of_training_is_linear_and_does_not_grow_with_the_layers(
+    source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """From documents to gradients, with a branch for every few tokens, and the layer's output in the loss."""
+    for name, floats in (("_BLOCK", 2**13), ("_LARGEST_BLOCK", 2**14), ("_ROWS", 1)):
+        monkeypatch.setattr(stats, name, floats)  # blocks that short documents fill too
     size = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
     loss = LossSettings(terms={"mse": 1.0, "layer_output": 1.0}, output_queries=16)
     settings: dict[str, Any] = {"sources": {"own": 1.0, source: 1.0}, "aggregate": "max"}
-    target = TargetSettings(
-        **settings, repeat_chunk=128, continuation_tokens=2, chunk=16, weight="value_norm"
-    )
+    target = TargetSettings(**settings, repeat_chunk=128, continuation_tokens=2, weight="value_norm")
 
     def peak(tokens: int, layers: int) -> int:
         model = tiny_model("llama", max_position_embeddings=32768, num_hidden_layers=layers, **size)

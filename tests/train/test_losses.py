@@ -12,10 +12,7 @@ from retain.evidence import Evidence, attention_probs
 from retain.gates import Gate, GateInputs
 from retain.train.objectives.case import Case, LossSettings, keyed_generator
 from retain.train.objectives.fit import check_fit, check_losses
-from retain.train.objectives.layer_output import (
-    layer_output,
-    relative_change,
-)
+from retain.train.objectives.layer_output import layer_output, relative_change
 from retain.train.objectives.losses import TERMS, local_losses, pair_draws, total_loss
 from retain.train.objectives.overlap import head_overlaps
 from tests.naive import naive_overlap

@@ -1,14 +1,11 @@
 """Whole runs, launched, stopped, killed and starved; and the files that launch them."""
 
-import errno
 import json
-import os
 import subprocess
 import sys
 import time
 from argparse import ArgumentParser
 from collections.abc import Callable
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,7 +18,7 @@ from accelerate.commands.launch import launch_command_parser
 from safetensors.torch import load_file
 
 from retain.train import assembly, loop
-from retain.train.distill import distill, main
+from retain.train.distill import distill
 from retain.train.run import checkpoint
 from retain.train.run.checkpoint import latest, read_log
 from retain.train.run.signals import STOP_FILE, StopRequested
@@ -33,7 +30,6 @@ from tests.train.runs import (
     after_step,
     python,
     same_gates,
-    stopped_by,
     terminate,
     written,
 )
@@ -159,54 +155,25 @@ def test_two_processes_stop_together_and_one_goes_on(make_config: Make, tmp_path
         torch.testing.assert_close(second[name], tensor, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("name", "after"), [("save_new", 1), ("open", 5)], ids=["checkpoint", "log"])
-def test_a_full_disk_ends_a_run_with_what_to_do(
-    make_config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, after: int
-) -> None:
-    config = make_config(output=str(tmp_path / "run"), overwrite=True, **{"training.checkpoint_every": 2})
-    output, path = tmp_path / "run", written(config, tmp_path / "c.yaml")
-    inner, calls = getattr(checkpoint, name, open), [0]
-
-    def writing(target: Any, *arguments: Any, **settings: Any) -> Any:
-        calls[0] += 1
-        if calls[0] > after:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target))
-        return inner(target, *arguments, **settings)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, name, writing, raising=False)
-        with pytest.raises(
-            SystemExit, match=r"(?s)error: .*cannot write .*No space left.*free some.*step [24] in .* goes on"
-        ):
-            main(["--config", path])
-    found = latest(output)
-    assert found is not None and found[0] in (2, 4)
-    assert not (output / "gates.json").exists() and not (output / "LOCK").exists()
-    before = [record for record in read_log(output) if record["step"] <= found[0]]
-    assert read_log(distill(replace(config, overwrite=False)))[: len(before)] == before, "goes on"
-
-
-@pytest.mark.parametrize("when", ["loading", "looking"])
+@pytest.mark.parametrize(("place", "name"), [(assembly, "load_corpus"), (loop, "held_out_record")])
 def test_asked_to_stop_before_the_first_step(
-    make_config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+    make_config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: Any, name: str
 ) -> None:
-    changes = {"training.steps": 4, "training.held_out_every": 1, "training.checkpoint_every": 0}
+    changes = {"training.steps": 4, "training.held_out_every": 0, "training.checkpoint_every": 0}
     whole = distill(make_config(output=str(tmp_path / "whole"), **changes))
-    config = make_config(output=str(tmp_path / "asked"), **changes)
-    (tmp_path / "asked").mkdir()
-    (tmp_path / "asked" / STOP_FILE).touch()
+    config, stop, inner = make_config(**changes), tmp_path / "run" / STOP_FILE, getattr(place, name)
+    stop.parent.mkdir()
+    stop.touch()  # of an earlier run
 
-    def ask() -> None:
-        assert not (tmp_path / "asked" / STOP_FILE).exists(), "of an earlier run"
-        (tmp_path / "asked" / STOP_FILE).touch()
+    def asking(*arguments: Any, **settings: Any) -> Any:
+        assert not stop.exists()
+        stop.touch()
+        return inner(*arguments, **settings)
 
-    asks = iter([terminate])  # a second signal ends the process, and the first step has a look too
-
-    loading = when == "loading"
-    place, name = (assembly, "load_corpus") if loading else (loop, "held_out_record")
-    with stopped_by(ask if loading else lambda: next(asks, int)(), place, name):
+    with monkeypatch.context() as patch, pytest.raises(StopRequested) as raised:
+        patch.setattr(place, name, asking)
         distill(config)
-    records = read_log(tmp_path / "asked")
-    assert [record["step"] for record in records] == [0, 1, 1]
+    assert raised.value.code == 143 and not stop.exists()
+    assert [record["step"] for record in read_log(stop.parent)] == [0, 1]
     # The log is that of a run that nobody stopped.
     assert read_log(distill(config)) == read_log(whole)

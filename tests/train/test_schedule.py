@@ -3,9 +3,7 @@
 import math
 from typing import Any
 
-import pytest
-
-from retain.train.run.schedule import TrainingSettings, check_training, learning_rate
+from retain.train.run.schedule import TrainingSettings, learning_rate
 
 
 def test_learning_rate_warms_up_and_falls() -> None:
@@ -29,9 +27,3 @@ def test_each_schedule_falls_as_it_says() -> None:
     assert set(stable[9:47]) == {1.0} and math.isclose(stable[48], 1 - 0.9 * 0.5)
     for schedule in ("cosine", "constant", "halving", "decay"):
         assert rates(schedule)[:10] == [(step + 1) / 10 for step in range(10)]
-
-
-def test_a_batch_is_shared_by_all_processes() -> None:
-    check_training(TrainingSettings(batch_documents=6), 3)
-    with pytest.raises(ValueError, match="batch_documents=8 must be a multiple of the 3 processes"):
-        check_training(TrainingSettings(), 3)

@@ -7,13 +7,7 @@ from pathlib import Path
 import pytest
 from accelerate import Accelerator
 
-from retain.train.run.signals import (
-    EXIT_CODE,
-    NUMBERS,
-    STOP_FILE,
-    Signals,
-    StopRequested,
-)
+from retain.train.run.signals import EXIT_CODE, NUMBERS, STOP_FILE, Signals, StopRequested
 from tests.train.runs import python
 
 

@@ -12,14 +12,7 @@ from retain.hf.model.decoder import describe
 from retain.hf.training.soft_attention import SoftGated
 from retain.train.data.document import Document
 from retain.train.objectives.soft_losses import capacity_term, open_entries
-from retain.train.soft_stage import (
-    COST,
-    FIDELITY,
-    EndToEnd,
-    SoftSettings,
-    check_loophole,
-    keep_ratio_at,
-)
+from retain.train.soft_stage import COST, FIDELITY, EndToEnd, SoftSettings, check_loophole, keep_ratio_at
 from retain.train.teacher import Frozen
 from tests.close import MODEL, assert_close
 from tests.tiny import PAD, tiny_model
@@ -85,15 +78,7 @@ def by_hand(frozen: Frozen, gates: GateSet, one: Document, soft: SoftSettings) -
     }
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"budget": 5},
-        {"protected": 0, "sinks": 3},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("settings", [{}, {"budget": 5}, {"protected": 0, "sinks": 3}], ids=str)
 def test_a_padded_batch_gives_the_terms_of_each_document(settings: dict) -> None:
     frozen = frozen_of()
     gates = gates_of(frozen)

@@ -9,12 +9,7 @@ from torch.nn import functional
 
 from retain.gates import build_gates
 from retain.kernels.gated_attention import gated_attention
-from retain.train.objectives.soft_threshold import (
-    CLOSED,
-    SoftThreshold,
-    decided,
-    logistic_noise,
-)
+from retain.train.objectives.soft_threshold import CLOSED, SoftThreshold, decided, logistic_noise
 
 B, H, T = 2, 3, 12
 VALID = torch.arange(T) >= torch.tensor([[0], [4]])

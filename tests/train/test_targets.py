@@ -1,24 +1,22 @@
 """Targets: the default recipe is future risk, others are as they are set, and senseless ones are refused."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from retain.attention.chunked import truncate
 from retain.config import build
-from retain.future import future_risk, future_use
+from retain.future import future_use
 from retain.gates import build_gates
 from retain.hf.intercept.observe import observe
 from retain.train.data.document import Branch, Document, Reading
 from retain.train.local_stage import LayerLocal
 from retain.train.objectives.case import LossSettings
-from retain.train.objectives.targets import (
-    TargetSettings,
-    check_targets,
-    layer_target,
-)
+from retain.train.objectives.targets import TargetSettings, check_targets, layer_target
 from retain.train.recipe import check
 from retain.train.teacher import Frozen, View, walk
 from tests.naive import naive_overlap
@@ -54,11 +52,11 @@ def targets(family: str, settings: TargetSettings) -> Targets:
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt_oss"])
 @pytest.mark.parametrize("sources", [("own",), ("appendix",), ("own", "appendix")])
-def test_the_default_recipe_is_future_risk_of_context_and_appendix(
+def test_the_default_recipe_is_the_risk_of_context_and_appendix(
     family: str, sources: tuple[str, ...]
 ) -> None:
     """Equal numbers, whatever else is in the row."""
-    settings = TargetSettings(sources=dict.fromkeys(sources, 1.0), horizon=16, chunk=13)
+    settings = TargetSettings(sources=dict.fromkeys(sources, 1.0), horizon=16)
     found, model = targets(family, settings), tiny_model(family)
     for row, reading in enumerate(READINGS):
         document = reading.document
@@ -68,9 +66,11 @@ def test_the_default_recipe_is_future_risk_of_context_and_appendix(
             if not chosen:
                 assert not reached_HT.any() and not target_HT.any()
                 continue
-            risk, reached = future_risk(
-                evidence, document_tokens=len(document.context_ids), horizon=16, sources=chosen
-            )
+            size = len(document.context_ids)
+            behind = replace(evidence, queries_BQSD=evidence.queries_BQSD[:, :, size:])
+            branches = [("appendix", behind)] if "appendix" in chosen else []
+            how = {"sources": dict.fromkeys(chosen, 1.0), "horizon": 16}
+            risk, reached = future_use(truncate(evidence, size), branches, **how)
             assert target_HT.dtype == torch.float32
             assert torch.equal(reached_HT, reached[0])
             torch.testing.assert_close(target_HT, risk[0], rtol=1e-4, atol=1e-5)
@@ -81,8 +81,7 @@ def test_the_default_recipe_is_future_risk_of_context_and_appendix(
 def test_settings_reach_the_definition(aggregate: str, weight: str) -> None:
     sources = {"own": 0.5, "repeat": 2.0, "appendix": 1.0}
     settings = build(
-        {"sources": sources, "aggregate": aggregate, "weight": weight, "horizon": 7},
-        TargetSettings,
+        {"sources": sources, "aggregate": aggregate, "weight": weight, "horizon": 7}, TargetSettings
     )
 
     def see(views: list[View]) -> None:
@@ -134,7 +133,7 @@ def test_settings_that_mean_nothing_are_refused_together() -> None:
     check_targets(TargetSettings())
     refused("sources is empty", check_targets, TargetSettings(sources={}))
     with pytest.raises(
-        ValueError, match="'repeats': did you mean 'repeat'.*'owne': did you mean 'own'.*[^.][.]$"
+        ValueError, match="'repeats' .did you mean 'repeat'.*'owne' .did you mean 'own'.*[^.][.]$"
     ):
         check_targets(TargetSettings(sources={"repeats": 1.0, "owne": 1.0}))
 

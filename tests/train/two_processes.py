@@ -24,19 +24,9 @@ from retain.hf.model.identity import fingerprint
 from retain.hf.model.projection import dense_weight
 from retain.process.disk import DiskError
 from retain.train import assembly, distill
-from retain.train.run import checkpoint, parallel
-from retain.train.run.checkpoint import (
-    begin_,
-    latest,
-    load_checkpoint,
-    save_checkpoint,
-)
-from retain.train.run.parallel import (
-    Synchroniser,
-    check_alike,
-    is_sharded,
-    shard_frozen_,
-)
+from retain.train.run import parallel
+from retain.train.run.checkpoint import latest, load_checkpoint, save_checkpoint
+from retain.train.run.parallel import Synchroniser, check_alike, is_sharded, on_main_process, shard_frozen_
 from retain.train.teacher import load_frozen
 from tests.tiny import tiny_model
 
@@ -125,25 +115,14 @@ def same(before: dict[str, Tensor], gates: nn.Module) -> bool:
     return all(torch.equal(tensor, gates.state_dict()[name]) for name, tensor in before.items())
 
 
-def full_disk(accelerator: Accelerator, folder: Path) -> dict[str, Any]:
-    """The first process alone meets the full disk; nobody waits for it."""
-    gates = toy_gates()
-    synchroniser = toy_synchroniser(accelerator, gates)
-    run = folder / "full_disk"
-    if accelerator.is_main_process:
-        begin_(run, {}, {})
-    accelerator.wait_for_everyone()
-    save_checkpoint(accelerator, run, 1, synchroniser, {})
-    write = checkpoint.save_new
+def raised(accelerator: Accelerator, folder: Path) -> dict[str, Any]:
+    """The first process alone fails; nobody waits for it."""
 
-    def full(path: Path, *_: Any) -> Path:
+    def fail() -> None:
         assert accelerator.is_main_process
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        raise DiskError(errno.ENOSPC, "no space")
 
-    checkpoint.save_new = full
-    said = said_by(DiskError, lambda: save_checkpoint(accelerator, run, 2, synchroniser, {}))
-    checkpoint.save_new = write
-    return {"said": said, "latest": latest(run)}
+    return {"said": said_by(DiskError, lambda: on_main_process(accelerator, fail))}
 
 
 def loaded(accelerator: Accelerator, folder: Path) -> dict[str, Any]:
@@ -227,7 +206,7 @@ def distil(accelerator: Accelerator, folder: Path, sharding: Any) -> dict[str, A
 
 
 JOBS: dict[str, Callable[[Accelerator, Path], dict[str, Any]]] = {
-    **{job.__name__: job for job in (plain, elastic, spoilt, full_disk)},
+    **{job.__name__: job for job in (plain, elastic, spoilt, raised)},
     "fsdp_frozen": partial(frozen, sharding="fsdp2"),
     "zero3_frozen": partial(frozen, sharding="zero3"),
     "distill_fsdp2": partial(distil, sharding="fsdp2"),

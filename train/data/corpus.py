@@ -31,8 +31,6 @@ FIRST_DOCUMENTS = 16
 # The generator writes at most so many times as many documents as are asked for.
 MOST_GENERATED = 100
 
-Read = Callable[[Row], Document | None]
-
 
 @dataclass(frozen=True)
 class Corpus:
@@ -79,7 +77,13 @@ class StreamingCorpus:
     num_documents = None
 
     def __init__(
-        self, source: Dataset, read: Read, settings: DataSettings, *, batch_documents: int, seed: int
+        self,
+        source: Dataset,
+        read: Callable[[Row], Document | None],
+        settings: DataSettings,
+        *,
+        batch_documents: int,
+        seed: int,
     ) -> None:
         self.source, self.read = source, read
         self.held_out_share = settings.held_out_share if settings.held_out else 0.0
@@ -105,14 +109,9 @@ class StreamingCorpus:
             )
         self.held_out = tuple(kept)
         known = asdict(settings) | {"first": tokens_digest(first), "order": [batch_documents, seed]}
-        known["commit"] = source.commit
+        known["commit"] = self.commit = source.commit  # None: not known, or another source
         self._sha256 = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
         self._documents, self._last, self._next = self._training_documents(), list[Document](), 0
-
-    @property
-    def commit(self) -> str | None:
-        """Commit of the hub data set that is read; None: not known, or another source."""
-        return self.source.commit
 
     def documents_of(self, step: int) -> list[Document]:
         """Returns the documents of step `step`, over all processes: once more the last, or a later one, up to

@@ -93,11 +93,7 @@ def collate(documents: Sequence[Document], *, pad_id: int, device: torch.device 
         pad_sequence(rows, batch_first=True, padding_value=value, padding_side="left")
         for rows, value in ((ids, pad_id), (there, False))
     )
-    return Batch(
-        input_ids_BT.to(device),
-        valid_BT.to(device),
-        tuple(document.key for document in documents),
-    )
+    return Batch(input_ids_BT.to(device), valid_BT.to(device), tuple(document.key for document in documents))
 
 
 @dataclass(frozen=True)
@@ -115,8 +111,3 @@ class Reading:
 
     document: Document
     branches: tuple[Branch, ...] = ()
-
-    @property
-    def key(self) -> int:
-        """That of the document, for what is drawn for it."""
-        return self.document.key

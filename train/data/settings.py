@@ -98,14 +98,3 @@ def check_data(settings: DataSettings) -> None:
             f"data.min_tokens={least} and data.max_tokens={most}",
         ),
     )
-
-
-def check_lengths(settings: DataSettings, horizon: int) -> None:
-    """Raises ValueError where no context would be longer than the horizon, before anything is read."""
-    longest = max(settings.lengths or (settings.max_tokens,))
-    if longest <= horizon:
-        raise ValueError(
-            f"data.{'lengths' if settings.lengths else 'max_tokens'}={longest} and target.horizon={horizon}: "
-            "no context would be longer than the horizon, and nearer entries are never evicted. Raise the "
-            "one, or lower the other."
-        )

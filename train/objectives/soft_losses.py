@@ -201,28 +201,24 @@ def open_entries(
     return (far_BHR + near_BR[:, None]).to(log_gate_BHT.dtype)
 
 
-def even_rows(num_tokens: int, count: int) -> Int[Tensor, " R"]:
-    """`count` entry indices spread evenly over the tokens, the last among them; 0, or more than there are:
-    all."""
-    if not count or count >= num_tokens:
-        return torch.arange(num_tokens)
-    return torch.linspace(num_tokens / count, num_tokens, count, dtype=torch.float64).round().long() - 1
-
-
 def rows_of(valid_BT: Valid, count: int) -> Int[Tensor, "B R"]:
-    """`even_rows` of every sequence's own tokens, whatever it is padded to, as entry indices of the batch.
+    """`count` entry indices of every sequence, spread evenly over its tokens, whatever it is padded to, the
+    last among them; 0, or more than there are: all.
 
     A sequence with fewer rows than another has the entry before its first token in place of what is missing,
     which is padding, and so counts as nothing (`capacity_term`).
     """
-    first = [valid_BT.shape[1] - int(num_tokens) for num_tokens in valid_BT.sum(-1).tolist()]
-    even = [start + even_rows(valid_BT.shape[1] - start, count) for start in first]
-    longest = max(len(rows_R) for rows_R in even)
-    rows = [
+    rows, first = [], [valid_BT.shape[1] - int(num_tokens) for num_tokens in valid_BT.sum(-1).tolist()]
+    for start in first:
+        n = valid_BT.shape[1] - start
+        even = torch.linspace(n / count, n, count, dtype=torch.float64).round().long() - 1 if count else None
+        rows.append(start + (torch.arange(n) if even is None or count >= n else even))
+    longest = max(map(len, rows))
+    padded = [
         functional.pad(rows_R, (longest - len(rows_R), 0), value=start - 1)
-        for start, rows_R in zip(first, even, strict=True)
+        for start, rows_R in zip(first, rows, strict=True)
     ]
-    return torch.stack(rows).to(valid_BT.device)
+    return torch.stack(padded).to(valid_BT.device)
 
 
 def capacity_term(

@@ -84,6 +84,4 @@ def future_target(view: View, settings: TargetSettings) -> tuple[Tensor, Tensor]
 
 
 # Name of `target.kind` -> (view, settings) -> target and where it is defined, `[H, T]` each.
-TARGETS: dict[str, Callable[[View, TargetSettings], tuple[Tensor, Tensor]]] = {
-    "future_use": future_target,
-}
+TARGETS: dict[str, Callable[[View, TargetSettings], tuple[Tensor, Tensor]]] = {"future_use": future_target}

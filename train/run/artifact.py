@@ -92,7 +92,6 @@ def metadata_of(
 ) -> dict[str, Any]:
     """The artifact's record of its making; `commit` is that of a base model of the hub."""
     mapping = to_mapping(config)
-    used = corpus.num_documents
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     return {
         "base_model": config.model,
@@ -105,7 +104,7 @@ def metadata_of(
         "soft": mapping["soft"] if config.stage == "end_to_end" else None,
         "data": {
             **mapping["data"],
-            "documents_used": used or config.training.steps * config.training.batch_documents,
+            "documents_used": corpus.num_documents or config.training.steps * config.training.batch_documents,
             "held_out_used": len(corpus.held_out),
             "sha256": corpus.describe(),
             "commit": corpus.commit,

@@ -18,8 +18,6 @@ from retain.train.data.document import Document
 from retain.train.loop import Lesson, synchroniser_of, take_step_
 from retain.train.run.parallel import Accelerator, gather_object
 
-GIB = 2**30
-
 
 def dry_run(lesson: Lesson, accelerator: Accelerator) -> str:
     """Prepares the gates, takes one step, and returns a line for the user, the same on every process.
@@ -40,7 +38,7 @@ def dry_run(lesson: Lesson, accelerator: Accelerator) -> str:
     longest, steps = max(map(lesson.size_of, documents)), lesson.training.steps
     return (
         f"dry run: one step of {len(documents)} documents, {record['tokens']:,} tokens, what is read after "
-        f"them included (the longest {longest:,}): {seconds:.1f} s, peak {peak / GIB:.2f} "
+        f"them included (the longest {longest:,}): {seconds:.1f} s, peak {peak / 2**30:.2f} "
         f"GiB on {accelerator.device.type}. {steps} such steps take "
         f"{steps * seconds / 3600:.2g} hours; held-out documents and calibration come on top."
     )

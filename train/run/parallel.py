@@ -73,18 +73,11 @@ class Synchroniser:
         gates: all of its parameters that require gradients are trained (a tied one once); they must be the
             same on every process.
         settings: of AdamW.
-
-    Raises:
-        ValueError: nothing to train.
     """
 
     def __init__(self, accelerator: Accelerator, gates: nn.Module, **settings: Any):
         self.accelerator, self.gates = accelerator, gates
         self.parameters = [p for p in gates.parameters() if p.requires_grad]
-        if not self.parameters:
-            raise ValueError(
-                "these gates have no parameter that requires gradients: there is nothing to train."
-            )
         self.optimizer = torch.optim.AdamW(self.parameters, **settings)
 
     @torch.no_grad()
@@ -257,11 +250,9 @@ def _fully_shard_(model: nn.Module, accelerator: Accelerator) -> None:
         # its head are.
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
     inside = {id(tensor) for tensor in layers.parameters()} | {id(tensor) for tensor in layers.buffers()}
-    for module in model.modules():
-        for store in (module._parameters, module._buffers):
-            for tensor in store.values():
-                if tensor is not None and id(tensor) not in inside:
-                    tensor.data = tensor.data.to(accelerator.device)
+    for tensor in (*model.parameters(), *model.buffers()):
+        if id(tensor) not in inside:
+            tensor.data = tensor.data.to(accelerator.device)
 
 
 def _partition_(model: nn.Module, accelerator: Accelerator, config: Mapping[str, Any]) -> None:
@@ -274,8 +265,6 @@ def _partition_(model: nn.Module, accelerator: Accelerator, config: Mapping[str,
     zero = {k: v for k, v in config["zero_optimization"].items() if v != "auto"}
     told = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, "steps_per_print": 2**31}
     deepspeed.zero.Init(module=model, config_dict_or_path=told, dtype=dtype)
-    for module in model.modules():
-        for name, tensor in module._buffers.items():
-            if tensor is not None:
-                module._buffers[name] = tensor.to(accelerator.device)
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(accelerator.device)
     deepspeed.initialize(model=model, config=told)

@@ -12,10 +12,6 @@ from pydantic import Field
 from retain.config import Count, Many, NotNegative, Positive, Whole
 from retain.train.settings import section
 
-# Shares of the steps after the warm-up: where `halving` halves, and where `decay` begins to fall.
-HALVED_AT = (0.5, 0.75)
-STABLE = 0.9
-
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -54,19 +50,6 @@ class TrainingSettings:
     """Steps between checkpoints (0 = none)."""
 
 
-def check_training(settings: TrainingSettings, num_processes: int) -> None:
-    """Refuse a batch that the processes cannot share.
-
-    Raises:
-        ValueError: `batch_documents` is no multiple of the processes.
-    """
-    if settings.batch_documents % num_processes:
-        raise ValueError(
-            f"training.batch_documents={settings.batch_documents} must be a multiple of the {num_processes} "
-            "processes."
-        )
-
-
 def learning_rate(step: int, settings: TrainingSettings) -> float:
     """Linear warm-up, then as `settings.schedule` says; `step` counts from 0."""
     if step < settings.warmup_steps:
@@ -76,7 +59,7 @@ def learning_rate(step: int, settings: TrainingSettings) -> float:
         "cosine": 0.5 * (1 - math.cos(math.pi * done)),
         "constant": 0.0,
         "halving": 0.0,
-        "decay": max(0.0, (done - STABLE) / (1 - STABLE)),
+        "decay": max(0.0, (done - 0.9) / (1 - 0.9)),
     }[settings.schedule]
-    halvings = sum(done >= share for share in HALVED_AT) if settings.schedule == "halving" else 0
+    halvings = sum(done >= share for share in (0.5, 0.75)) if settings.schedule == "halving" else 0
     return settings.lr * (1 - (1 - settings.final_lr) * fallen) * 0.5**halvings
