@@ -9,12 +9,10 @@ import torch
 from retain.config import build, stated_of
 from retain.eviction import WHEN
 from retain.fusion import FUSIONS
-from retain.hf.cache.cache import Cache
 from retain.presets import Policy
 from retain.protection import Protection
 from tests.evictions import EVICTING, policy_of, small
-from tests.hf.regime_runs import FEW, agree, exact_model, gates_of, held_by, life
-from tests.tiny import attached, tiny_batch
+from tests.hf.regime_runs import FEW, agree, exact_model, life
 
 
 @pytest.mark.parametrize("name", EVICTING)
@@ -169,13 +167,3 @@ def test_a_threshold_admits_by_the_fused_risk(how, scope):
     """Under a threshold nothing is shared: every scope admits the same."""
     naive = agree(exact_model(), fused(how, scope=scope), life(3), threshold=2.0)
     assert len({int(held.sum()) for held in naive.history[-1]}) > 1
-
-
-def test_seeds_say_who_is_drawn():
-    model, (ids, mask) = attached("qwen3"), tiny_batch((0, 7), 50)
-    settings, held = {"gates": gates_of(model), "keep_ratio": 0.3}, []
-    for seeds in (None, [0, 0], [0, 1]):
-        cache = Cache(model, drawn(), seeds=seeds, **settings).prefill(ids, mask)
-        held.append(torch.stack(held_by(cache, mask)))
-    assert torch.equal(held[0], held[1]) and torch.equal(held[1][:, 0], held[2][:, 0])
-    assert not torch.equal(held[1][:, 1], held[2][:, 1])
