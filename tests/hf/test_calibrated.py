@@ -51,10 +51,5 @@ def test_calibrated_gates_are_saved_loaded_and_held_to_a_threshold(tmp_path):
     assert shares == sorted(shares) and all(
         abs(share - ratio) < 0.15 for share, ratio in zip(shares, (0.2, 0.5, 0.8), strict=True)
     )
-    assert (
-        Cache(model, policy(**RISK), gates=back, keep_ratio=0.3)
-        .prefill(ids, mask)
-        .report()
-        .total.entries_evicted
-        > 0
-    )
+    cache = Cache(model, policy(**RISK), gates=back, keep_ratio=0.3).prefill(ids, mask)
+    assert cache.report().total.entries_evicted > 0
