@@ -247,7 +247,8 @@ def _built(
     value, found = _problems(mapping, cls, where)
     if problems := problems + found:
         try:
-            _ = check is None or value is None or check(value)
+            if check is not None and value is not None:
+                check(value)
         except ValueError as error:
             problems.append(str(error))
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
