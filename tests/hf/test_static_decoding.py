@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from transformers import CompileConfig
+from transformers import CompileConfig, MaxLengthCriteria
 
 from retain.hf.cache import static_decoding
 from retain.hf.cache.cache import Cache
@@ -116,6 +116,14 @@ def as_written_and_compiled(
 def test_steps_are_compiled_by_themselves_on_a_gpu(device, said, room):
     model = SimpleNamespace(device=torch.device(device))
     assert _room(model, said, {}, torch.zeros(1, 60)) == room
+
+
+def test_a_criterion_of_the_caller_stays_beside_the_one_that_counts_tokens(monkeypatch):
+    model, (ids, mask), heard = model_of("llama"), tiny_batch((0,), 60), {}
+    monkeypatch.setattr(type(model), "generate", lambda self, inputs=None, **given: heard.update(given))
+    given = {"compile_config": compiling(), "stopping_criteria": [MaxLengthCriteria(66)]}
+    answer(cache_of(model, "snapkv"), ids, mask, 4, **given)
+    assert heard["stopping_criteria"][:-1] == given["stopping_criteria"]
 
 
 def one_graph_and_the_same_tokens(family: str, policy: str, batch: int) -> None:
