@@ -18,6 +18,7 @@ released code lets the model write the answer, and counts an item only if it is 
 import argparse
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -158,16 +159,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     model, tokenizer = load_model(given.model, given.device)
     task = REFERENCE_TASK if given.model == REFERENCE else TASK
     rows = load_rows(task, tokenizer, seed=SEED, context_tokens=given.context_tokens, items=given.documents)
-    items = (encode(row, tokenizer, model) for row in tqdm(rows, unit="item"))
+    items = ((encode(row, tokenizer, model), row.max_new_tokens) for row in tqdm(rows, unit="item"))
     specs = describe(model)
     if len({(spec.num_kv_heads, spec.num_heads) for spec in specs}) > 1:
         raise ValueError(
             "layers have unlike numbers of heads, and heads are compared over layers of as many."
         )
     if given.policy == DUO:
-        weights_LH = class_weights(measure_far_attention(model, items))
+        weights_LH = class_weights(measure_far_attention(model, (item for item, _ in items)))
     else:
-        weights_LH = importance_weights(measure_head_importance(model, items), specs[0].num_kv_heads)
+        # The reference model's answers have an end token that is none of theirs.
+        cut = (replace(item, answer_ids=item.answer_ids[:longest]) for item, longest in items)
+        weights_LH = importance_weights(measure_head_importance(model, cut), specs[0].num_kv_heads)
     given.output.parent.mkdir(parents=True, exist_ok=True)
     layers = [spec.layer_idx for spec in specs]
     write_text(given.output, format_weights(dict(zip(layers, weights_LH.tolist(), strict=True))))

@@ -33,6 +33,8 @@ STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 Whole = Annotated[int, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
+# A number of 64 bits.
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 # Of one text; of documents or items that are in memory together.
 Tokens = Annotated[int, Field(ge=1, le=2**24)]
 Many = Annotated[int, Field(ge=1, le=10**6)]

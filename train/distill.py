@@ -90,7 +90,7 @@ def _distill(config: DistillConfig, accelerator: Accelerator) -> Path:
     score_unit = score_unit_of(config, gates)
     base = fingerprint(frozen.model)
     inputs = {"base model": str(base["sha256"]), "documents": corpus.describe()}
-    parallel.check_alike(inputs)
+    parallel.check_alike({**inputs, "state of the run's folder": state})
     if state != "fresh":
         check_inputs(folder, inputs)
     if state == "finished":

@@ -113,8 +113,12 @@ def read_file(path: Any) -> Table:
 
             return list(parquet.read_table(path).to_pylist())
         # Not splitlines: a JSON string may hold a line separator of Unicode as it is.
-        lines = path.read_text(encoding="utf-8").split("\n")
-        rows = [json.loads(line) for line in lines if line.strip()]
+        lines, rows = path.read_text(encoding="utf-8").split("\n"), []
+        for number, line in enumerate(lines, 1):
+            try:
+                rows += [json.loads(line)] if line.strip() else []
+            except json.JSONDecodeError as error:
+                raise ValueError(f"line {number} is not JSON, {error}") from error
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"rows of {path} cannot be read: {error}") from error
     if not rows or not all(isinstance(row, dict) for row in rows):

@@ -92,6 +92,7 @@ def attention_stats(
     assert keys_BHTD.shape == (B, H, T, D) and Q % H == 0 and 0 < S <= T, keys_BHTD.shape
     assert queries_BQSD.dtype == keys_BHTD.dtype and scaling > 0, keys_BHTD.dtype
     assert {*wanted} <= {*WANTED} and ("last" in wanted) == (least_BQS is not None), wanted
+    assert (pool is not None or "plain" not in wanted) and (lse_BQS is None or "lse" not in wanted), wanted
     assert pool is None or not (distance or {"last", "scatter"} & {*wanted}), (pool, wanted)
     fields = (exists_BHT, asks_BS, place_BT, sinks_Q, log_weight_BHT, lse_BQS, least_BQS)
     call = Call(

@@ -61,6 +61,7 @@ def save_gates(
         the folder.
 
     Raises:
+        ValueError: a `score_unit` that is none.
         OSError: if the files could not be written; an older artifact is then as it was.
     """
     folder = Path(folder)
@@ -81,6 +82,7 @@ def save_gates(
         "fingerprint": dict(fingerprint),
         "sha256": hashlib.sha256(payload).hexdigest(),
     }
+    check_choice("score_unit", record["score_unit"], SCORE_UNITS)
     record |= {
         name: value for name, value in kept.items() if name not in (*record, "calibration", "extension")
     }

@@ -18,6 +18,8 @@ import torch
 from jaxtyping import Float, Float32, Float64
 from torch import Tensor, nn
 
+from retain.process.registry import check_choice
+
 # How the artifact names the one kind of calibrator that there is.
 KIND = "shared"
 # A curve's values lie in exp(-REACH) .. exp(REACH), well inside of float32.
@@ -54,6 +56,8 @@ class Calibrator(nn.Module):
         super().__init__()
         if kind != KIND:
             raise ValueError(f"calibrators of the kind {kind!r} are not read any more, only {KIND!r}.")
+        check_choice("space of a calibrator", space, ("log", "asinh"))
+        check_choice("unit of a calibrator", unit, ("risk", "mass"))
         self.H, self.K, self.space, self.unit = H, K, space, unit
         # The unit of an asinh axis: about how large the scores of a head are.
         self.register_buffer("scale_H", torch.ones(H))

@@ -30,7 +30,7 @@ class ScoreFamily:
             of the other.
         two_stages: True with a score of a first stage.
         weighs_layers: True with a weight of the layer.
-        where: fields that are others under certain settings: (setting, value) -> them.
+        where: fields that are others under certain settings: (setting, value, or its type) -> them.
         fold: folds queries into the running statistics that it reads, with those settings that it names.
     """
 
@@ -46,7 +46,11 @@ class ScoreFamily:
 
     def under(self, settings: Mapping[str, Any]) -> "ScoreFamily":
         """The declaration that holds under these settings."""
-        changes = [fields for (name, value), fields in self.where.items() if settings.get(name) == value]
+        changes = []
+        for (name, value), fields in self.where.items():
+            given = settings.get(name)
+            if isinstance(given, value) if isinstance(value, type) else given == value:
+                changes.append(fields)
         return replace(self, **changes[0]) if changes else self
 
     def window(self, settings: Mapping[str, Any]) -> int:

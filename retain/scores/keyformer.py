@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from retain.attention.received import accumulated_in, rows_of
-from retain.config import Positive
+from retain.config import Positive, Seed
 from retain.evidence import Evidence, RunningStatistics, Score, masked_score
 from retain.scores.family import family
 from retain.scores.h2o import running_statistics
@@ -62,7 +62,7 @@ def advance_with_noise(
     ),
     fold=advance_with_noise,
 )
-def keyformer(evidence: Evidence, *, tau: Positive = 1.0, seed: int = 0) -> Score:
+def keyformer(evidence: Evidence, *, tau: Positive = 1.0, seed: Seed = 0) -> Score:
     """Score by attention received from all queries, of a softmax with noise, averaged over the group.
 
     `mean_{q in group(h)} sum_{j >= i} softmax_i((x_qj[i] + z_qji) / tau)`, with x the logits and z

@@ -30,6 +30,7 @@ _STEP = (
     needs=("queries", "rotary"),
     paper="TriAttention: Efficient Long Reasoning with Trigonometric KV Compression, arXiv 2604.04921",
     reads=("keys",),
+    where={("centres", str): {"needs": ("rotary",)}},  # a file has them
 )
 def triattention(
     evidence: Evidence,

@@ -91,7 +91,7 @@ def test_the_task_of_the_page_is_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "match"),
     [
-        ("a.jsonl", '{"context": 1}\n\n{"context": ', r"a\.jsonl cannot be read: "),
+        ("a.jsonl", '{"context": 1}\n\n{"context": ', r"a\.jsonl cannot be read: line 3 is not JSON, "),
         ("a.jsonl", "[1]\n", r"is to hold JSON objects"),
         ("a.jsonl", "\n", r"at least one"),
         ("a.parquet", "not parquet", r"a\.parquet cannot be read"),

@@ -1,6 +1,7 @@
 """Measured weights of heads: against loops over attention, and as policies read them back."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,14 +9,18 @@ import torch
 from retain.attention.head_weights import read_weights
 from retain.eval import head_weights
 from retain.eval.head_weights import (
+    REFERENCE_TASK,
+    SEED,
     class_weights,
     importance_weights,
     main,
     measure_far_attention,
     measure_head_importance,
 )
-from retain.eval.tasks.encode import Encoded
+from retain.eval.tasks.encode import Encoded, encode
+from retain.eval.tasks.sources import load_rows
 from retain.hf.intercept.observe import observe
+from retain.reference import load_model, load_tokenizer
 from tests.close import assert_close
 from tests.naive import naive_attention
 from tests.refused import refused
@@ -122,5 +127,11 @@ def test_the_command_measures_the_reference_model(tmp_path, capsys):
     assert {*heads} == {0.0, 1.0} and sum(heads) == (len(heads) + 1) // 2
     assert f"'weights': '{output}'" in capsys.readouterr().out
     assert main(["--policy", "headkv", *small]) == 0
-    found = read_weights(str(output))
+    found, model, tokenizer = read_weights(str(output)), load_model(), load_tokenizer()
+    rows = load_rows(REFERENCE_TASK, tokenizer, seed=SEED, context_tokens=120, items=2)
+    items = [encode(row, tokenizer, model) for row in rows]
+    one = [replace(item, answer_ids=item.answer_ids[:1]) for item in items]  # without the end of the text
+    assert all(len(item.answer_ids) == 2 for item in items)
+    wanted_LH = importance_weights(measure_head_importance(model, one), 2)
+    assert_close(torch.tensor([*found.values()]), wanted_LH.float())
     assert [*found] == [*weights] and len({*found.values()}) > 1

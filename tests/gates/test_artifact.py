@@ -175,6 +175,8 @@ INCONSISTENT: list[tuple[dict[str, object], str]] = [
     ({"extension": {"E": 6}}, "cannot build"),
     ({"score_unit": "risks"}, "score_unit is .*; got 'risks'"),
     (calibrated(kind="spline"), "kind 'spline' are not read any more"),
+    (calibrated(space="lgo"), "space of a calibrator is 'log' or 'asinh'; got 'lgo'"),
+    (calibrated(unit="rank"), "unit of a calibrator is 'risk' or 'mass'; got 'rank'"),
     (calibrated(H=3), "with KV heads .* and calibrators with"),
     (calibrated(), "not hold the tensors"),
     (calibrated(layers=("0",)), "calibrate all of them, in one unit, or none"),
@@ -239,6 +241,13 @@ def test_what_was_read_is_written_again(calibrated: bool, tmp_path: Path) -> Non
         assert same_tensors(first, gates)
     for name in (METADATA_FILE, WEIGHTS_FILE):
         assert len({(folder / name).read_bytes() for folder in folders}) == 1
+
+
+def test_a_unit_that_is_none_is_refused_before_anything_is_written(folder: Path) -> None:
+    before = load_gates(folder)
+    with refusal("score_unit is .*; got 'rsk'"):
+        saved(before, folder, score_unit="rsk")
+    assert same_tensors(before, load_gates(folder))
 
 
 @pytest.mark.parametrize("at", [1, 2])

@@ -171,6 +171,9 @@ def test_refusals_say_why():
             ("nothing is held densely", lambda: cache.evict_with([])),
             ("got 1 keep masks for 3 layers", lambda: dense.evict_with([keep])),
             (r"bool tensor \[2, 2, 12\]", lambda: dense.evict_with([keep[0]] * 3)),
+            ("did you mean 'stream'", lambda: made(evict=False, hold_evidence=True, wanted=["streem"])),
+            (r"are \(2, 0\): pass token ids", lambda: Cache(model, policy=None).prefill(ids[:, :0])),
+            ("slack is -10: pass a whole number", lambda: Cache.concat([cache, cache], slack=-10)),
             (r"have seen \[12, 25\] tokens: left-pad", lambda: Cache.concat([cache, other])),
             ("keep_ratio can only be given with", lambda: Cache(model, policy=None, keep_ratio=0.5)),
         ):

@@ -193,6 +193,24 @@ FEW = {"protection": {"recent": 4}, "observed_settings": {"window": 4}}
 HOW = {"max_new_tokens": 3, "do_sample": False}
 
 
+def test_ids_that_begin_otherwise_than_what_was_read_are_refused():
+    model, (ids, mask) = tiny_model("llama"), tiny_batch((0, 3))
+    both, whole = torch.cat([ids, ids[:, :7]], dim=1), torch.cat([mask, torch.ones_like(mask[:, :7])], dim=1)
+    with retain.attach(model):
+        cache = Cache(model, "snapkv", keep_ratio=0.5, **FEW).prefill(ids, mask)
+        padding, other, turned = both.clone(), both.clone(), cache.fork()
+        padding[1, :3] += 1
+        other[1, 39] += 1
+        model.generate(padding, **{CACHE: cache.fork()}, attention_mask=whole, **HOW)
+        turned.batch_select_indices(torch.tensor([1, 0]))
+        shorter = cache.fork()
+        shorter.batch_select_indices(torch.tensor([1]))
+        for one, given in ((cache, other), (turned, both), (shorter, other[1:])):
+            said = "input_ids does not begin with the tokens that this cache has read: pass generate"
+            refused(said, model.generate, given, **{CACHE: one}, **HOW)
+        model.generate(both.flip(0), **{CACHE: turned}, attention_mask=whole.flip(0), **HOW)
+
+
 @pytest.mark.parametrize("num_ids", [1, 7, 40])
 def test_ids_of_the_question_alone_are_refused_by_name(num_ids):
     model, (ids, mask) = tiny_model("llama"), tiny_batch((0, 3))

@@ -170,3 +170,19 @@ def test_the_plan_names_every_op_and_commands_that_there_are(tmp_path):
     for name in ("graphs-32k", "speed-32k"):
         given = vars(speed.parser().parse_args(plan[name][1].split()[2:]))
         assert given["device"] == "cuda" and given["shape"].startswith("32,4096,")
+
+
+def test_a_call_on_a_gpu_is_timed_by_events_behind_a_flush(monkeypatch):
+    seen = []
+
+    class Event:
+        def __init__(self, enable_timing=False):
+            assert enable_timing
+
+        record = synchronize = lambda self: seen.append("event")
+        elapsed_time = staticmethod(lambda after: 7.0)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    flush = SimpleNamespace(is_cuda=True, zero_=lambda: seen.append("flush"))
+    assert milliseconds(lambda: seen.append("call"), flush) == 7.0
+    assert seen == ["flush", "event", "call", "event", "event"]

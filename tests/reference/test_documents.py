@@ -3,7 +3,7 @@
 import pytest
 
 from retain.reference.corpus import sources
-from retain.reference.documents import VERBS, Writer, distill_document
+from retain.reference.documents import VERBS, Writer, distill_document, random_content
 from retain.reference.items import TASKS, write_item
 from retain.reference.tokenizer import ANSWER_ID, BOS_ID, EOS_ID, QUESTION_ID, load_tokenizer
 
@@ -50,6 +50,14 @@ def test_distillation_never_sees_a_held_out_family_or_format() -> None:
         assert document.appendix_ids[0] == QUESTION_ID
         assert document.appendix_ids[-1] == EOS_ID
         assert document.appendix_ids.count(ANSWER_ID) == document.appendix_ids.count(EOS_ID)
+
+
+@pytest.mark.parametrize("topics", [True, False])
+def test_common_words_are_asked_for_where_a_text_has_some(topics: bool) -> None:
+    writer = Writer("train", 2)
+    content = random_content(writer, 100.0, topics=topics)
+    asked = [{*one.answers} for one in writer.questions(content)]
+    assert (len(content.topics) > 0) == topics == ({*content.topics} in asked)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from retain.attention.rotary import Rotary
 from retain.budget.statement import Budget
 from retain.hf.intercept.observe import observe
 from retain.policy import decide_layers
-from retain.scores import triattention
+from retain.scores import SCORES, triattention
 from retain.scores.triattention import centres_of
 from tests.naive import assert_heads_close, masked, random_evidence
 from tests.refused import refused
@@ -69,6 +69,9 @@ def test_statistics_of_a_file_stand_in_for_the_queries(tmp_path):
     evidence = random_evidence((0,), rotary=rotary, head_width=4)
     layers = {3: tuple(part[0] for part in centres_of(evidence))}
     path = publish(tmp_path / "stats.pt", layers)
+    score = SCORES["triattention"]
+    assert score.under({"centres": path}).needs == ("rotary",)  # no cache holds queries for it
+    assert "queries" in score.under({}).needs
     blank = replace(evidence, queries_BQSD=torch.full_like(evidence.queries_BQSD[:, :, -1:], float("nan")))
     want = triattention(evidence).values_BHT
     assert torch.equal(triattention(blank, centres=path).values_BHT, want)

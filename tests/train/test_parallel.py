@@ -212,3 +212,12 @@ def test_what_cannot_be_sharded_is_refused(accelerator: Accelerator) -> None:
     model.hf_device_map = {"": "cpu"}
     with pytest.raises(ValueError, match=r"quantised or spread by device_map cannot be sharded \(fsdp2\)"):
         shard_frozen_(model, accelerator, sharding="fsdp2")
+
+
+@pytest.mark.parametrize("asked", ["fsdp2", "zero3"])
+def test_layers_are_sharded_as_asked(asked: str, accelerator: Accelerator, monkeypatch) -> None:
+    done: list[str] = []
+    monkeypatch.setattr("retain.train.run.parallel._fully_shard_", lambda *_: done.append("fsdp2"))
+    monkeypatch.setattr("retain.train.run.parallel._partition_", lambda *_: done.append("zero3"))
+    shard_frozen_(tiny_model("llama"), accelerator, sharding=asked, deepspeed_config={"any": "thing"})
+    assert done == [asked]

@@ -169,7 +169,7 @@ def check_alike(found: Mapping[str, str]) -> None:
         name = differ[0]
         each = ", ".join(f"{process}: {one.get(name)}" for process, one in enumerate(everyone))
         raise ValueError(
-            f"the processes do not have the same {' and '.join(differ)} (sha256 of the {name} by process: "
+            f"the processes do not have the same {' and '.join(differ)} ({name} by process: "
             f"{each}): give every machine the same files, and state `revision` and `data.revision` of what "
             "comes from the hub."
         )

@@ -26,6 +26,7 @@ from retain.config import plain_numbers, whole
 from retain.correction.merge import Merge
 from retain.eviction import When
 from retain.evidence import Evidence
+from retain.gates.base import INPUTS
 from retain.hf.cache import saving
 from retain.hf.cache.bound_policy import bind_policy
 from retain.hf.cache.engine import Engine
@@ -34,6 +35,7 @@ from retain.hf.cache.state import State, concat
 from retain.hf.intercept.interceptor import InterceptedCache
 from retain.hf.model.decoder import base_model, layout_of, refuse_learned_prompt
 from retain.hf.version_names import CACHE
+from retain.process.registry import lookup
 
 
 class Cache(InterceptedCache):
@@ -154,8 +156,8 @@ class Cache(InterceptedCache):
             this cache.
 
         Raises:
-            ValueError: settings that do not go together, or a cache that has seen tokens; nothing was read
-                then.
+            ValueError: ids that are no `[B, T]`, settings that do not go together, unknown names in `wanted`,
+                or a cache that has seen tokens; nothing was read then.
         """
         if evict and hold_evidence or not evict and (chunk_size is not None or self.state.evicts_again):
             raise ValueError(
@@ -166,6 +168,12 @@ class Cache(InterceptedCache):
         if self.num_seen:
             raise ValueError(
                 f"the cache has already seen {self.num_seen} tokens: make a new one, or reset() it."
+            )
+        for name in wanted:
+            lookup(name, INPUTS, what="input of gates (wanted)")
+        if input_ids.ndim != 2 or not input_ids.numel():
+            raise ValueError(
+                f"input_ids are {tuple(input_ids.shape)}: pass token ids [B, T], at least one a sequence."
             )
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         positions = (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)
@@ -309,7 +317,7 @@ class Cache(InterceptedCache):
             raise ValueError(
                 f"caches to concat have seen {seen} tokens: left-pad their contexts to one width first."
             )
-        first = caches[0]
+        slack, first = whole(slack, "slack", 0, 2**20), caches[0]
         if any(cache.model is not first.model for cache in caches):
             raise ValueError("caches to concat were read by other models.")
         return first._like(concat([cache.fork().state for cache in caches], slack))

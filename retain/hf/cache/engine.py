@@ -107,6 +107,7 @@ class Engine:
             reads_prompt=not state.prompt_read,
         )
         if call.is_prefill:
+            state.first_ids_BT = given.get("input_ids")
             state.seeds = one_per_sequence(state.seeds, call.mask_BT.shape[0], "seeds")
             state.pinned = pins_per_sequence(state.pinned, call.mask_BT.shape[0])
         if state.prompt_read and call.valid_BS is not None and (state.layout.alone or state.evicts_again):
@@ -178,18 +179,29 @@ class Engine:
             bound.begin(state.arriving(state.with_prompt(call.mask_BT)))  # refuses what cannot be
 
     def check_ids(self, ids: Any, attention_mask: Any, inputs_embeds: Any = None) -> None:
-        """Refuse (ValueError) ids or embeddings that leave out what the cache has read: `generate` wants all,
-        and reads what is new. Ids alone that a mask over both comes with are taken, as transformers does."""
+        """Refuse (ValueError) ids or embeddings that leave out what the cache has read, or begin otherwise:
+        `generate` wants all, and reads what is new. Ids alone that a mask over both comes with are taken, as
+        transformers does."""
         self.state.check_whole()
         given, seen = ids if inputs_embeds is None else inputs_embeds, self.state.num_seen
-        if not isinstance(given, Tensor) or given.shape[1] > seen:
+        if not isinstance(given, Tensor):
             return
         if given is ids and getattr(attention_mask, "shape", (0,))[-1] == seen + ids.shape[1]:
             return
+        name, first_BT = "input_ids" if given is ids else "inputs_embeds", self.state.first_ids_BT
+        if given.shape[1] <= seen:
+            wrong = f"{name} has {given.shape[1]} tokens a row, and this cache has read {seen}"
+        elif given is ids and first_BT is not None and first_BT.shape[0] == ids.shape[0]:
+            differs_BT = ids[:, : first_BT.shape[1]].to(first_BT.device) != first_BT
+            valid_BT = self.state.valid_BT[:, : first_BT.shape[1]].to(first_BT.device)
+            if not bool((differs_BT & valid_BT).any()):
+                return
+            wrong = f"{name} does not begin with the tokens that this cache has read"
+        else:
+            return
         raise ValueError(
-            f"{'input_ids' if given is ids else 'inputs_embeds'} has {given.shape[1]} tokens a row, and this "
-            f"cache has read {seen}: pass generate those that were read and those that come (torch.cat("
-            "[context_ids, question_ids], dim=1)); it reads only the new ones."
+            f"{wrong}: pass generate those that were read and those that come (torch.cat([context_ids, "
+            "question_ids], dim=1)); it reads only the new ones."
         )
 
     @property

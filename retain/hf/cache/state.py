@@ -128,6 +128,7 @@ class State:
         self.seeds, self.pinned = self.stated
         none = torch.zeros(0, 0, dtype=torch.int64)
         self.history = History(none.bool(), none, none.flatten())
+        self.first_ids_BT: Int[Tensor, "B P"] | None = None  # of the first forward; None: embeddings, a file
         self.evidence: list[Evidence] | None = None
         self.call: Call | None = None  # the forward that runs
         # Padding of the whole prompt, while it is read in chunks.
@@ -372,6 +373,8 @@ class State:
                 self.pinned = [self.pinned[row] for row in rows]
             self.held_whole = [place for place, row in enumerate(rows) if row in self.held_whole]
             self.history = self.history.select_batch(indices)
+            if self.first_ids_BT is not None:
+                self.first_ids_BT = self.first_ids_BT[indices.to(self.first_ids_BT.device)]
 
     def cannot_crop(self, length: int) -> str | None:
         """The reason why the conversation cannot go back to a length; None if it can."""
@@ -406,6 +409,7 @@ class State:
                 else:
                     layer.hold(*(tensor[:, :, :length].clone() for tensor in layer.dense()))
             self.evidence, self.history = None, cut
+            self.first_ids_BT = None if self.first_ids_BT is None else self.first_ids_BT[:, :length]
         for name in ("packed_at", "last_due", "recorded"):
             setattr(self, name, min(getattr(self, name), length))
 
