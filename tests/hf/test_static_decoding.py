@@ -118,7 +118,7 @@ def test_steps_are_compiled_by_themselves_on_a_gpu(device, said, room):
     assert _room(model, said, {}, torch.zeros(1, 60)) == room
 
 
-def test_a_criterion_of_the_caller_stays_beside_the_one_that_counts_tokens(monkeypatch):
+def test_a_criterion_of_the_caller_stays_with_the_one_that_counts_tokens(monkeypatch):
     model, (ids, mask), heard = model_of("llama"), tiny_batch((0,), 60), {}
     monkeypatch.setattr(type(model), "generate", lambda self, inputs=None, **given: heard.update(given))
     given = {"compile_config": compiling(), "stopping_criteria": [MaxLengthCriteria(66)]}
