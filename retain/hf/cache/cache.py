@@ -191,7 +191,6 @@ class Cache(InterceptedCache):
                     attention_mask=mask[:, :stop],
                     position_ids=positions[:, start:stop],
                     **{CACHE: self},
-                    use_cache=True,
                     output_attentions=False,  # a config may ask for them, and nobody sees them
                 )
         except BaseException:
