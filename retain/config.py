@@ -311,6 +311,8 @@ def _said(error: Any, data: Any, cls: Any, where: str) -> str:
         sections = _sections(getattr(cls, "KINDS", cls), keys[:-1])
         known = {field.name: None for section in sections for field in fields(section)}
         hint = hint_of(name) or suggest(str(keys[-1]), known) or f"; known keys: {', '.join(known)}"
+        if keys[-1] in known:
+            hint = ", which goes with other settings of its section (docs/policies.md)"
         return f"unknown key {name!r}{hint}"
     context, said, hint = error.get("ctx", {}), error["msg"], ""
     expected = context.get("expected", "")

@@ -19,14 +19,14 @@ COMPARE, DISTILL = ROOT / "configs/compare/demo.yaml", ROOT / "configs/distill/s
 
 # A name of each kind: preset, variant, score, setting of a score, key, value of a key, section, argument.
 CALLS = [
-    (lambda: retain.load_policy("quest"), "'quest' (removed: use the preset quest_evict"),
-    (lambda: retain.load_policy("think:layer"), "'think' (removed: use precision: {"),
-    (lambda: retain.load_policy("snapkv:released"), "'snapkv:released' (removed: use the"),
+    (lambda: retain.load_policy("quest"), "'quest' (removed; now: the preset quest_evict"),
+    (lambda: retain.load_policy("think:layer"), "'think' (removed; now: precision: {"),
+    (lambda: retain.load_policy("snapkv:released"), "'snapkv:released' (removed; now: the"),
     (lambda: retain.load_policy("snapkv", ["observed=arkv"]), "'arkv' (removed"),
-    (lambda: retain.load_policy("recency", ["observed_settings.sinks=4"]), "use protection.sinks"),
+    (lambda: retain.load_policy("recency", ["observed_settings.sinks=4"]), "now: protection.sinks"),
     (lambda: retain.load_policy("merge", ["correction.threshold=moving"]), "got 'moving' (str) (removed"),
-    (lambda: retain.Cache(tiny_model(), "snapkv", keep_ratio=0.5, page=16), "use the budget alone,"),
-    (lambda: load(COMPARE, CompareConfig, ["engine=vllm"]), "'engine' (removed: use question"),
+    (lambda: retain.Cache(tiny_model(), "snapkv", keep_ratio=0.5, page=16), "now: the budget alone,"),
+    (lambda: load(COMPARE, CompareConfig, ["engine=vllm"]), "'engine' (removed; now: question"),
     (lambda: load(DISTILL, DistillConfig, ["calibration.quotas=true"]), "'calibration.quotas' (removed"),
 ]
 

@@ -99,6 +99,7 @@ context_marker -> retain compare with question=[unknown], on a file or hub data 
 ruler_like -> facts, or RULER as published: hub:simonjegou/ruler
 longbench_e -> longbench, or lm-eval's longbench_e
 reference_probes -> reference/multikey, which python -m retain.eval.head_weights asks
+reference/quote reference/format -> reference/lists, the held-out family
 reference_shift -> tasks=[facts] with a text of your own
 multi_turn -> rows that share a context_id
 thinking -> nothing in its place: thoughts are switched off, and what is thought is not scored
@@ -118,14 +119,16 @@ def hint_of(name: str) -> str:
 
     Examples:
         >>> hint_of("allocation.quotas")
-        ' (removed: use scope: model, where heads share a budget by score; CHANGELOG.md)'
+        ' (removed; now: scope: model, where heads share a budget by score; CHANGELOG.md)'
         >>> hint_of("keep_ratio")
         ''
     """
-    if "/" in name and (group := name.partition("/")[0]) in REMOVED:  # a task, infinitebench/passkey
+    if (
+        name not in REMOVED and "/" in name and (group := name.partition("/")[0]) in REMOVED
+    ):  # a task, infinitebench/passkey
         name = group
     parts = name.replace(":", ".").split(".")
     for first in range(len(parts)):
         if (now := REMOVED.get(".".join(parts[first:]))) is not None:
-            return f" (removed: use {now}; CHANGELOG.md)"
+            return f" (removed; now: {now}; CHANGELOG.md)"
     return ""

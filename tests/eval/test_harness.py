@@ -174,7 +174,7 @@ def test_log_likelihoods_are_refused(make: Any) -> None:
         ({"keep_ratio": 0.5, "policy": "gate"}, "gates"),
         ({"keep_ratio": 0.5, "protection": {"recnt": 8}}, "protection.recnt"),
         ({"keep_ratio": 0.5, "when": "chunk"}, "retain compare"),
-        ({"keep_ratio": 0.5, "context_marker": "#"}, r"'context_marker' \(removed: use retain compare"),
+        ({"keep_ratio": 0.5, "context_marker": "#"}, r"'context_marker' \(removed; now: retain compare"),
         ({"keep_ratio": 0.5, "truncation": True}, "would cut"),
     ],
 )

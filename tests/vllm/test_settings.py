@@ -73,7 +73,7 @@ def test_a_request_has_a_budget_or_takes_that_of_its_engine():
     ("extra", "says"),
     [
         ({"retain.keep_ration": 0.2}, "unknown key 'retain.keep_ration' .did you mean 'keep_ratio'"),
-        ({"retain.off": 1, "retain.z": 1}, "3 problems.*'retain.off' .removed: use retain.keep_ratio=1.0"),
+        ({"retain.off": 1, "retain.z": 1}, "3 problems.*'retain.off' .removed; now: retain.keep_ratio=1.0"),
         ({"retain.keep_ratio": 0}, "keep_ratio is kept / seen"),
         ({"retain.keep_ratio": 0.2, "retain.tokens_per_head": 4}, "a budget is stated once"),
         ({"retain.tokens_per_head": -1}, "tokens_per_head is a whole number of at least 1"),
