@@ -30,7 +30,7 @@ METHODS = (
     *("gates dms next", "scorer", "merge", "bits", "merge bits", "bits bytes"),
 )
 REFUSED = {
-    "again": (*AROUND, "scorer", "merge bits", "bits bytes"),
+    "again": (*AROUND, "scorer", "bits", "merge bits", "bits bytes"),
     "chunks": (*AROUND, "scorer", "merge bits"),
     "padding": (),
 }
