@@ -43,7 +43,7 @@ def fetch(
         )
     try:
         return Path(snapshot_download(hub_id, revision=stated or revision, allow_patterns=[*files], **how))
-    except Exception as error:  # of the hub, its HTTP client, or the disk
+    except Exception as error:  # of the hub, its HTTP client or the disk; it is the cause of what is raised
         reason = " ".join(line.strip() for line in str(error).splitlines()[:3]).rstrip(". ")
         raise ValueError(
             f"there are no gates at {named!r}: it is no folder here (from {str(Path.cwd())!r}), and from "
@@ -51,4 +51,4 @@ def fetch(
             "private or gated, or the hub was not reached (with HF_HUB_OFFLINE it is not asked): check the "
             "name and the revision, and log in with `hf auth login` (or set HF_TOKEN) as someone who may "
             "read it. Or pass the folder that training wrote (`output`)."
-        ) from None
+        ) from error
