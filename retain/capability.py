@@ -68,8 +68,8 @@ TABLE = (
     Row(
         "gates",
         ("again", "chunks"),
-        "they look from one entry at the others, and earlier ones have shown what they had to show: read the "
-        "prompt at once under when='prefill', or take gates that look at one entry at a time",
+        "their score of an entry depends on other entries, of which earlier ones may be evicted by then: read "
+        "the prompt at once under when='prefill', or take gates that score each entry by itself",
         lambda gates: gates.contextual,
     ),
     Row(
