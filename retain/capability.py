@@ -68,7 +68,7 @@ TABLE = (
     Row(
         "gates",
         ("again", "chunks"),
-        "their score of an entry depends on other entries, of which earlier ones may be evicted by then: read "
+        "their score of an entry depends on other entries, of which earlier ones may be evicted then: read "
         "the prompt at once under when='prefill', or take gates that score each entry by itself",
         lambda gates: gates.contextual,
     ),
